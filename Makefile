@@ -1,0 +1,43 @@
+# make VERB [PYTHON=python3.12] [EXTRAS=dev,torch] [ARGS=...]     the first run installs; the stamp remembers PYTHON and EXTRAS
+.PHONY: help install demo test test-fast lint bench clean
+unexport PYTHONPATH PYTHONHOME
+export PIP_USER := 0
+BIN := .venv/bin
+STAMP := .venv/.installed
+HAVE := $(shell test -x $(BIN)/python && cat $(STAMP) 2>/dev/null)
+PYTHON := $(or $(PYTHON),$(word 1,$(HAVE)),python3)
+EXTRAS := $(or $(EXTRAS),$(word 2,$(HAVE)),dev)
+WANT := $(PYTHON) $(EXTRAS) $(CURDIR)
+ifneq ($(HAVE),$(WANT))
+.PHONY: $(STAMP)
+endif
+# Another Python, or a folder moved or copied (its scripts point elsewhere): from scratch. Else only pip runs again.
+ifneq ($(word 1,$(HAVE)) $(wordlist 3,99,$(HAVE)),$(PYTHON) $(CURDIR))
+NEW := yes
+endif
+
+help:
+	@echo 'make demo       train on real images with a real cluster of its own, and show it'
+	@echo 'make test       lint, then every test, against real processes and a real Redis'
+	@echo 'make test-fast  the tests of less than a minute, for daily work'
+	@echo 'make lint       ruff and mypy --strict'
+	@echo 'make install    only the environment: .venv, with psctl in it'
+	@echo 'make clean      remove .venv and dist'
+install: $(STAMP)
+demo: $(STAMP)
+	@$(BIN)/psctl demo $(ARGS)
+test: lint
+	@$(BIN)/pytest $(ARGS)
+test-fast: $(STAMP)
+	@$(BIN)/pytest -m 'not process and not slow' $(ARGS)
+lint: $(STAMP)
+	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy
+clean: ; rm -rf .venv dist
+$(STAMP): pyproject.toml shared/paramserver/__init__.py
+	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) not found: install Python 3.11 or newer (Debian/Ubuntu: apt install python3 python3-venv; macOS: brew install python), or name one: make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("paramserver needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo 'this Python has no venv: apt install python3-venv (Debian/Ubuntu)' >&2; exit 1; }
+	$(if $(NEW),$(PYTHON) -m venv --clear .venv)
+	@echo 'installing into .venv (about a minute, once)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[$(EXTRAS)]'
+	@echo '$(WANT)' > $@

@@ -1,0 +1,104 @@
+"""Where each parameter lies in a model's flat vector, and where that vector is cut into partitions."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from paramserver.core.spec import ModelSpec, ParamSpec
+
+Range = tuple[int, int]
+"""Half-open element range [start, stop)."""
+
+_ALIGN = 16  # elements; cuts fall on cache lines of float32 where the partitions are large enough
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of one parameter that lies in one partition."""
+
+    param: int
+    """Index into `ModelSpec.params`."""
+    start: int
+    """First element, relative to the partition."""
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flat vector of one model: all parameters in spec order, in C order, end to end."""
+
+    spec: ModelSpec
+
+    @cached_property
+    def offsets(self) -> dict[str, Range]:
+        """Range of each parameter in the flat vector."""
+        out: dict[str, Range] = {}
+        at = 0
+        for p in self.spec.params:
+            out[p.name] = (at, at + p.size)
+            at += p.size
+        return out
+
+    @cached_property
+    def by_name(self) -> dict[str, ParamSpec]:
+        """Each parameter's spec under its name."""
+        return {p.name: p for p in self.spec.params}
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the flat vector."""
+        return self.spec.size
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Partition i is [bounds[i], bounds[i+1]); every partition holds at least one element."""
+        count, size = self.spec.partitions, self.size
+        align = _ALIGN if size >= count * _ALIGN * 4 else 1
+        inner = (size * i // count // align * align for i in range(1, count))
+        return (0, *inner, size)
+
+    @cached_property
+    def segments(self) -> tuple[tuple[Segment, ...], ...]:
+        """For each partition the parameters it holds, in order; its optimizer counts steps per segment."""
+        out: list[tuple[Segment, ...]] = []
+        flat = [(i, *self.offsets[p.name]) for i, p in enumerate(self.spec.params)]
+        first = 0
+        for lo, hi in self.partitions():
+            while flat[first][2] <= lo:
+                first += 1
+            here: list[Segment] = []
+            for i, start, stop in flat[first:]:
+                if start >= hi:
+                    break
+                here.append(Segment(i, max(start, lo) - lo, min(stop, hi) - lo))
+            out.append(tuple(here))
+        return tuple(out)
+
+    def partitions(self) -> Iterator[Range]:
+        """The range of each partition in the flat vector."""
+        return zip(self.bounds, self.bounds[1:], strict=False)
+
+    def partition_size(self, index: int) -> int:
+        """Elements of one partition."""
+        return self.bounds[index + 1] - self.bounds[index]
+
+    def split(self, ranges: Iterable[Range]) -> dict[int, list[Range]]:
+        """Flat ranges (sorted, disjoint) as ranges relative to each partition they touch.
+
+        A partition that is touched whole has the one range (0, its size).
+        """
+        out: dict[int, list[Range]] = {}
+        bounds, i = self.bounds, 0
+        for start, stop in ranges:
+            while bounds[i + 1] <= start:
+                i += 1
+            j = i
+            while j < len(bounds) - 1 and bounds[j] < stop:
+                lo, hi = max(start, bounds[j]) - bounds[j], min(stop, bounds[j + 1]) - bounds[j]
+                held = out.setdefault(j, [])
+                if held and held[-1][1] == lo:
+                    held[-1] = (held[-1][0], hi)
+                else:
+                    held.append((lo, hi))
+                j += 1
+        return out

@@ -1,0 +1,237 @@
+"""Every error of the project: one tree, by whose fault it is and whether to retry.
+
+PsError
+├── RequestError      the caller's request is wrong; sending it again changes nothing
+│   ├── NotFoundError     it names something that is not there
+│   └── ConflictError     it is well formed, but the state forbids it
+│       └── FencedError       a newer epoch, generation or timeline has taken this one's place
+├── StaleMapError     another shard owns that partition now; fetch the map and send it there
+├── Unavailable       nobody's fault; send the same request again after `retry_after_s`
+│   ├── Unreachable       no node answered at all
+│   └── InDoubt           the deadline passed without an answer: it may or may not have been done
+├── AuthError         the token is missing, unknown, or of too low a role
+├── CorruptState      stored bytes do not match their checksum; a person has to look
+└── InternalError     our bug
+
+A node answers a PsError as RFC 9457 problem details and a client raises the same class again from them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+class PsError(Exception):
+    """Raised when anything in paramserver fails; catch a subclass where you can act on it.
+
+    Make one with :func:`problem`, which fills in what the code implies.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        detail: str,
+        *,
+        hint: str = "",
+        retry_after_s: float | None = None,
+        errors: tuple[Mapping[str, Any], ...] = (),
+        **members: Any,
+    ) -> None:
+        super().__init__(f"{detail} ({hint})" if hint else detail)
+        self.code: Final = code
+        self.detail: Final = detail
+        self.hint: Final = hint
+        self.errors: Final = errors
+        """One entry for each wrong part: {"where", "code", "detail"}."""
+        self.members: Final[Mapping[str, Any]] = members
+        """Further members of the problem document, such as `map_epoch` or `timeline`."""
+        info = CODES[code]
+        self.status: Final = info.status
+        self.retryable: Final = info.retryable
+        self.retry_after_s: Final = retry_after_s if retry_after_s is not None else info.retry_after_s
+
+    def document(self, request_id: str = "") -> dict[str, Any]:
+        """The problem details object (RFC 9457) of this error."""
+        body: dict[str, Any] = {
+            "type": f"https://paramserver.dev/errors#{self.code}",
+            "title": CODES[self.code].title,
+            "status": self.status,
+            "code": self.code,
+            "detail": self.detail,
+            "retryable": self.retryable,
+        }
+        if self.hint:
+            body["hint"] = self.hint
+        if self.errors:
+            body["errors"] = [dict(e) for e in self.errors]
+        if self.retry_after_s is not None:
+            body["retry_after_s"] = self.retry_after_s
+        if request_id:
+            body["request_id"] = request_id
+        return body | dict(self.members)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (from_document, (self.document(),))
+
+
+class RequestError(PsError):
+    """Raised when the request itself is wrong; the same request will fail again."""
+
+
+class NotFoundError(RequestError):
+    """Raised when a request names a model, parameter, worker, run or route that does not exist."""
+
+
+class ConflictError(RequestError):
+    """Raised when a well-formed request contradicts the present state."""
+
+
+class FencedError(ConflictError):
+    """Raised when a newer worker epoch, model generation or timeline has taken the sender's place."""
+
+
+class StaleMapError(PsError):
+    """Raised when a request was sent to a shard that does not own the partition."""
+
+
+class Unavailable(PsError):
+    """Raised when a node cannot serve the request now; the same request may be sent again."""
+
+
+class Unreachable(Unavailable):
+    """Raised when no node of the cluster could be reached."""
+
+
+class InDoubt(Unavailable):
+    """Raised when the deadline passed before an answer came; sending the same push id again is safe."""
+
+
+class AuthError(PsError):
+    """Raised when a token is missing, unknown, or its role does not allow the route."""
+
+
+class CorruptState(PsError):
+    """Raised when stored bytes fail their checksum and no older state can stand in."""
+
+
+class InternalError(PsError):
+    """Raised when paramserver itself has a bug."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeInfo:
+    """What a problem code implies."""
+
+    status: int
+    cls: type[PsError]
+    title: str
+    retryable: bool = False
+    retry_after_s: float | None = None
+
+
+def _later(title: str, after_s: float = 1.0, status: int = 503, cls: type[PsError] = Unavailable) -> CodeInfo:
+    return CodeInfo(status, cls, title, retryable=True, retry_after_s=after_s)
+
+
+CODES: Final[Mapping[str, CodeInfo]] = {
+    "malformed": CodeInfo(400, RequestError, "The body or a query value cannot be read"),
+    "unauthorized": CodeInfo(401, AuthError, "A valid token is needed"),
+    "forbidden": CodeInfo(403, AuthError, "The token's role does not allow this"),
+    "not_found": CodeInfo(404, NotFoundError, "No such route"),
+    "unknown_model": CodeInfo(404, NotFoundError, "No model of that name"),
+    "unknown_parameter": CodeInfo(404, NotFoundError, "The model has no such parameter"),
+    "unknown_worker": CodeInfo(404, NotFoundError, "No such worker has joined"),
+    "unknown_node": CodeInfo(404, NotFoundError, "No such node has joined"),
+    "unknown_task": CodeInfo(404, NotFoundError, "No such dataset or task"),
+    "unknown_run": CodeInfo(404, NotFoundError, "No such run"),
+    "unknown_checkpoint": CodeInfo(404, NotFoundError, "No such checkpoint"),
+    "method_not_allowed": CodeInfo(405, RequestError, "The route does not have that method"),
+    "not_acceptable": CodeInfo(406, RequestError, "None of the media types in Accept can be produced"),
+    "conflict": CodeInfo(409, ConflictError, "The present state forbids this"),
+    "model_exists": CodeInfo(409, ConflictError, "A model of that name has another spec"),
+    "model_replaced": CodeInfo(409, FencedError, "The model was created anew since"),
+    "rolled_back": CodeInfo(409, FencedError, "The model went back to an earlier clock"),
+    "fenced": CodeInfo(409, FencedError, "A newer epoch has taken this one's place"),
+    "outside_window": CodeInfo(409, ConflictError, "The push id is too old to tell whether it was applied"),
+    "worker_required": CodeInfo(409, ConflictError, "This consistency mode takes pushes of joined workers only"),
+    "too_stale": CodeInfo(409, ConflictError, "The gradient's base version lies too far back"),
+    "upload_in_progress": CodeInfo(409, ConflictError, "Another client is uploading the initial values"),
+    "version_not_reached": CodeInfo(412, ConflictError, "The version asked for was not reached in time", True),
+    "too_large": CodeInfo(413, RequestError, "The request exceeds a bound"),
+    "unsupported_media_type": CodeInfo(415, RequestError, "The body's media type is not understood"),
+    "wrong_owner": CodeInfo(421, StaleMapError, "Another shard owns that partition", True),
+    "invalid": CodeInfo(422, RequestError, "Several parts of the request are wrong"),
+    "invalid_field": CodeInfo(422, RequestError, "A field is unknown, missing or out of range"),
+    "invalid_shape": CodeInfo(422, RequestError, "A tensor has the wrong shape"),
+    "invalid_dtype": CodeInfo(422, RequestError, "A tensor has a dtype that cannot be used"),
+    "invalid_range": CodeInfo(422, RequestError, "A range lies outside its parameter or overlaps another"),
+    "non_finite": CodeInfo(422, RequestError, "A tensor holds NaN or infinity"),
+    "non_finite_result": CodeInfo(422, RequestError, "Applying the gradient would give NaN or infinity"),
+    "empty_push": CodeInfo(422, RequestError, "The push holds no gradients"),
+    "id_reused": CodeInfo(422, RequestError, "The same push id came with other content"),
+    "reserved_worker": CodeInfo(422, RequestError, "Worker ids with a '/' are given out by the scheduler"),
+    "not_built": CodeInfo(422, RequestError, "This server does not offer that"),
+    "too_many_requests": _later("Too many requests are in flight", 0.5, 429),
+    "internal": CodeInfo(500, InternalError, "paramserver has a bug"),
+    "unavailable": _later("The node cannot serve now"),
+    "no_shards": _later("No shard is alive to own the partitions", 2.0),
+    "no_leader": _later("No scheduler answers"),
+    "initializing": _later("The model's initial values are not complete"),
+    "loading": _later("The partition is being recovered", 0.5),
+    "queue_full": _later("A bound on queued or staged requests is reached"),
+    "storage_unavailable": _later("Redis does not answer"),
+    "corrupt_state": CodeInfo(503, CorruptState, "Stored state fails its checksum"),
+    # Raised by clients only; no node answers these.
+    "unreachable": _later("No node of the cluster could be reached", cls=Unreachable),
+    "in_doubt": _later("The deadline passed without an answer", cls=InDoubt),
+}
+"""Every problem code with its HTTP status; `docs/errors.md` lists the same, held by a test."""
+
+
+def problem(
+    code: str,
+    detail: str,
+    *,
+    hint: str = "",
+    retry_after_s: float | None = None,
+    errors: tuple[Mapping[str, Any], ...] = (),
+    **members: Any,
+) -> PsError:
+    """The error of a code, in its class; `raise problem("unknown_model", "...")`."""
+    return CODES[code].cls(code, detail, hint=hint, retry_after_s=retry_after_s, errors=errors, **members)
+
+
+def combined(errors: list[PsError]) -> PsError:
+    """One error for several found in one request: itself if there is one, else `invalid` with a list."""
+    if len(errors) == 1:
+        return errors[0]
+    codes = {e.code for e in errors}
+    parts = tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors)
+    code = codes.pop() if len(codes) == 1 else "invalid"
+    return problem(code, f"{len(errors)} parts of the request are wrong: {errors[0].detail}; ...", errors=parts)
+
+
+_STANDARD = {
+    "type", "title", "status", "code", "detail", "retryable", "hint", "errors", "retry_after_s", "request_id"
+}  # fmt: skip
+
+
+def from_document(doc: Mapping[str, Any]) -> PsError:
+    """The error that a problem document describes; a code this version does not know keeps its status' class."""
+    code = str(doc.get("code", ""))
+    if code not in CODES:
+        status = int(doc.get("status", 500))
+        if status == 429 or status >= 502:
+            code = "unavailable"
+        elif 400 <= status < 500:
+            code = {401: "unauthorized", 404: "not_found", 409: "conflict", 413: "too_large"}.get(status, "malformed")
+        else:
+            code = "internal"
+    return problem(
+        code,
+        str(doc.get("detail") or doc.get("title") or f"HTTP {doc.get('status')}"),
+        hint=str(doc.get("hint", "")),
+        retry_after_s=doc.get("retry_after_s"),
+        errors=tuple(doc.get("errors", ())),
+        **{k: v for k, v in doc.items() if k not in _STANDARD and k.isidentifier()},
+    )

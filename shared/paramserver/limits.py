@@ -1,0 +1,74 @@
+"""Every bound in one place: what a node accepts, keeps or waits for at most.
+
+A queue, buffer, window or loop without an entry here is a bug.  Units are in the names.
+"""
+
+from typing import Final
+
+MIB: Final = 1 << 20
+
+# What one request may be.
+BODY_BYTES_MAX: Final = 1 << 30
+"""Largest body of a direct frame; a whole shard's slice of a model travels in one."""
+JSON_BODY_BYTES_MAX: Final = 64 * MIB
+"""Largest JSON or msgpack body of the name-level routes."""
+CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
+"""Largest body of a control route (models, workers, runs, ...)."""
+FRAME_HEADER_BYTES_MAX: Final = 1 * MIB
+MSGPACK_DEPTH_MAX: Final = 8
+MSGPACK_CONTAINER_MAX: Final = 4096
+JSON_DEPTH_MAX: Final = 32
+CHUNK_BYTES: Final = 1 * MIB
+"""Size of the pieces in which responses are written."""
+
+# What a model may be.
+PARAM_NAME_BYTES_MAX: Final = 256
+PARAMS_PER_MODEL_MAX: Final = 4096
+RANK_MAX: Final = 8
+"""Largest number of dimensions of a parameter."""
+PARTITIONS_MAX: Final = 4096
+PARTITION_BYTES_MAX: Final = 64 * MIB
+PARTITION_BYTES_DEFAULT: Final = 4 * MIB
+PARTITIONS_DEFAULT_MIN: Final = 8
+MODELS_MAX: Final = 1024
+MODEL_ELEMENTS_MAX: Final = 1 << 36
+RANGES_PER_PUSH_MAX: Final = 4096
+
+# Push ids.
+WINDOW: Final = 64
+"""Sequence numbers remembered behind the highest one of a (worker, epoch), and kept in doubt by a client at most."""
+IDEMPOTENCY_KEYS_MAX: Final = 1024
+"""`Idempotency-Key` values each partition remembers, oldest forgotten first."""
+IDEMPOTENCY_KEY_BYTES_MAX: Final = 256
+WORKER_NAME_BYTES_MAX: Final = 128
+WORKERS_PER_MODEL_MAX: Final = 4096
+SHARDS_MAX: Final = 1024
+
+# What a shard keeps for others.
+QUEUED_REQUESTS_MAX: Final = 4096
+"""Pushes and pulls that wait in one shard (for a busy partition, a load, a version)."""
+STAGED_BYTES_MAX: Final = 4 << 30
+"""Bytes of staged and buffered gradients in one shard."""
+
+# Time.
+HEARTBEAT_S: Final = 1.0
+LEASE_S: Final = 5.0
+"""A node or worker that has not been heard of for so long is dead."""
+SERVE_WITHOUT_CONTACT_S: Final = 3.0
+WAIT_S_MAX: Final = 60.0
+"""Longest `wait_s` of a long poll."""
+CLIENT_TIMEOUT_S: Final = 30.0
+UPLOAD_TOKEN_S: Final = 60.0
+SNAPSHOT_INTERVAL_S: Final = 5.0
+SNAPSHOT_BLOCK_BYTES: Final = 4 * MIB
+SNAPSHOT_BYTES_PER_S: Final = 64 * MIB
+CHECKPOINT_INTERVAL_MIN: Final = 10.0
+
+# What the scheduler keeps.
+METRIC_POINTS_MAX: Final = 10_000
+"""Points of one metric's time series; the oldest go first."""
+METRIC_NAMES_MAX: Final = 64
+TASKS_PER_DATASET_MAX: Final = 100_000
+RUNS_KEPT_MAX: Final = 200
+WAITERS_MAX: Final = 8192
+"""Long polls that one scheduler holds open."""

@@ -1,0 +1,58 @@
+"""The values that every part of paramserver passes around."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+F32: TypeAlias = npt.NDArray[np.float32]
+AnyArray: TypeAlias = npt.NDArray[Any]
+
+DType: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
+"""Element types on the wire; values and optimizer state are kept in float32."""
+
+ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+PushState: TypeAlias = Literal["applied", "staged", "buffered"]
+AckLevel: TypeAlias = Literal["applied", "journaled", "fsynced"]
+
+
+@dataclass(frozen=True, slots=True)
+class PushId:
+    """What makes a push the same push however often it is delivered: (worker, epoch, seq)."""
+
+    worker: str
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """One creation of a model: its name and generation."""
+
+    name: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionKey:
+    """One partition of one creation of a model."""
+
+    model: ModelKey
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.index}"
+
+
+Token: TypeAlias = int
+"""Owner token of one ownership of one partition, also its incarnation: leader term << 32 | counter."""
+
+
+def make_token(term: int, counter: int) -> Token:
+    """The owner token of the `counter`-th ownership given out in leader term `term`."""
+    return (term << 32) | counter
