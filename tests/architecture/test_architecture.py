@@ -1,0 +1,158 @@
+"""The shape of the code: who may import whom, how long a module may be, what the core must not touch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "shared" / "paramserver"
+SERVICES = ROOT / "services"
+
+# What each layer of the library may import of it: types, errors, limits <- kernels, core <- wire <- client.
+BASE = {"types", "errors", "limits"}
+LAYERS: dict[str, set[str]] = {
+    "types": set(),
+    "limits": set(),
+    "errors": {"types", "limits"},
+    "core": BASE | {"core"},
+    "kernels": BASE | {"core", "kernels"},
+    "wire": BASE | {"core", "kernels", "wire"},
+    "checkpoint": BASE | {"core", "wire"},
+    "client": BASE | {"core", "wire", "checkpoint", "client"},
+}
+PURE_FORBIDDEN = {
+    "asyncio", "time", "datetime", "random", "secrets", "uuid", "socket", "ssl", "threading", "subprocess", "os",
+    "pathlib", "io", "shutil", "tempfile", "signal", "logging", "redis", "httpx", "pyreqwest", "fastapi", "uvicorn",
+}  # fmt: skip
+PURE_CALLS = {"open", "print", "input", "eval", "exec"}
+
+
+def modules(root: Path) -> list[Path]:
+    found = sorted(p for p in root.rglob("*.py"))
+    assert found, f"no modules below {root}"
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full dotted names a module imports, `from a import b` as both `a` and `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide what a module depends on"
+            yield node.module or ""
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+
+
+def layer(dotted: str) -> str | None:
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == "paramserver" and len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_each_library_layer_imports_only_the_layers_below_it(name: str) -> None:
+    """A layer of the library never imports one above it."""
+    own = [p for p in modules(LIBRARY) if p.relative_to(LIBRARY).parts[0] in (name, f"{name}.py")]
+    assert own, f"the layer {name} has no modules"
+    known = set(LAYERS)
+    for path in own:
+        for dotted in imports(path):
+            other = layer(dotted)
+            if other in known and other != name:
+                assert other in LAYERS[name], f"{path.relative_to(ROOT)} imports {dotted}"
+            assert not dotted.startswith("paramserver_"), f"{path.relative_to(ROOT)} imports a service: {dotted}"
+
+
+def test_services_never_import_each_other() -> None:
+    """A service imports the library and paramserver_node, and no other service."""
+    packages = {p.name for p in SERVICES.iterdir() if p.is_dir() and p.name.startswith("paramserver_")}
+    assert len(packages) >= 5
+    for path in modules(SERVICES):
+        own = path.relative_to(SERVICES).parts[0]
+        for dotted in imports(path):
+            top = dotted.split(".")[0]
+            if top in packages:
+                assert top in (own, "paramserver_node"), f"{path.relative_to(ROOT)} imports {dotted}"
+
+
+def test_the_core_has_no_clock_no_randomness_and_no_io() -> None:
+    """Modules of the core import nothing that reads a clock, a file, a socket or the operating system."""
+    for path in modules(LIBRARY / "core"):
+        tree = ast.parse(path.read_text())
+        bad = {d for d in imports(path) if d.split(".")[0] in PURE_FORBIDDEN}
+        assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
+        calls = {
+            n.func.id
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in PURE_CALLS
+        }
+        assert not calls, f"{path.relative_to(ROOT)} calls {calls}"
+        awaits = [n for n in ast.walk(tree) if isinstance(n, ast.Await | ast.AsyncFunctionDef)]
+        assert not awaits, f"{path.relative_to(ROOT)} awaits"
+
+
+def test_modules_stay_readable() -> None:
+    """No module is longer than 500 lines, and each says in its first statement what it is."""
+    for path in modules(LIBRARY) + modules(SERVICES):
+        text = path.read_text()
+        assert text.count("\n") <= 500, f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines"
+        if text.strip():
+            assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} does not say what it is"
+
+
+def test_nothing_from_the_network_can_run_code() -> None:
+    """No module unpickles, evaluates or loads objects from bytes."""
+    for path in modules(LIBRARY) + modules(SERVICES):
+        bad = {d.split(".")[0] for d in imports(path)} & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+        assert not bad, f"{path.relative_to(ROOT)} imports {bad}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), f"{path.relative_to(ROOT)}:{node.lineno}"
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert isinstance(node.value, ast.Constant)
+                assert node.value.value is False, f"{path.relative_to(ROOT)}:{node.value.lineno}"
+
+
+def test_source_roots_are_not_packages() -> None:
+    """`shared` and `services` cannot be imported; only what lies in them can."""
+    code = "import importlib.util as u; assert u.find_spec('shared') is None and u.find_spec('services') is None"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT)
+
+
+def test_importing_the_client_is_light() -> None:
+    """`import paramserver` loads no server, compiler or data-science package."""
+    code = (
+        "import sys, paramserver; paramserver.connect; paramserver.Adam;"
+        "heavy = {'numba', 'fastapi', 'uvicorn', 'redis', 'sklearn', 'matplotlib', 'torch', 'granian', 'typer'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_both_source_roots_and_nothing_else(tmp_path: Path) -> None:
+    """The built wheel's top-level names are the packages of shared/ and services/, with their data files."""
+    import zipfile
+
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {n.split("/")[0] for n in names if ".dist-info" not in n}
+    want = {p.name for root in (ROOT / "shared", SERVICES) for p in root.iterdir() if (p / "__init__.py").exists()}
+    assert tops == want
+    assert "paramserver/py.typed" in names
+    assert any(n.endswith(".html") for n in names)
+
+
+def test_version_is_the_installed_one() -> None:
+    """The version in the source is the one pip installed."""
+    from importlib.metadata import version
+
+    import paramserver
+
+    assert version("paramserver") == paramserver.__version__

@@ -1,0 +1,186 @@
+"""A model's spec: what is taken, what is refused and with which words."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver import limits
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec, merge_patch
+from paramserver.errors import CODES, PsError, RequestError, from_document, problem
+
+
+def spec(**changes: Any) -> ModelSpec:
+    return ModelSpec.parse({"name": "demo", "params": {"w": {"shape": [64, 10]}, "b": {"shape": []}}} | changes)
+
+
+def test_defaults_are_filled_in() -> None:
+    """A spec of names and shapes gets float32, zeros, async, applied and partitions by size."""
+    s = spec()
+
+    assert s.params[0].dtype == "float32"
+    assert s.params[0].init.kind == "zeros"
+    assert s.consistency.mode == "async"
+    assert s.ack == "applied"
+    assert s.partitions == 8
+    assert s.params[1].size == 1
+
+
+def test_document_and_parse_are_inverse() -> None:
+    """The document of a spec parses to the same spec."""
+    s = spec(optimizer={"name": "adamw", "schedule": {"kind": "cosine", "t_max": 9}}, consistency={"mode": "sync"})
+
+    assert ModelSpec.parse(s.document()) == s
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "hint"),
+    [
+        ({"optimiser": {}}, "optimiser", "did you mean 'optimizer'?"),
+        ({"optimizer": {"name": "adm"}}, "optimizer.name", "did you mean 'adam'?"),
+        ({"optimizer": {"name": "sgd", "lr": float("nan")}}, "optimizer.lr", ""),
+        ({"optimizer": {"name": "sgd", "lr": True}}, "optimizer.lr", ""),
+        ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99]}}, "optimizer.betas", "known fields"),
+        ({"optimizer": {"name": "adam", "betas": [0.9]}}, "optimizer.betas", ""),
+        ({"consistency": {"mode": "sync", "quorum": 0}}, "consistency.quorum", ""),
+        ({"consistency": {"mode": "async", "staleness": 3}}, "consistency.staleness", "known fields"),
+        ({"params": {"w": {"shape": [0]}}}, "params.w.shape", ""),
+        ({"params": {"w": {"shape": [2], "init": {"kind": "normal", "std": -1}}}}, "params.w.init.std", ""),
+        ({"params": {"w": {}}}, "params.w.shape", "a list of positive integers"),
+        ({"params": {}}, "params", ""),
+        ({"partitions": 0}, "partitions", ""),
+        ({"partitions": 642}, "partitions", ""),
+        ({"name": "-x"}, None, "letters, digits"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, Any], where: str | None, hint: str) -> None:
+    """A wrong field is refused by its path, with a hint where one helps."""
+    with pytest.raises(RequestError) as caught:
+        spec(**change)
+
+    assert caught.value.status == 422
+    assert caught.value.members.get("where") == where
+    assert hint in caught.value.hint
+
+
+def test_all_wrong_fields_are_listed_at_once() -> None:
+    """Several wrong fields come as one error with a list."""
+    with pytest.raises(RequestError) as caught:
+        spec(name="a b", optimizer={"name": "sgd", "lr": -1}, ack="maybe")
+
+    assert [e.get("where") for e in caught.value.errors] == [None, "optimizer.lr", "ack"]
+
+
+def test_levels_that_are_not_built_are_refused() -> None:
+    """An acknowledgement level that the server does not offer is refused, never ignored."""
+    with pytest.raises(RequestError) as caught:
+        spec(ack="fsynced")
+
+    assert caught.value.code == "not_built"
+
+
+def test_patch_changes_settings_and_keeps_the_rest() -> None:
+    """A merge patch changes what it names; another mode starts from its own defaults."""
+    s = spec(optimizer={"name": "sgd", "lr": 0.1})
+
+    assert s.patched({"optimizer": {"lr": 0.05}}).optimizer.lr == 0.05
+    ssp = s.patched({"consistency": {"mode": "ssp", "staleness": 2}})
+    assert (ssp.consistency.mode, ssp.consistency.staleness, ssp.optimizer.lr) == ("ssp", 2, 0.1)
+    assert ssp.patched({"optimizer": {"name": "adam"}}).optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize(
+    "patch", [{"name": "other"}, {"partitions": 2}, {"params": {"w": {"shape": [2]}}}, {"params": {"b": None}}, []]
+)
+def test_patch_refuses_what_cannot_change(patch: Any) -> None:
+    """Names, shapes and partitions stay as created."""
+    with pytest.raises(RequestError):
+        spec().patched(patch)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=8), c, max_size=3),
+    max_leaves=8,
+)
+FIELDS = list(spec().document())
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), json_values, max_size=6))
+def test_any_json_is_parsed_or_refused_as_the_callers_fault(data: dict[str, Any]) -> None:
+    """Whatever JSON comes in, the outcome is a spec or a RequestError."""
+    try:
+        parsed = ModelSpec.parse({"name": "demo", "params": {"w": {"shape": [3]}}} | data)
+    except RequestError:
+        return
+    assert ModelSpec.parse(parsed.document()) == parsed
+
+
+@given(st.dictionaries(st.text(max_size=3), json_values, max_size=4))
+def test_merging_a_document_into_itself_changes_nothing(doc: dict[str, Any]) -> None:
+    """A merge patch without nulls is idempotent."""
+    once = merge_patch({}, doc)
+
+    assert repr(merge_patch(once, once)) == repr(once)
+
+
+shapes = st.lists(st.lists(st.integers(1, 40), max_size=2), min_size=1, max_size=6)
+
+
+@given(shapes, st.integers(1, 64))
+def test_partitions_cover_the_flat_vector_once(dims: list[list[int]], wanted: int) -> None:
+    """Partitions are non-empty, contiguous, and their segments cover every parameter exactly once."""
+    size = sum(ModelSpec.parse({"name": "m", "params": {"p": {"shape": d}}}).size for d in dims)
+    params = {f"p{i}": {"shape": d} for i, d in enumerate(dims)}
+    layout = Layout(ModelSpec.parse({"name": "m", "params": params, "partitions": min(wanted, size)}))
+
+    assert all(hi > lo for lo, hi in layout.partitions())
+    covered = [
+        (s.param, i)
+        for p, (lo, _) in enumerate(layout.partitions())
+        for s in layout.segments[p]
+        for i in range(lo + s.start, lo + s.stop)
+    ]
+    assert [i for _, i in covered] == list(range(size))
+    for p, name in enumerate(params):
+        lo, hi = layout.offsets[name]
+        assert [i for q, i in covered if q == p] == list(range(lo, hi))
+
+
+@given(shapes, st.integers(1, 16), st.data())
+def test_splitting_ranges_keeps_every_element(dims: list[list[int]], wanted: int, data: st.DataObject) -> None:
+    """Flat ranges split over partitions name the same elements in the same order."""
+    params = {f"p{i}": {"shape": d} for i, d in enumerate(dims)}
+    size = ModelSpec.parse({"name": "m", "params": params}).size
+    layout = Layout(ModelSpec.parse({"name": "m", "params": params, "partitions": min(wanted, size)}))
+    cuts = sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=8)) | {0, size})
+    ranges = list(zip(cuts[::2], cuts[1::2], strict=False))
+
+    split = layout.split(ranges)
+
+    elements = [layout.bounds[p] + i for p in sorted(split) for lo, hi in split[p] for i in range(lo, hi)]
+    assert elements == [i for lo, hi in ranges for i in range(lo, hi)]
+
+
+def test_large_models_get_partitions_of_bounded_size() -> None:
+    """No default partition is larger than the bound on partitions."""
+    s = ModelSpec.parse({"name": "big", "params": {"w": {"shape": [100_000, 1000]}}})
+
+    assert max(hi - lo for lo, hi in Layout(s).partitions()) * 4 <= limits.PARTITION_BYTES_MAX
+
+
+def test_problem_documents_round_trip() -> None:
+    """The error a client raises from a problem document is the one the node meant."""
+    for code in CODES:
+        e = problem(code, "what happened", hint="what to do", map_epoch=7)
+        back = from_document(e.document("r1"))
+        assert (type(back), back.code, back.status, back.members) == (type(e), code, e.status, {"map_epoch": 7})
+
+
+def test_unknown_codes_keep_their_class() -> None:
+    """A code of a newer server is understood by its status."""
+    assert from_document({"status": 418, "code": "teapot"}).code == "malformed"
+    assert from_document({"status": 503, "code": "new"}).retryable
+    assert isinstance(from_document({"status": 500}), PsError)
