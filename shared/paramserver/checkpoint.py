@@ -1,0 +1,238 @@
+"""Checkpoints on disk: what people keep, copy and load with other tools.
+
+A checkpoint is a folder:
+
+    manifest.json           format version, spec, versions, step counts, sha256 of every other file
+    model.safetensors       every parameter under the user's name, in its shape and dtype
+    optimizer.safetensors   optimizer state as `SLOT:NAME`, and `master:NAME` where the dtype is narrower than float32
+    workers.json            each worker's own state
+
+`safetensors.numpy.load_file("model.safetensors")` opens the parameters.  NumPy has no bfloat16, so bfloat16 parameters
+are stored as float32, which is exact.  The folder is written under a temporary name, synced, then renamed: a
+checkpoint that is there is whole.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError, problem
+from paramserver.types import F32, AnyArray
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+PARAMS: Final = "model.safetensors"
+OPTIMIZER: Final = "optimizer.safetensors"
+WORKERS: Final = "workers.json"
+
+_FILE_DTYPE: Final[Mapping[str, Any]] = {
+    "float16": np.float16,
+    "bfloat16": np.float32,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+_RESERVED: Final = "__metadata__"
+"""The one key that a safetensors file cannot hold; a parameter of that name gets a '~' behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint, read and checked."""
+
+    spec: ModelSpec
+    params: dict[str, F32]
+    """Values in float32 in each parameter's shape: exactly what the shards held."""
+    slots: dict[str, list[F32]]
+    """Optimizer state of each parameter, each array in the parameter's shape; empty for plain SGD."""
+    steps: dict[str, int]
+    """Updates each parameter has had, which Adam's bias correction counts from."""
+    versions: list[int]
+    """Version of each partition when it was taken; all equal in sync."""
+    worker_states: dict[str, Any]
+    """What each worker kept in `w.state`, under its id."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Free members of the manifest, such as `clock`, `timeline`, `created_at` (seconds since the epoch)."""
+
+
+def write(
+    path: str | os.PathLike[str],
+    spec_document: Mapping[str, Any],
+    params: Mapping[str, AnyArray],
+    slots: Mapping[str, Sequence[AnyArray]] | None = None,
+    steps: Mapping[str, int] | None = None,
+    versions: Sequence[int] = (),
+    worker_states: Mapping[str, Any] | None = None,
+    meta: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write a checkpoint to the folder `path` and return its manifest.
+
+    Args:
+        path: the folder to make; its parent is made if it is missing.
+        spec_document: the model's spec as `ModelSpec.document()` gives it.
+        params: every parameter of the spec in its shape; any float dtype, float32 loses nothing.
+        slots: for each parameter its optimizer state, each array float32 in the parameter's shape.
+        steps: for each parameter the updates it has had (default 0).
+        versions: version of each partition.
+        worker_states: JSON values under worker ids.
+        meta: JSON members for the manifest.
+        overwrite: replace a folder that is there; only one that holds a manifest.
+
+    Raises ConflictError (`conflict`) if `path` exists and may not be replaced, RequestError if the parameters do not
+    fit the spec, OSError if the disk refuses.
+    """
+    target = Path(path)
+    spec = ModelSpec.parse(dict(spec_document))
+    slots = slots or {}
+    held: dict[str, AnyArray] = {}
+    state: dict[str, AnyArray] = {}
+    for p in spec.params:
+        if p.name not in params:
+            raise problem("unknown_parameter", f"the checkpoint lacks parameter '{p.name}'")
+        value = np.asarray(params[p.name])
+        if value.shape != p.shape:
+            raise problem("invalid_shape", f"'{p.name}' has shape {value.shape}, the spec says {p.shape}")
+        with np.errstate(over="ignore"):
+            held[_key(p.name)] = _contiguous(value, _FILE_DTYPE[p.dtype])
+        if p.dtype == "float16":
+            state[f"master:{p.name}"] = _contiguous(value, np.float32)
+        for i, slot in enumerate(slots.get(p.name, ())):
+            if np.shape(slot) != p.shape:
+                raise problem("invalid_shape", f"optimizer state {i} of '{p.name}' has shape {np.shape(slot)}")
+            state[f"{i}:{p.name}"] = _contiguous(slot, np.float32)
+    if target.exists() and not (overwrite and (target / MANIFEST).is_file()):
+        raise problem("conflict", f"'{target}' exists already", hint="choose another path, or allow overwriting")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+    part.mkdir()
+    try:
+        save_file(held, part / PARAMS, metadata={"format": "np", "model": spec.name})
+        save_file(state, part / OPTIMIZER, metadata={"format": "np"})
+        (part / WORKERS).write_text(json.dumps(dict(worker_states or {})), encoding="utf-8")
+        manifest = {
+            **(meta or {}),
+            "format": FORMAT,
+            "model": spec.name,
+            "spec": spec.document(),
+            "version": min(versions, default=0),
+            "versions": list(versions),
+            "steps": {p.name: int((steps or {}).get(p.name, 0)) for p in spec.params},
+            "slots": {p.name: len(slots.get(p.name, ())) for p in spec.params},
+            "files": {name: _describe(part / name) for name in (PARAMS, OPTIMIZER, WORKERS)},
+        }
+        with open(part / MANIFEST, "w", encoding="utf-8") as f:
+            json.dump(manifest, f, indent=1)
+        for name in (PARAMS, OPTIMIZER, WORKERS, MANIFEST):
+            _sync(part / name)
+        _sync(part)
+        _rename(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return manifest
+
+
+def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The manifest of a checkpoint, without its arrays.
+
+    Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState if it cannot be read or is of a newer
+    format.
+    """
+    file = Path(path) / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise ValueError(f"format {manifest.get('format') if isinstance(manifest, dict) else None!r}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise problem(
+            "unknown_checkpoint", f"no checkpoint at '{Path(path)}'", hint=f"it holds no {MANIFEST}"
+        ) from None
+    except (ValueError, OSError) as e:
+        raise problem("corrupt_state", f"'{file}' cannot be read as a manifest of format {FORMAT}: {e}") from e
+    return manifest
+
+
+def read(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint and check every file against its checksum.
+
+    Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) naming the file that
+    does not match.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    try:
+        for name in (PARAMS, OPTIMIZER, WORKERS):
+            if _describe(folder / name) != manifest["files"][name]:
+                raise problem("corrupt_state", f"'{folder / name}' does not match its checksum")
+        spec = ModelSpec.parse(manifest["spec"])
+        held = load_file(folder / PARAMS)
+        state = load_file(folder / OPTIMIZER)
+        params: dict[str, F32] = {}
+        slots: dict[str, list[F32]] = {}
+        for p in spec.params:
+            value = state.get(f"master:{p.name}", held[_key(p.name)])
+            params[p.name] = np.asarray(value, dtype=np.float32).reshape(p.shape)
+            slots[p.name] = [
+                np.asarray(state[f"{i}:{p.name}"], dtype=np.float32).reshape(p.shape)
+                for i in range(manifest["slots"][p.name])
+            ]
+        states = json.loads((folder / WORKERS).read_text(encoding="utf-8"))
+        known = {"format", "model", "spec", "version", "versions", "steps", "slots", "files"}
+        meta = {k: v for k, v in manifest.items() if k not in known}
+        return Checkpoint(spec, params, slots, dict(manifest["steps"]), list(manifest["versions"]), states, meta)
+    except (KeyError, TypeError, ValueError, OSError, SafetensorError) as e:
+        raise problem("corrupt_state", f"the checkpoint at '{folder}' is damaged: {e!r:.200}") from e
+    except PsError as e:
+        if e.code == "corrupt_state":
+            raise
+        raise problem("corrupt_state", f"the checkpoint at '{folder}' has a spec that cannot be read: {e}") from e
+
+
+def _key(name: str) -> str:
+    return f"{name}~" if name.rstrip("~") == _RESERVED else name
+
+
+def _contiguous(value: AnyArray, dtype: Any) -> AnyArray:
+    return np.array(value, dtype=dtype, order="C", copy=None)
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    with open(file, "rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+        return {"bytes": f.tell(), "sha256": digest}
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return
+    fd = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rename(part: Path, target: Path) -> None:
+    """Put `part` in the place of `target`; whatever was there is gone once the new one stands."""
+    old = None
+    if target.exists():
+        old = part.with_suffix(".old")
+        target.rename(old)
+    part.rename(target)
+    _sync(target.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,146 @@
+"""Checkpoint folders: what other tools can open, and what is noticed when a file is damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paramserver import checkpoint
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError
+
+
+def _spec() -> dict[str, Any]:
+    return ModelSpec.parse(
+        {
+            "name": "demo",
+            "params": {
+                "dense/kernel": {"shape": [3, 4]},
+                "half": {"shape": [5], "dtype": "float16"},
+                "brain": {"shape": [2, 1], "dtype": "bfloat16"},
+                "double": {"shape": [], "dtype": "float64"},
+                "__metadata__": {"shape": [2]},
+            },
+            "optimizer": {"name": "adam"},
+        }
+    ).document()
+
+
+def _params(spec: dict[str, Any]) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {n: rng.standard_normal(p["shape"]).astype(np.float32) for n, p in spec["params"].items()}
+
+
+def _write(path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, list[Any]]]:
+    spec = _spec()
+    params = _params(spec)
+    slots = {n: [v * 2, v * v] for n, v in params.items()}
+    checkpoint.write(path, spec, params, slots, {"half": 7}, [3, 4], {"run-1/w0": {"epoch": 2}}, {"clock": 9}, **more)
+    return spec, params, slots
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    """Everything that was written is read again bit by bit, also values narrower on disk than in memory."""
+    spec, params, slots = _write(tmp_path / "a" / "ckpt")
+
+    got = checkpoint.read(tmp_path / "a" / "ckpt")
+
+    assert got.spec.document() == spec
+    assert got.versions == [3, 4]
+    assert got.steps["half"] == 7
+    assert got.steps["double"] == 0
+    assert got.worker_states == {"run-1/w0": {"epoch": 2}}
+    assert got.meta == {"clock": 9}
+    for name, value in params.items():
+        np.testing.assert_array_equal(got.params[name], value)
+        for read, wrote in zip(got.slots[name], slots[name], strict=True):
+            np.testing.assert_array_equal(read, wrote)
+
+
+def test_parameters_open_with_safetensors(tmp_path: Path) -> None:
+    """safetensors itself finds the user's names, shapes and dtypes."""
+    _, params, _ = _write(tmp_path / "ckpt")
+
+    held = load_file(tmp_path / "ckpt" / checkpoint.PARAMS)
+
+    assert {n: (v.shape, v.dtype.name) for n, v in held.items()} == {
+        "dense/kernel": ((3, 4), "float32"),
+        "half": ((5,), "float16"),
+        "brain": ((2, 1), "float32"),
+        "double": ((), "float64"),
+        "__metadata__~": ((2,), "float32"),
+    }
+    np.testing.assert_array_equal(held["dense/kernel"], params["dense/kernel"])
+
+
+@pytest.mark.parametrize("name", [checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS])
+def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
+    """A file that changed after it was written is named, never loaded."""
+    _write(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / name
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    with pytest.raises(PsError, match=name) as caught:
+        checkpoint.read(tmp_path / "ckpt")
+    assert caught.value.code == "corrupt_state"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": {}}'])
+def test_a_bad_manifest_is_corrupt(tmp_path: Path, text: str) -> None:
+    """A manifest that makes no sense is a CorruptState, not a KeyError."""
+    _write(tmp_path / "ckpt")
+    (tmp_path / "ckpt" / checkpoint.MANIFEST).write_text(text)
+
+    with pytest.raises(PsError) as caught:
+        checkpoint.read(tmp_path / "ckpt")
+    assert caught.value.code == "corrupt_state"
+
+
+def test_a_missing_checkpoint_is_unknown(tmp_path: Path) -> None:
+    """A folder without a manifest is no checkpoint."""
+    with pytest.raises(PsError) as caught:
+        checkpoint.read(tmp_path / "nothing")
+    assert caught.value.code == "unknown_checkpoint"
+
+
+def test_existing_folders_are_kept(tmp_path: Path) -> None:
+    """A folder that is there is replaced only on request, and only if it is a checkpoint."""
+    _write(tmp_path / "ckpt")
+    (tmp_path / "mine").mkdir()
+
+    with pytest.raises(PsError, match="exists already"):
+        _write(tmp_path / "ckpt")
+    with pytest.raises(PsError, match="exists already"):
+        _write(tmp_path / "mine", overwrite=True)
+    _write(tmp_path / "ckpt", overwrite=True)
+
+    assert checkpoint.read(tmp_path / "ckpt").versions == [3, 4]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "mine"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    """What cannot be written leaves neither the folder nor a temporary one."""
+    spec = _spec()
+
+    with pytest.raises(PsError, match="shape"):
+        checkpoint.write(tmp_path / "ckpt", spec, {n: np.zeros(1) for n in spec["params"]})
+    with pytest.raises(TypeError):
+        checkpoint.write(tmp_path / "ckpt", spec, _params(spec), worker_states={"w": object()})
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_lists_checksums(tmp_path: Path) -> None:
+    """The manifest is plain JSON with a format version and a sha256 of each file."""
+    _write(tmp_path / "ckpt")
+
+    manifest = json.loads((tmp_path / "ckpt" / checkpoint.MANIFEST).read_text())
+
+    assert manifest["format"] == 1
+    assert all(len(f["sha256"]) == 64 for f in manifest["files"].values())
+    assert manifest["version"] == 3
