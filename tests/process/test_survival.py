@@ -1,0 +1,76 @@
+"""A training goes on to its end though any one process is killed in the middle of it."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+from .cluster import Cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.slow]
+
+CLOCKS = 60
+WORKERS = 2
+
+
+class Training:
+    """Workers in threads that each push ones for CLOCKS clocks, so that the values count the updates."""
+
+    def __init__(self, cluster: Cluster, consistency: Any) -> None:
+        self.client = ps.connect(cluster.url, timeout=60.0)
+        self.model = self.client.create_model(
+            "count", {"w": np.zeros(1000, np.float32)}, optimizer=ps.Sum(), consistency=consistency
+        )
+        self.progress = [0] * WORKERS
+        self.errors: list[BaseException] = []
+        self.threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(WORKERS)]
+
+    def _work(self, index: int) -> None:
+        try:
+            with self.client.model("count").worker() as w:
+                while w.clock_number < CLOCKS:
+                    w.pull()
+                    w.step({"w": np.ones(1000, np.float32)})
+                    self.progress[index] = w.clock_number
+        except BaseException as e:  # shown by the test's assertion
+            self.errors.append(e)
+
+    def start(self) -> None:
+        for t in self.threads:
+            t.start()
+
+    def reached(self, clock: int) -> bool:
+        assert not self.errors, self.errors
+        return min(self.progress) >= clock
+
+    def finish(self) -> np.ndarray[Any, Any]:
+        for t in self.threads:
+            t.join(120)
+            assert not t.is_alive(), f"a worker stands still; progress {self.progress}, errors {self.errors}"
+        assert not self.errors, self.errors
+        return self.client.model("count").pull()["w"]
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "shards", "redis"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_training_survives_the_kill_of_any_process(own_cluster: Cluster, victim: str, mode: str) -> None:
+    """Scheduler, shard and Redis are each killed in the middle of a training, which then finishes with exact sums."""
+    training = Training(own_cluster, ps.Sync(min_workers=WORKERS) if mode == "sync" else ps.Async())
+    training.start()
+    eventually(lambda: training.reached(15), what="15 clocks")
+
+    pid = own_cluster.kill(victim)
+    eventually(lambda: own_cluster.replaced(victim, 0, pid), what=f"a new {victim}")
+    values = training.finish()
+
+    if mode == "sync":
+        # Every clock's mean of ones is 1, and a model in sync is always the model of one clock.
+        assert values.min() == values.max() == CLOCKS
+    elif victim == "shards":
+        # At `applied` a dead shard's partitions fall back to their last snapshot: never more than what was pushed.
+        assert 0 < values.min() <= values.max() <= CLOCKS * WORKERS
+    else:
+        assert values.min() == values.max() == CLOCKS * WORKERS
