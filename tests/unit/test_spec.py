@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver import limits
+from paramserver.core.fields import merge_patch
 from paramserver.core.layout import Layout
-from paramserver.core.spec import ModelSpec, merge_patch
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import CODES, PsError, RequestError, from_document, problem
 
 

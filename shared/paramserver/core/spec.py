@@ -1,116 +1,17 @@
 """A model's spec: what `POST /models` takes, checked field by field, with defaults filled in.
 
-`ModelSpec.parse` reports every wrong field at once and suggests the nearest known name for an unknown one;
-`document()` gives the JSON back with all defaults; `merge_patch` is RFC 7396.
+`ModelSpec.parse` reports every wrong field at once; `document()` gives the JSON back with all defaults.
 """
 
-import difflib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite, prod
+from math import prod
 from typing import Any, Final, Self
 
 from paramserver import limits
+from paramserver.core.fields import MODEL_NAME, Reader, check_model_name, check_param_name, merge_patch
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE
-
-MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-
-class _Reader:
-    """Takes fields out of one JSON object, collecting every error instead of stopping at the first."""
-
-    def __init__(self, data: Any, where: str, errors: list[PsError]) -> None:
-        self.where, self.errors = where, errors
-        if not isinstance(data, Mapping):
-            self.fail("", f"must be an object, not {type(data).__name__}")
-            data = {}
-        self.data: dict[str, Any] = {k: v for k, v in data.items() if isinstance(k, str)}
-        self.known: list[str] = []
-
-    def fail(self, name: str, what: str, hint: str = "") -> None:
-        path = f"{self.where}.{name}" if self.where and name else self.where or name
-        self.errors.append(problem("invalid_field", f"{path}: {what}", hint=hint, where=path))
-
-    def take(self, name: str, default: Any, ok: Callable[[Any], bool], want: str) -> Any:
-        self.known.append(name)
-        if name not in self.data:
-            return default
-        value = self.data[name]
-        if not ok(value):
-            self.fail(name, f"must be {want}, not {value!r:.60}")
-            return default
-        return value
-
-    def number(self, name: str, default: float, low: float = float("-inf"), high: float = float("inf")) -> float:
-        def ok(v: Any) -> bool:
-            return isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e38 and low <= v <= high
-
-        bounds = "" if low == float("-inf") else f" of at least {low:g}"
-        bounds += "" if high == float("inf") else f" and at most {high:g}"
-        return float(self.take(name, default, ok, f"a finite number{bounds}"))
-
-    def integer(self, name: str, default: int, low: int = 0, high: int = 1 << 53) -> int:
-        def ok(v: Any) -> bool:
-            return isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
-
-        return int(self.take(name, default, ok, f"an integer from {low} to {high}"))
-
-    def optional_number(self, name: str, low: float = 0.0) -> float | None:
-        if self.data.get(name, None) is None:
-            self.known.append(name)
-            return None
-        return self.number(name, 0.0, low)
-
-    def optional_integer(self, name: str, low: int = 1) -> int | None:
-        if self.data.get(name, None) is None:
-            self.known.append(name)
-            return None
-        return self.integer(name, low, low)
-
-    def flag(self, name: str, default: bool) -> bool:
-        return bool(self.take(name, default, lambda v: isinstance(v, bool), "true or false"))
-
-    def choice(self, name: str, default: str, options: tuple[str, ...]) -> str:
-        value = self.take(name, default, lambda v: isinstance(v, str), "a string")
-        if value not in options:
-            near = difflib.get_close_matches(str(value), options, 1)
-            hint = f"did you mean '{near[0]}'?" if near else ""
-            self.fail(name, f"'{value:.60}' is not one of {', '.join(options)}", hint)
-            return default
-        return str(value)
-
-    def done(self) -> None:
-        for name in self.data:
-            if name not in self.known:
-                near = difflib.get_close_matches(name, self.known, 1)
-                hint = f"did you mean '{near[0]}'?" if near else f"known fields: {', '.join(sorted(self.known))}"
-                self.fail(name[:60], "is not a known field", hint)
-
-
-def check_model_name(name: Any) -> str:
-    """The name, if a model may have it; raises RequestError (`invalid_field`) otherwise."""
-    if not isinstance(name, str) or not MODEL_NAME.fullmatch(name):
-        raise problem(
-            "invalid_field",
-            f"model name {name!r:.80} is not allowed",
-            hint="letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64",
-        )
-    return name
-
-
-def check_param_name(name: Any) -> str:
-    """The name, if a parameter may have it: UTF-8 of 1 to 256 bytes without control characters."""
-    if (
-        not isinstance(name, str)
-        or not name
-        or _CONTROL.search(name)
-        or len(name.encode()) > limits.PARAM_NAME_BYTES_MAX
-    ):
-        raise problem("invalid_field", f"parameter name {name!r:.80} is not allowed", hint="1 to 256 bytes of UTF-8")
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +47,7 @@ class InitSpec:
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = _Reader(data, where, errors)
+        r = Reader(data, where, errors)
         kind = r.choice("kind", "zeros", tuple(cls.KINDS))
         values: dict[str, Any] = {}
         for name in cls.KINDS[kind]:
@@ -201,7 +102,7 @@ class ParamSpec:
             check_param_name(name)
         except PsError as e:
             errors.append(e)
-        r = _Reader(data, where, errors)
+        r = Reader(data, where, errors)
 
         def shape_ok(v: Any) -> bool:
             return (
@@ -254,7 +155,7 @@ class ScheduleSpec:
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = _Reader(data, where, errors)
+        r = Reader(data, where, errors)
         kind = r.choice("kind", "constant", tuple(cls.KINDS))
         values: dict[str, Any] = {"warmup": r.integer("warmup", 0)}
         for name in cls.KINDS[kind]:
@@ -314,7 +215,7 @@ class OptimizerSpec:
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = _Reader(data, where, errors)
+        r = Reader(data, where, errors)
         name = r.choice("name", "sgd", cls.NAMES)
         values: dict[str, Any] = {}
         for key, default in _OPTIMIZERS[name].items():
@@ -386,7 +287,7 @@ class ConsistencySpec:
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = _Reader(data, where, errors)
+        r = Reader(data, where, errors)
         mode = r.choice("mode", "async", tuple(cls.MODES))
         values: dict[str, Any] = {}
         own = cls.MODES[mode]
@@ -428,7 +329,7 @@ class CheckpointSpec:
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = _Reader(data, where, errors)
+        r = Reader(data, where, errors)
         spec = cls(
             r.integer("every_clocks", 0),
             r.number("every_minutes", limits.CHECKPOINT_INTERVAL_MIN, 0.0),
@@ -476,7 +377,7 @@ class ModelSpec:
         server does not offer.
         """
         errors: list[PsError] = []
-        r = _Reader(data, "", errors)
+        r = Reader(data, "", errors)
         name = r.take("name", "", lambda v: isinstance(v, str), "a string")
         try:
             check_model_name(name)
@@ -568,21 +469,3 @@ class ModelSpec:
         ]:
             raise problem("invalid_field", "params: names, shapes, dtypes and init cannot be changed")
         return new_spec
-
-
-def merge_patch(target: Any, patch: Any) -> Any:
-    """JSON merge patch (RFC 7396); neither argument is changed."""
-    if not isinstance(patch, Mapping):
-        return patch
-    result = dict(target) if isinstance(target, Mapping) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merge_patch(result.get(key), value)
-    return result
-
-
-def finite(value: Any) -> bool:
-    """Whether a JSON value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
