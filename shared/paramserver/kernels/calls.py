@@ -1,0 +1,218 @@
+"""The functions that callers use: they check arguments, turn specs into tables of numbers, and call the compiled loops."""
+
+from collections.abc import Sequence
+from math import inf, sqrt
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from paramserver.core.optimizer import SegmentStep, adam_corrections, slot_count
+from paramserver.core.spec import OptimizerSpec
+from paramserver.kernels import compiled
+from paramserver.types import F32, AnyArray
+
+_CODES = {
+    "float32": compiled.F32_CODE,
+    "float64": compiled.F64_CODE,
+    "float16": compiled.F16_CODE,
+    "bfloat16": compiled.BF16_CODE,
+}
+_KINDS = {
+    "sgd": compiled.SGD,
+    "momentum": compiled.MOMENTUM,
+    "nesterov": compiled.NESTEROV,
+    "adagrad": compiled.ADAGRAD,
+    "rmsprop": compiled.RMSPROP,
+    "adam": compiled.ADAM,
+    "adamw": compiled.ADAM,
+    "ftrl": compiled.FTRL,
+    "sum": compiled.SUM,
+}
+_NONE32 = np.empty(0, np.float32)
+_NONE64 = np.empty(0, np.float64)
+_NONE16 = np.empty(0, np.uint16)
+_MEAN_BLOCK = 1 << 16
+"""Elements of the running sum that `mean` keeps in the second-level cache while it goes through the parts."""
+
+_compile_lock = Lock()
+_compiled = False
+
+
+def warm_up() -> None:
+    """Compiles every loop, or loads it from numba's cache on disk; any later call does nothing.
+
+    The other functions call it themselves; a service calls it before it serves, so that no push waits for it.
+    """
+    global _compiled
+    with _compile_lock:
+        if _compiled:
+            return
+        for function, signature in compiled.SIGNATURES:
+            function.compile(signature)
+            function.disable_compile()
+        _compiled = True
+
+
+Views = tuple[F32, npt.NDArray[np.float64], npt.NDArray[np.uint16], int]
+
+
+def _views(a: AnyArray, dtype: str | None) -> Views:
+    """The tensor as the one of three typed arguments that fits (the others empty), and its element code."""
+    if not _compiled:
+        warm_up()
+    if a.ndim != 1 or not a.flags.c_contiguous or not a.dtype.isnative:
+        raise ValueError(f"need a contiguous vector in native byte order, not shape {a.shape} of {a.dtype}")
+    name = dtype or ("bfloat16" if a.dtype == np.uint16 else a.dtype.name)
+    code = _CODES.get(name, -1)
+    if code == compiled.F32_CODE and a.dtype == np.float32:
+        return a, _NONE64, _NONE16, code
+    if code == compiled.F64_CODE and a.dtype == np.float64:
+        return _NONE32, a, _NONE16, code
+    if code >= compiled.F16_CODE and a.dtype == np.uint16:
+        return _NONE32, _NONE64, a, code
+    if code == compiled.F16_CODE and a.dtype == np.float16:
+        return _NONE32, _NONE64, a.view(np.uint16), code
+    raise ValueError(f"an array of {a.dtype} does not hold {name}")
+
+
+def _constants(o: OptimizerSpec) -> npt.NDArray[np.float64]:
+    """The numbers of a step that are the same for every segment; differences are taken before rounding to float32."""
+    match o.name:
+        case "momentum" | "nesterov":
+            h = [o.momentum]
+        case "adagrad":
+            h = [o.eps]
+        case "rmsprop":
+            h = [o.alpha, 1.0 - o.alpha, o.eps, o.momentum, float(o.centered)]
+        case "adam" | "adamw":
+            beta1, beta2 = o.betas
+            h = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, o.eps]
+        case "ftrl":
+            h = [o.beta, o.l1, o.l2]
+        case _:
+            h = []
+    return np.array(h + [0.0] * (5 - len(h)))
+
+
+def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
+    """One row of the table of steps, by the columns named in `compiled`."""
+    clip = inf if s.clip_value is None else s.clip_value
+    lr, decay = s.lr, s.weight_decay
+    match o.name:
+        case "adam" | "adamw":
+            first, root = adam_corrections(o, s.step)
+            if o.name == "adamw":
+                return s.scale, clip, 0.0, lr / first, root, 1.0 - lr * decay
+            return s.scale, clip, decay, lr / first, root, 1.0
+        case "adagrad":
+            return s.scale, clip, decay, lr / (1.0 + (s.step - 1) * o.lr_decay), 0.0, 0.0
+        case "sum":
+            return s.scale, clip, 0.0, 0.0, 0.0, 0.0
+        case _:
+            return s.scale, clip, decay, lr, 0.0, 0.0
+
+
+def _tables(
+    o: OptimizerSpec, steps: Sequence[SegmentStep], size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Spans to step and their numbers; neighbours with the same numbers become one span."""
+    spans: list[tuple[int, int]] = []
+    rows: list[tuple[float, ...]] = []
+    last: object = None
+    at = 0
+    for s in steps:
+        start, stop = s.start, s.stop
+        if start < at or stop < start:
+            raise ValueError(f"segment [{start}, {stop}) after {at}: segments are sorted and do not overlap")
+        # ftrl divides by its rate: a rate of zero means no step, as for the others.
+        if s.active and start < stop and (s.lr > 0.0 or o.name != "ftrl"):
+            key = (s.lr, s.weight_decay, s.step, s.clip_value, s.scale)
+            if key == last and start == at:
+                spans[-1] = (spans[-1][0], stop)
+            else:
+                spans.append((start, stop))
+                rows.append(_row(o, s))
+                last = key
+        else:
+            last = None
+        at = stop
+    if at > size:
+        raise ValueError(f"segments reach to {at}, the partition has {size} elements")
+    return (
+        np.array(spans, np.int64).reshape(-1, 2),
+        np.array(rows, np.float64).reshape(-1, compiled.COLUMNS),
+    )
+
+
+def apply(
+    optimizer: OptimizerSpec,
+    steps: Sequence[SegmentStep],
+    w: F32,
+    slots: Sequence[F32],
+    grad: AnyArray,
+    dtype: str,
+    w_out: F32,
+    slots_out: Sequence[F32],
+) -> bool:
+    """One optimizer step over a whole partition, written to `w_out` and `slots_out`; inputs stay as they are.
+
+    `steps` are sorted and disjoint; elements in none of them, or in an inactive one, are copied, and their gradient
+    is not read.  `w`, `grad`, `w_out` and every slot have the partition's length; `slots` and `slots_out` hold
+    `slot_count(optimizer)` arrays in the order of `slot_names(optimizer)`.  `w_out` may be `grad` itself.
+
+    Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are
+    then garbage.  Raises ValueError for arrays or steps that do not fit.
+    """
+    g32, g64, g16, code = _views(grad, dtype)
+    count, size = slot_count(optimizer), w.size
+    if len(slots) != count or len(slots_out) != count:
+        raise ValueError(f"{optimizer.name} has {count} slots, not {len(slots)} and {len(slots_out)}")
+    for a in (grad, w_out, *slots, *slots_out):
+        if a.size != size:
+            raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
+    spans, table = _tables(optimizer, steps, size)
+    rest = (_NONE32,) * (3 - count)
+    ok = compiled.step(
+        _KINDS[optimizer.name], count, _constants(optimizer), spans, table, w, *slots, *rest,
+        g32, g64, g16, code, w_out, *slots_out, *rest,
+    )  # fmt: skip
+    return bool(ok)
+
+
+def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32) -> None:
+    """out = (sum of weight * gradient over the parts, in their order, in float32) / divisor.
+
+    Each part is (gradient, dtype, weight); the result's bits depend on the order of the parts and on nothing else.
+    Raises ValueError if there are no parts, the divisor is not positive, or a length differs from that of `out`.
+    """
+    if not parts or not divisor > 0.0:
+        raise ValueError("a mean needs at least one part and a positive divisor")
+    views = [_views(grad, dtype) for grad, dtype, _ in parts]
+    if any(grad.size != out.size for grad, _, _ in parts):
+        raise ValueError("parts and output differ in length")
+    divide = np.float32(divisor)
+    for at in range(0, out.size, _MEAN_BLOCK):
+        block = out[at : at + _MEAN_BLOCK]
+        for i, (view, (_, _, weight)) in enumerate(zip(views, parts, strict=True)):
+            compiled.add(i == 0, block, *view, at, weight)
+        if divide != 1.0:
+            np.divide(block, divide, out=block)
+
+
+def accumulate(out: F32, grad: AnyArray, dtype: str, weight: float = 1.0) -> None:
+    """out += weight * grad in float32; both of one length.  Raises ValueError if they are not."""
+    view = _views(grad, dtype)
+    if grad.size != out.size:
+        raise ValueError(f"lengths differ: {grad.size} and {out.size}")
+    compiled.add(False, out, *view, 0, weight)
+
+
+def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
+    """Whether the vector holds no NaN and no infinity; `dtype` is needed only for float16 given as bits."""
+    return bool(compiled.finite(*_views(a, dtype)))
+
+
+def norm2(a: AnyArray, dtype: str | None = None) -> float:
+    """The vector's 2-norm, accumulated in float64; `math.hypot` joins the norms of several vectors."""
+    return sqrt(compiled.squares(*_views(a, dtype), a.size))

@@ -1,0 +1,378 @@
+"""The compiled loops: gradient blocks are loaded into float32 scratch, then one step function runs over each block.
+
+A block (16 KiB of float32) stays in the first-level cache between loading, stepping and the test for NaN, so a pass
+costs the memory traffic of its operands only, and gradients of every dtype share one step function.  There is one
+compiled signature per entry point: dtype and optimizer are numbers, not types, so nothing compiles during a push.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+BLOCK = 4096
+"""Elements of one block."""
+
+# Element codes of a gradient.
+F32_CODE, F64_CODE, F16_CODE, BF16_CODE = range(4)
+
+# Optimizer codes; adam covers adamw, whose decay is a factor of w.
+SGD, MOMENTUM, NESTEROV, ADAGRAD, RMSPROP, ADAM, FTRL, SUM = range(8)
+
+# Columns of the table of steps.
+SCALE, CLIP, DECAY, A, B, C = range(6)
+COLUMNS = 6
+
+_in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
+_in64 = types.Array(types.float64, 1, "C", readonly=True, aligned=False)
+_in16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
+_out32 = types.Array(types.float32, 1, "C", aligned=False)
+_spans = types.Array(types.int64, 2, "C")
+_table = types.Array(types.float64, 2, "C")
+_numbers = types.Array(types.float64, 1, "C")
+
+_INF_BITS = np.uint32(0x7F800000)
+_ABS_BITS = np.uint32(0x7FFFFFFF)
+
+
+def _jit(function: Any) -> Any:
+    """numba's njit as used here: no GIL, cached on disk where some folder can be written, strict IEEE arithmetic."""
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # "cannot cache function: no locator available": a read-only installation without a home
+        return njit(nogil=True, error_model="numpy")(function)
+
+
+@_jit
+def _load_half(half: Any, g: Any) -> None:
+    """g[:] = float16 bits as float32, exactly (numba has no float16 on CPUs)."""
+    bits = g.view(np.uint32)
+    for i in range(half.size):
+        h = np.uint32(half[i])
+        magnitude = np.uint32(h & np.uint32(0x7FFF))
+        # A subnormal gets the exponent of 2^-14, which is taken off again below; NaN and infinity keep theirs.
+        offset = np.uint32((113 if magnitude < np.uint32(0x0400) else 112) << 23)
+        offset = np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else offset
+        bits[i] = np.uint32((magnitude << np.uint32(13)) + offset)
+    for i in range(half.size):
+        h = np.uint32(half[i])
+        value = g[i] - (np.float32(2.0**-14) if h & np.uint32(0x7C00) == np.uint32(0) else np.float32(0.0))
+        g[i] = -value if h & np.uint32(0x8000) else value
+
+
+@_jit
+def _load(g32: Any, g64: Any, g16: Any, code: int, start: int, g: Any) -> None:
+    """g[:] = the gradient from `start` on, as float32."""
+    n = g.size
+    if code == F32_CODE:
+        src = g32[start : start + n]
+        for i in range(n):
+            g[i] = src[i]
+    elif code == F64_CODE:
+        wide = g64[start : start + n]
+        for i in range(n):
+            g[i] = np.float32(wide[i])
+    elif code == F16_CODE:
+        _load_half(g16[start : start + n], g)
+    else:
+        brain = g16[start : start + n]
+        bits = g.view(np.uint32)
+        for i in range(n):
+            bits[i] = np.uint32(np.uint32(brain[i]) << np.uint32(16))
+
+
+@_jit
+def _worst(a: Any) -> Any:
+    """Largest magnitude in `a` as float32 bits; NaN and infinity are at least _INF_BITS."""
+    bits = a.view(np.uint32)
+    worst = np.uint32(0)
+    for i in range(bits.size):
+        worst = max(worst, np.uint32(bits[i] & _ABS_BITS))
+    return worst
+
+
+@_jit
+def _sgd(w: Any, g: Any, out: Any, lr: Any) -> None:
+    for i in range(g.size):
+        out[i] = w[i] - lr * g[i]
+
+
+@_jit
+def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> None:
+    for i in range(g.size):
+        buf = mu * m[i] + g[i]
+        m_out[i] = buf
+        out[i] = w[i] - lr * buf
+
+
+@_jit
+def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> None:
+    for i in range(g.size):
+        buf = mu * m[i] + g[i]
+        m_out[i] = buf
+        out[i] = w[i] - lr * (g[i] + mu * buf)
+
+
+@_jit
+def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> None:
+    for i in range(g.size):
+        total = s[i] + g[i] * g[i]
+        s_out[i] = total
+        out[i] = w[i] - lr * (g[i] / (np.sqrt(total) + eps))
+
+
+@_jit
+def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> None:
+    """rmsprop's running mean square into s_out, and the root + eps that divides the gradient into `root`."""
+    for i in range(g.size):
+        square = alpha * s[i] + rest * (g[i] * g[i])
+        s_out[i] = square
+        root[i] = np.sqrt(square) + eps
+
+
+@_jit
+def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> None:
+    """The same, centred: the running mean's square is taken off."""
+    zero = np.float32(0.0)
+    for i in range(g.size):
+        square = alpha * s[i] + rest * (g[i] * g[i])
+        mean = alpha * a[i] + rest * g[i]
+        s_out[i] = square
+        a_out[i] = mean
+        # Rounding can bring the difference of near equals just below zero.
+        spread = square - mean * mean
+        root[i] = np.sqrt(spread if spread > zero else zero) + eps
+
+
+@_jit
+def _divided(w: Any, g: Any, root: Any, out: Any, lr: Any) -> None:
+    for i in range(g.size):
+        out[i] = w[i] - lr * (g[i] / root[i])
+
+
+@_jit
+def _divided_momentum(w: Any, m: Any, g: Any, root: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> None:
+    for i in range(g.size):
+        buf = mu * m[i] + g[i] / root[i]
+        m_out[i] = buf
+        out[i] = w[i] - lr * buf
+
+
+@_jit
+def _adam(
+    w: Any, m: Any, v: Any, g: Any, out: Any, m_out: Any, v_out: Any,
+    b1: Any, r1: Any, b2: Any, r2: Any, eps: Any, size: Any, root: Any, keep: Any,
+) -> None:  # fmt: skip
+    """size = lr / (1 - beta1^t), root = sqrt(1 - beta2^t), keep = 1 - lr * decoupled weight decay."""
+    for i in range(g.size):
+        first = b1 * m[i] + r1 * g[i]
+        second = b2 * v[i] + r2 * (g[i] * g[i])
+        m_out[i] = first
+        v_out[i] = second
+        out[i] = keep * w[i] - size * (first / (np.sqrt(second) / root + eps))
+
+
+@_jit
+def _ftrl(
+    w: Any, z: Any, n: Any, g: Any, out: Any, z_out: Any, n_out: Any, alpha: Any, beta: Any, l1: Any, l2: Any
+) -> None:
+    """Per-coordinate FTRL-Proximal (McMahan et al. 2013, algorithm 1)."""
+    zero = np.float32(0.0)
+    for i in range(g.size):
+        before = n[i]
+        after = before + g[i] * g[i]
+        root = np.sqrt(after)
+        sigma = (root - np.sqrt(before)) / alpha
+        linear = z[i] + g[i] - sigma * w[i]
+        z_out[i] = linear
+        n_out[i] = after
+        shrunk = max(abs(linear) - l1, zero)
+        size = shrunk / ((beta + root) / alpha + l2)
+        out[i] = -size if linear > zero else size
+
+
+@_jit
+def _sum(w: Any, g: Any, out: Any) -> None:
+    for i in range(g.size):
+        out[i] = w[i] + g[i]
+
+
+@_jit
+def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
+    """Elements [a, b) of values and slots, unchanged."""
+    out[a:b] = w[a:b]
+    if slots > 0:
+        o0[a:b] = s0[a:b]
+    if slots > 1:
+        o1[a:b] = s1[a:b]
+    if slots > 2:
+        o2[a:b] = s2[a:b]
+
+
+@_jit
+def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> Any:
+    """Scales, clips and decays one block of the gradient; returns the worst magnitude bits of the raw block."""
+    worst = _worst(g)
+    if scale != np.float32(1.0):
+        for i in range(g.size):
+            g[i] = scale * g[i]
+    if clip < np.float32(np.inf):
+        for i in range(g.size):
+            g[i] = min(max(g[i], -clip), clip)
+    if decay != np.float32(0.0):
+        for i in range(g.size):
+            g[i] = g[i] + decay * w[i]
+    return worst
+
+
+@_jit
+def step(
+    kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
+    g32: Any, g64: Any, g16: Any, code: int, out: Any, o0: Any, o1: Any, o2: Any,
+) -> Any:  # fmt: skip
+    """One optimizer step over a partition; whether the gradient read and every value computed is finite.
+
+    `spans` are the sorted, disjoint [start, stop) to step, `table` their numbers; all other elements are copied.
+    """
+    f = np.float32
+    h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
+    scratch = np.empty(BLOCK, np.float32)
+    roots = np.empty(BLOCK, np.float32)
+    worst = np.uint32(0)
+    at = 0
+    for k in range(spans.shape[0]):
+        start, stop = spans[k, 0], spans[k, 1]
+        if at < start:
+            _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
+        at = stop
+        scale, clip, decay = f(table[k, SCALE]), f(table[k, CLIP]), f(table[k, DECAY])
+        a, b, c = f(table[k, A]), f(table[k, B]), f(table[k, C])
+        while start < stop:
+            end = min(start + BLOCK, stop)
+            g = scratch[: end - start]
+            _load(g32, g64, g16, code, start, g)
+            wb, ob = w[start:end], out[start:end]
+            worst = max(worst, _prepare(g, wb, scale, clip, decay))
+            if kind == SGD:
+                _sgd(wb, g, ob, a)
+            elif kind == MOMENTUM:
+                _momentum(wb, s0[start:end], g, ob, o0[start:end], a, h0)
+            elif kind == NESTEROV:
+                _nesterov(wb, s0[start:end], g, ob, o0[start:end], a, h0)
+            elif kind == ADAGRAD:
+                _adagrad(wb, s0[start:end], g, ob, o0[start:end], a, h0)
+            elif kind == RMSPROP:
+                root = roots[: end - start]
+                # h: alpha, 1 - alpha, eps, momentum, centred
+                if h4 != f(0.0):
+                    _variance(s0[start:end], s1[start:end], g, o0[start:end], o1[start:end], root, h0, h1, h2)
+                    worst = max(worst, _worst(o1[start:end]))
+                else:
+                    _mean_square(s0[start:end], g, o0[start:end], root, h0, h1, h2)
+                if h3 == f(0.0):
+                    _divided(wb, g, root, ob, a)
+                elif h4 != f(0.0):
+                    _divided_momentum(wb, s2[start:end], g, root, ob, o2[start:end], a, h3)
+                else:
+                    _divided_momentum(wb, s1[start:end], g, root, ob, o1[start:end], a, h3)
+            elif kind == ADAM:
+                _adam(
+                    wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end],
+                    h0, h1, h2, h3, h4, a, b, c,
+                )  # fmt: skip
+            elif kind == FTRL:
+                _ftrl(wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end], a, h0, h1, h2)
+            else:
+                _sum(wb, g, ob)
+            worst = max(worst, _worst(ob))
+            if slots > 0:
+                worst = max(worst, _worst(o0[start:end]))
+            if slots > 1:
+                worst = max(worst, _worst(o1[start:end]))
+            if slots > 2:
+                worst = max(worst, _worst(o2[start:end]))
+            start = end
+    if at < out.size:
+        _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
+    return worst < _INF_BITS
+
+
+@_jit
+def add(first: Any, out: Any, g32: Any, g64: Any, g16: Any, code: int, start: int, weight: float) -> None:
+    """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns in place of adding."""
+    scratch = np.empty(BLOCK, np.float32)
+    factor = np.float32(weight)
+    at = 0
+    while at < out.size:
+        end = min(at + BLOCK, out.size)
+        g = scratch[: end - at]
+        _load(g32, g64, g16, code, start + at, g)
+        o = out[at:end]
+        if first:
+            for i in range(g.size):
+                o[i] = factor * g[i]
+        else:
+            for i in range(g.size):
+                o[i] = o[i] + factor * g[i]
+        at = end
+
+
+@_jit
+def finite(g32: Any, g64: Any, g16: Any, code: int) -> Any:
+    """Whether a tensor holds no NaN and no infinity."""
+    if code == F32_CODE:
+        for at in range(0, g32.size, BLOCK):
+            if _worst(g32[at : at + BLOCK]) >= _INF_BITS:
+                return False
+    elif code == F64_CODE:
+        bits = g64.view(np.uint64)
+        worst = np.uint64(0)
+        for i in range(bits.size):
+            worst = max(worst, bits[i] & np.uint64(0x7FFFFFFFFFFFFFFF))
+        return worst < np.uint64(0x7FF0000000000000)
+    else:
+        top = np.uint16(0x7C00) if code == F16_CODE else np.uint16(0x7F80)
+        most = np.uint16(0)
+        for i in range(g16.size):
+            most = max(most, np.uint16(g16[i] & np.uint16(0x7FFF)))
+        return most < top
+    return True
+
+
+@_jit
+def squares(g32: Any, g64: Any, g16: Any, code: int, size: int) -> float:
+    """Sum of squares in float64, in 16 interleaved partial sums (so that it vectorises and keeps one order)."""
+    lanes = np.zeros(16, np.float64)
+    scratch = np.empty(BLOCK, np.float32)
+    at = 0
+    while at < size:
+        end = min(at + BLOCK, size)
+        if code == F64_CODE:
+            for i in range(at, end):
+                lanes[(i - at) & 15] += g64[i] * g64[i]
+        else:
+            g = scratch[: end - at]
+            _load(g32, g64, g16, code, at, g)
+            whole = g.size // 16 * 16
+            for i in range(0, whole, 16):
+                for k in range(16):
+                    x = np.float64(g[i + k])
+                    lanes[k] += x * x
+            for i in range(whole, g.size):
+                x = np.float64(g[i])
+                lanes[i & 15] += x * x
+        at = end
+    total = 0.0
+    for k in range(16):
+        total += lanes[k]
+    return total
+
+
+_grad = (_in32, _in64, _in16, types.int64)
+SIGNATURES = (
+    (step, (types.int64, types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
+            _out32, _out32, _out32, _out32)),
+    (add, (types.boolean, _out32, *_grad, types.int64, types.float64)),
+    (finite, _grad),
+    (squares, (*_grad, types.int64)),
+)  # fmt: skip
