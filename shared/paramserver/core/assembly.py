@@ -1,0 +1,80 @@
+"""From partitions to named arrays and back: how a checkpoint is put together and taken apart.
+
+Any number of partitions goes in and any other comes out, because both sides are cuts of the same flat vector.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paramserver.core.layout import Layout
+from paramserver.core.shard_io import PartitionState
+from paramserver.errors import problem
+from paramserver.types import F32
+
+
+def gather(
+    layout: Layout, states: Sequence[PartitionState]
+) -> tuple[dict[str, F32], dict[str, list[F32]], dict[str, int]]:
+    """Named arrays of all partitions, in order of index: values, optimizer state, step counts.
+
+    The arrays have their parameters' shapes and are views of one flat vector each.  Where the partitions of one
+    parameter count different steps (pushes to ranges of it), the highest stands for all.
+    """
+    slot_count = max((len(s.slots) for s in states), default=0)
+    vectors = [np.empty(layout.size, np.float32) for _ in range(1 + slot_count)]
+    steps = {p.name: 0 for p in layout.spec.params}
+    for (lo, hi), segments, state in zip(layout.partitions(), layout.segments, states, strict=True):
+        if len(state.slots) != slot_count:
+            raise problem("conflict", "the optimizer was being changed; ask again")
+        for vector, part in zip(vectors, (state.values, *state.slots), strict=True):
+            vector[lo:hi] = part
+        for segment, count in zip(segments, state.steps, strict=True):
+            name = layout.spec.params[segment.param].name
+            steps[name] = max(steps[name], count)
+    params = {n: _view(layout, vectors[0], n) for n in layout.offsets}
+    slots = {n: [_view(layout, v, n) for v in vectors[1:]] for n in layout.offsets}
+    return params, slots, steps
+
+
+def scatter(
+    layout: Layout,
+    params: Mapping[str, F32],
+    slots: Mapping[str, Sequence[F32]],
+    steps: Mapping[str, int],
+    slot_count: int,
+) -> list[PartitionState]:
+    """The partitions of a layout that hold these named arrays, in order of index.
+
+    Optimizer state is taken over where every parameter has `slot_count` arrays; otherwise (another optimizer) it is
+    empty, and so are the step counts.  Raises RequestError where names or shapes are not those of the layout.
+    """
+    for p in layout.spec.params:
+        if p.name not in params:
+            raise problem("unknown_parameter", f"the checkpoint lacks parameter '{p.name}'", name=p.name)
+        if params[p.name].shape != p.shape:
+            raise problem("invalid_shape", f"'{p.name}' is {params[p.name].shape} there and {p.shape} here")
+    for name in params:
+        if name not in layout.offsets:
+            raise problem("unknown_parameter", f"the model has no parameter '{name}'", name=name)
+    keep = all(len(slots.get(n, ())) == slot_count for n in layout.offsets)
+    vectors = [_flat(layout, params)]
+    if keep:
+        vectors += [_flat(layout, {n: slots[n][i] for n in layout.offsets}) for i in range(slot_count)]
+    out: list[PartitionState] = []
+    for (lo, hi), segments in zip(layout.partitions(), layout.segments, strict=True):
+        counts = tuple(int(steps.get(layout.spec.params[s.param].name, 0)) if keep else 0 for s in segments)
+        out.append(PartitionState(vectors[0][lo:hi], tuple(v[lo:hi] for v in vectors[1:]), counts))
+    return out
+
+
+def _view(layout: Layout, vector: F32, name: str) -> F32:
+    lo, hi = layout.offsets[name]
+    return vector[lo:hi].reshape(layout.by_name[name].shape)
+
+
+def _flat(layout: Layout, arrays: Mapping[str, F32]) -> F32:
+    vector = np.empty(layout.size, np.float32)
+    for name, (lo, hi) in layout.offsets.items():
+        vector[lo:hi] = arrays[name].reshape(-1)
+    return vector

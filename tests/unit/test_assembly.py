@@ -1,0 +1,75 @@
+"""Putting partitions together and taking them apart again, over any partitioning."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.core.assembly import gather, scatter
+from paramserver.core.layout import Layout
+from paramserver.core.shard_io import PartitionState
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError
+
+
+def _layout(shapes: list[list[int]], partitions: int) -> Layout:
+    params = {f"p{i}": {"shape": s} for i, s in enumerate(shapes)}
+    return Layout(ModelSpec.parse({"name": "m", "params": params, "partitions": partitions}))
+
+
+shapes = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=5)
+
+
+@given(shapes, st.data())
+def test_other_partition_counts_hold_the_same(shapes: list[list[int]], data: st.DataObject) -> None:
+    """Values, optimizer state and step counts survive a restore into another number of partitions."""
+    size = sum(int(np.prod(s)) for s in shapes)
+    first = _layout(shapes, data.draw(st.integers(1, size)))
+    second = _layout(shapes, data.draw(st.integers(1, size)))
+    rng = np.random.default_rng(size)
+    params = {p.name: rng.random(p.shape, dtype=np.float32) for p in first.spec.params}
+    slots = {n: [v + 1, v + 2] for n, v in params.items()}
+    steps = {n: i + 1 for i, n in enumerate(params)}
+
+    once = gather(first, scatter(first, params, slots, steps, 2))
+    twice = gather(second, scatter(second, *once, 2))
+
+    for got in (once, twice):
+        assert got[2] == steps
+        for name, value in params.items():
+            np.testing.assert_array_equal(got[0][name], value)
+            np.testing.assert_array_equal(got[1][name], slots[name])
+
+
+def test_another_optimizer_starts_afresh() -> None:
+    """State of an optimizer with another number of arrays is left out, with its step counts."""
+    layout = _layout([[4]], 2)
+
+    states = scatter(layout, {"p0": np.ones(4, np.float32)}, {"p0": [np.ones(4, np.float32)]}, {"p0": 9}, 2)
+
+    assert [s.slots for s in states] == [(), ()]
+    assert [s.steps for s in states] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("params", "code"),
+    [
+        ({}, "unknown_parameter"),
+        ({"p0": np.ones(3, np.float32)}, "invalid_shape"),
+        ({"p0": np.ones(4, np.float32), "x": np.ones(1, np.float32)}, "unknown_parameter"),
+    ],
+)
+def test_arrays_of_another_model_are_refused(params: dict[str, np.ndarray], code: str) -> None:
+    """Names and shapes have to be those of the model."""
+    with pytest.raises(PsError) as caught:
+        scatter(_layout([[4]], 1), params, {}, {}, 0)
+    assert caught.value.code == code
+
+
+def test_a_changing_optimizer_is_noticed() -> None:
+    """Partitions whose optimizers differ cannot be one checkpoint."""
+    layout = _layout([[2]], 2)
+    one = np.ones(1, np.float32)
+
+    with pytest.raises(PsError, match="ask again"):
+        gather(layout, [PartitionState(one, (one,), (1,)), PartitionState(one, (), (1,))])
