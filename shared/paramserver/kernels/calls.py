@@ -1,4 +1,4 @@
-"""The functions that callers use: they check arguments, turn specs into tables of numbers, and call the compiled loops."""
+"""What callers use: arguments are checked, specs become tables of numbers, and the compiled loops are called."""
 
 from collections.abc import Sequence
 from math import inf, sqrt

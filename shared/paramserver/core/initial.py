@@ -1,0 +1,87 @@
+"""First values of a parameter: any slice of it can be drawn alone, and no partitioning changes a single bit.
+
+Random values come in blocks of 65,536 elements; block i of a parameter is the start of the stream
+`Philox(key=(seed, crc32(name)), counter=(0, 0, 0, i))` (Salmon et al. 2011), so shards draw what they own and agree
+with each other.  Xavier and Kaiming follow torch.nn.init: the fans of a shape (out, in, ...) are in * rest and
+out * rest.
+"""
+
+from math import prod, sqrt
+from typing import Final
+from zlib import crc32
+
+import numpy as np
+
+from paramserver.core.spec import InitSpec, ParamSpec
+from paramserver.types import F32
+
+BLOCK: Final = 65_536
+"""Elements drawn from one Philox counter; part of the format, since another value would draw another model."""
+_GAINS: Final = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5.0 / 3.0, "relu": sqrt(2.0), "selu": 0.75}
+_MAX: Final = float(np.finfo(np.float32).max)
+
+
+def draw(param: ParamSpec, start: int, stop: int) -> F32:
+    """Elements [start, stop) of the parameter's first values in C order; a new array, all finite.
+
+    An `upload` parameter is zero until its values arrive.  Raises ValueError for a slice outside the parameter and
+    for kind `file`, whose values are read from the file instead.
+    """
+    if not 0 <= start <= stop <= param.size:
+        raise ValueError(f"[{start}, {stop}) lies outside the {param.size} elements of '{param.name}'")
+    init = param.init
+    match init.kind:
+        case "zeros" | "upload":
+            return np.zeros(stop - start, np.float32)
+        case "constant":
+            return np.full(stop - start, init.value, np.float32)
+        case "normal":
+            return _random(param, start, stop, init.mean, init.std, normal=True)
+        case "uniform":
+            return _random(param, start, stop, init.low, init.high - init.low, normal=False)
+        case "xavier_normal" | "kaiming_normal":
+            return _random(param, start, stop, 0.0, deviation(init, param.shape), normal=True)
+        case "xavier_uniform" | "kaiming_uniform":
+            bound = sqrt(3.0) * deviation(init, param.shape)
+            return _random(param, start, stop, -bound, 2.0 * bound, normal=False)
+        case kind:
+            raise ValueError(f"values of kind '{kind}' are not drawn")
+
+
+def fans(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(fan_in, fan_out) of a shape (out, in, ...), as torch; with fewer dimensions, which torch refuses, both are
+    the number of elements."""
+    if len(shape) < 2:
+        return prod(shape), prod(shape)
+    field = prod(shape[2:])
+    return shape[1] * field, shape[0] * field
+
+
+def deviation(init: InitSpec, shape: tuple[int, ...]) -> float:
+    """Standard deviation of a Xavier (Glorot and Bengio 2010) or Kaiming (He et al. 2015) kind."""
+    fan_in, fan_out = fans(shape)
+    if init.kind.startswith("xavier"):
+        return init.gain * sqrt(2.0 / (fan_in + fan_out))
+    gain = _GAINS.get(init.nonlinearity) or sqrt(2.0 / (1.0 + init.a * init.a))
+    return gain / sqrt(fan_in if init.mode == "fan_in" else fan_out)
+
+
+def _random(param: ParamSpec, start: int, stop: int, offset: float, factor: float, *, normal: bool) -> F32:
+    """offset + factor * x for x standard normal or uniform in [0, 1), in float32; what overflows is the largest one."""
+    out = np.empty(stop - start, np.float32)
+    name = crc32(param.name.encode())
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        first = block * BLOCK
+        # The stream is read in order, so the elements of the block before `start` are drawn as well.
+        count = min(stop - first, BLOCK)
+        bits = np.random.Philox(
+            key=np.array([param.init.seed, name], np.uint64), counter=np.array([0, 0, 0, block], np.uint64)
+        )
+        rng = np.random.Generator(bits)
+        drawn: F32 = rng.standard_normal(count, np.float32) if normal else rng.random(count, np.float32)
+        skip = max(start - first, 0)
+        out[first + skip - start : first + count - start] = drawn[skip:]
+    with np.errstate(over="ignore"):
+        out *= np.float32(min(factor, _MAX))
+        out += np.float32(offset)
+    return np.clip(out, -_MAX, _MAX, out=out)
