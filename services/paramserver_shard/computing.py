@@ -1,0 +1,62 @@
+"""Computes an `Apply` effect: each task's new partition state, in pooled buffers, off the event loop when it is big."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from paramserver.wire.tensor import bf16_to_f32
+
+from paramserver import kernels
+from paramserver.core.shard_io import AssignPart, AssignTask, PartitionState, Task, TaskResult, UpdateTask
+from paramserver.types import F32, AnyArray
+from paramserver_shard.buffers import BufferPool
+
+INLINE_ELEMENTS_MAX: Final = 1_000_000
+"""Up to so many elements the event loop computes by itself: a thread's hand-over costs as much (0.1 to 0.2 ms)."""
+
+
+def task_elements(task: Task) -> int:
+    """Elements a task reads of its partition, which is what its time goes by."""
+    return task.state.values.size
+
+
+def compute(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
+    """The result of each task; nothing that a task refers to is written."""
+    return tuple(_update(t, pool) if isinstance(t, UpdateTask) else _assign(t, pool) for t in tasks)
+
+
+def _update(task: UpdateTask, pool: BufferPool) -> TaskResult:
+    state, size = task.state, task.state.values.size
+    if task.direct is not None:
+        gradient, dtype = task.direct
+    else:
+        gradient, dtype = pool.take(size), "float32"
+        for piece in task.pieces:
+            kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop])
+    values = pool.take(size)
+    slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
+    if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
+        return TaskResult(None)
+    return TaskResult(PartitionState(values, slots, task.counts))
+
+
+def _assign(task: AssignTask, pool: BufferPool) -> TaskResult:
+    state, part = task.state, task.part
+    values = pool.take(state.values.size)
+    if part.ranges is None:
+        values[:] = as_float32(part)
+    else:
+        np.copyto(values, state.values)
+        source, at = as_float32(part), 0
+        for start, stop in part.ranges:
+            values[start:stop] = source[at : at + stop - start]
+            at += stop - start
+    if not kernels.all_finite(values):
+        return TaskResult(None)
+    slots = state.slots if part.slots is None else part.slots
+    return TaskResult(PartitionState(values, slots, state.steps if part.steps is None else part.steps))
+
+
+def as_float32(part: AssignPart) -> F32 | AnyArray:
+    """The elements of an assignment as something NumPy assigns to float32 by value."""
+    return bf16_to_f32(part.data) if part.dtype == "bfloat16" else part.data

@@ -1,0 +1,101 @@
+"""What this shard knows of the cluster: every node's addresses, every model with its layout and owners.
+
+Filled from the scheduler's feed; read by the routes to decide which partition goes where.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import problem
+from paramserver.types import ModelKey, Token
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """One model as the feed last described it."""
+
+    key: ModelKey
+    layout: Layout
+    timeline: int
+    state: str
+    """`initializing` (first values are being uploaded) or `ready`."""
+    owners: tuple[tuple[str, Token], ...]
+    """(shard, owner token) of each partition."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Its settings of the present revision."""
+        return self.layout.spec
+
+    def owned_by(self, shard: str) -> list[int]:
+        """Indices of the partitions that `shard` owns."""
+        return [i for i, (owner, _) in enumerate(self.owners) if owner == shard]
+
+
+class Directory:
+    """Nodes and models, as the scheduler last told them."""
+
+    def __init__(self, shard: str) -> None:
+        self.shard = shard
+        """This shard's own name."""
+        self.map_epoch = 0
+        self.models: dict[str, KnownModel] = {}
+        self.addresses: dict[str, tuple[str, ...]] = {}
+        """Base URLs of each live shard."""
+        self._changed = asyncio.Event()
+
+    def update(self, document: Mapping[str, Any]) -> None:
+        """Takes in one document of the feed; kinds that do not concern it are ignored."""
+        kind = document["type"]
+        if kind == "map":
+            self.map_epoch = int(document["map_epoch"])
+            self.addresses = {
+                name: tuple(node["addresses"]) for name, node in document["shards"].items() if node["alive"]
+            }
+        elif kind == "model":
+            self._take_model(document)
+        elif kind == "gone":
+            known = self.models.get(document["name"])
+            if known is not None and known.key.generation == document["generation"]:
+                del self.models[document["name"]]
+        else:
+            return
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _take_model(self, document: Mapping[str, Any]) -> None:
+        name, generation = document["name"], int(document["generation"])
+        known = self.models.get(name)
+        if known is not None and known.key.generation > generation:
+            return
+        if known is not None and known.key.generation == generation and known.spec.document() == document["spec"]:
+            layout = known.layout
+        else:
+            layout = Layout(ModelSpec.parse(document["spec"]))
+        self.models[name] = KnownModel(
+            ModelKey(name, generation),
+            layout,
+            int(document["timeline"]),
+            str(document["state"]),
+            tuple((str(shard), int(token)) for shard, token in document["owners"]),
+        )
+
+    def address(self, shard: str) -> str:
+        """A base URL of a shard; raises Unavailable when it is not known to be alive."""
+        addresses = self.addresses.get(shard)
+        if not addresses:
+            raise problem("unavailable", f"shard '{shard}' is not reachable now; its partitions are being placed anew")
+        return addresses[0]
+
+    async def changed(self, timeout_s: float) -> bool:
+        """Waits for the next change of the map or of a model; False when none came in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,307 @@
+"""This shard's place in the cluster: it joins, sends heartbeats, and follows the scheduler's feed.
+
+Several schedulers may be named; whichever answers is used until it fails.  The feed is level-triggered: after each
+connection it tells everything once more, so nothing is lost with a connection.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import httpx
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paramserver.core.shard_io import (
+    AskWorker,
+    CommitDecided,
+    MapChanged,
+    ModelGone,
+    ModelView,
+    RosterChanged,
+    WorkerAnswered,
+)
+from paramserver.errors import FencedError, NotFoundError, PsError, from_document, problem
+from paramserver.limits import HEARTBEAT_S, SERVE_WITHOUT_CONTACT_S
+from paramserver.types import ModelKey
+from paramserver_shard.directory import Directory
+from paramserver_shard.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.3
+FEED_SILENCE_S: Final = 3.0
+"""The feed pings each second; after so long without a word the connection counts as dead."""
+REQUEST_S: Final = 2.0
+
+
+class SchedulerLink:
+    """Requests to whichever scheduler answers."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = [u.rstrip("/") for u in urls]
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(REQUEST_S), trust_env=False)
+
+    @property
+    def url(self) -> str:
+        """The scheduler in use."""
+        return self._urls[0]
+
+    def turn(self) -> None:
+        """The next scheduler is used from now on."""
+        self._urls.append(self._urls.pop(0))
+
+    async def request(self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
+        """The JSON answer; each scheduler is asked once.
+
+        Raises the PsError that a scheduler answered, or Unavailable (`no_leader`) when none did.
+        """
+        reason = ""
+        for _ in range(len(self._urls)):
+            try:
+                response = await self._client.request(method, self.url + path, json=body, params=params)
+            except httpx.HTTPError as e:
+                reason = f"{self.url}: {e or type(e).__name__}"
+                self.turn()
+                continue
+            if response.is_success:
+                return response.json() if response.content else None
+            error = _error(response)
+            if error.status != 503:
+                raise error
+            reason = f"{self.url}: {error.detail}"
+            self.turn()
+        raise problem("no_leader", f"no scheduler answers ({reason})")
+
+    async def feed(self, shard: str, epoch: int) -> AsyncIterator[dict[str, Any]]:
+        """The documents of the feed, until the connection ends; raises PsError or httpx.HTTPError."""
+        timeout = httpx.Timeout(REQUEST_S, read=FEED_SILENCE_S)
+        params = {"shard": shard, "epoch": epoch}
+        async with self._client.stream("GET", f"{self.url}/internal/feed", params=params, timeout=timeout) as response:
+            if not response.is_success:
+                await response.aread()
+                raise _error(response)
+            async for line in response.aiter_lines():
+                if line:
+                    yield json.loads(line)
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+
+def _error(response: httpx.Response) -> PsError:
+    try:
+        document = response.json()
+    except ValueError:
+        document = {}
+    return from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})
+
+
+class Membership:
+    """Keeps one shard a member; the runtime's `Peers`."""
+
+    def __init__(
+        self,
+        name: str,
+        addresses: Sequence[str],
+        version: str,
+        link: SchedulerLink,
+        redis: Redis,
+        directory: Directory,
+        runtime: Runtime,
+        metrics: Callable[[], dict[str, float]],
+    ) -> None:
+        self.name = name
+        self.epoch = 0
+        """Node epoch, 0 before the first join."""
+        self.state = "joining"
+        self.followed = asyncio.Event()
+        """Set once the feed has been read for the first time."""
+        self._addresses = list(addresses)
+        self._version = version
+        self.link = link
+        self._redis = redis
+        self._directory = directory
+        self._runtime = runtime
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._kick = asyncio.Event()
+        self._resync = asyncio.Event()
+        self._views: dict[str, ModelView] = {}
+        self._scheduler_seen_at = float("-inf")
+        self._redis_seen_at = float("-inf")
+
+    # -- the serving rule
+
+    def check_serving(self) -> None:
+        """Raises Unavailable unless a scheduler or Redis has said yes within the last 3 s (semantics 6)."""
+        seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
+        if self.epoch == 0 or self._loop.time() - seen_at > SERVE_WITHOUT_CONTACT_S:
+            raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
+
+    # -- what the core asks for
+
+    def report(self) -> None:
+        self._kick.set()
+
+    def resync(self) -> None:
+        self._resync.set()
+
+    async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
+        path = f"/internal/models/{effect.model.name}/worker"
+        params = {"worker": effect.worker, "generation": effect.model.generation}
+        try:
+            answer = await self.link.request("GET", path, params=params)
+        except NotFoundError:
+            return WorkerAnswered(effect.request, None)
+        except PsError as error:
+            return WorkerAnswered(effect.request, None, error=error)
+        return WorkerAnswered(effect.request, int(answer["epoch"]), int(answer["rank"]), bool(answer["live"]))
+
+    # -- the loops
+
+    async def run(self) -> None:
+        """Joins, and joins again whenever this membership ends; until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_redis())
+            while True:
+                try:
+                    await self._join()
+                except PsError as error:
+                    log.warning("cannot join: %s", error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                try:
+                    async with asyncio.TaskGroup() as member:
+                        member.create_task(self._heartbeats())
+                        member.create_task(self._follow())
+                except* FencedError as errors:
+                    log.warning("no longer a member, joining anew: %s", errors.exceptions[0])
+                    self._disown()
+
+    async def _join(self) -> None:
+        body = {"name": self.name, "addresses": self._addresses, "version": self._version}
+        answer = await self.link.request("POST", "/internal/shards", body)
+        self.epoch = int(answer["epoch"])
+        self.state = "active"
+        self._scheduler_seen_at = self._loop.time()
+        log.info("joined as %s, epoch %d", self.name, self.epoch)
+
+    def _disown(self) -> None:
+        """Nothing is owned any more: a newer incarnation of this name, or the scheduler, took it away."""
+        self.epoch = 0
+        self.state = "joining"
+        self._scheduler_seen_at = self._redis_seen_at = float("-inf")
+        for name, view in self._views.items():
+            self._views[name] = replace(view, owned={})
+            self._runtime.feed(self._views[name])
+
+    async def _heartbeats(self) -> None:
+        while True:
+            self._kick.clear()
+            sent_at = self._loop.time()
+            try:
+                answer = await self.link.request("PUT", f"/internal/shards/{self.name}", self._heartbeat())
+            except FencedError:
+                raise
+            except NotFoundError as error:  # a scheduler that never heard of us
+                raise problem("fenced", error.detail) from error
+            except PsError as error:
+                log.debug("heartbeat failed: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._scheduler_seen_at = sent_at  # the yes is as old as the question
+            self.state = str(answer.get("state", "active"))
+            try:
+                async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - self._loop.time())):
+                    await self._kick.wait()
+            except TimeoutError:
+                pass
+
+    def _heartbeat(self) -> dict[str, Any]:
+        core = self._runtime.core
+        return {
+            "epoch": self.epoch,
+            "metrics": self._metrics(),
+            "partitions": [list(p) for p in core.partitions()],
+            "cuts": [list(c) for c in core.cuts()],
+        }
+
+    async def _watch_redis(self) -> None:
+        while True:
+            asked_at = self._loop.time()
+            try:
+                await self._redis.ping()
+                self._redis_seen_at = asked_at
+            except (RedisError, OSError) as error:
+                log.debug("Redis does not answer: %s", error)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _follow(self) -> None:
+        while True:
+            self._resync.clear()
+            try:
+                await self._follow_once()
+            except FencedError:
+                raise
+            except NotFoundError as error:
+                raise problem("fenced", error.detail) from error
+            except (PsError, httpx.HTTPError, ValueError) as error:
+                log.info("the feed of %s ended: %s", self.link.url, error or type(error).__name__)
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow_once(self) -> None:
+        reading = asyncio.ensure_future(self._read_feed())
+        waiting = asyncio.ensure_future(self._resync.wait())
+        try:
+            await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            for task in (reading, waiting):
+                task.cancel()
+            await asyncio.gather(reading, waiting, return_exceptions=True)
+
+    async def _read_feed(self) -> None:
+        """Takes in every document; the first ping says that all has been told once."""
+        async for document in self.link.feed(self.name, self.epoch):
+            if document["type"] == "ping":
+                self.followed.set()
+            else:
+                self._take(document)
+
+    def _take(self, document: Mapping[str, Any]) -> None:
+        self._directory.update(document)
+        kind = document["type"]
+        feed = self._runtime.feed
+        if kind == "map":
+            feed(MapChanged(self._directory.map_epoch))
+        elif kind == "model":
+            known = self._directory.models[document["name"]]
+            if known.key.generation == document["generation"]:
+                view = ModelView.from_document(document, self.name, known.spec, known.layout)
+                self._views[document["name"]] = view
+                feed(view)
+        elif kind == "commit":
+            model = ModelKey(document["model"], int(document["generation"]))
+            feed(CommitDecided.from_document(document, model))
+        elif kind == "roster":
+            model = ModelKey(document["model"], int(document["generation"]))
+            workers = {w: (int(e), int(r)) for w, (e, r) in document["workers"].items()}
+            feed(RosterChanged(model, workers, int(document["live_workers"])))
+        elif kind == "gone":
+            name = document.get("name") or document["model"]
+            self._views.pop(name, None)
+            feed(ModelGone(ModelKey(name, int(document["generation"]))))
+
+    async def leave(self) -> None:
+        """Tells the scheduler that this shard goes; its partitions are placed elsewhere at once."""
+        if self.epoch:
+            try:
+                await self.link.request("DELETE", f"/internal/shards/{self.name}", params={"epoch": self.epoch})
+            except PsError as error:
+                log.info("cannot say goodbye: %s", error)

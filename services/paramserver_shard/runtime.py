@@ -1,0 +1,265 @@
+"""Feeds events to the shard's core and performs its effects; every request waits here for its outcome.
+
+All of it runs on the event loop's thread except the computing of big jobs.  Tasks belong to the group that the process
+holds; a failure that nobody foresaw ends the group and so the process, which is then started again from its snapshots.
+"""
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from paramserver.core.shard import ShardCore
+from redis.exceptions import RedisError
+
+from paramserver.core.shard_io import (
+    Applied,
+    Apply,
+    AskWorker,
+    Capture,
+    Effect,
+    Event,
+    LoadedState,
+    LoadFailed,
+    LoadPartition,
+    Outcome,
+    PartitionLoaded,
+    PullDone,
+    PushDone,
+    Reply,
+    Report,
+    Request,
+    RequestGone,
+    Resync,
+    SnapshotFailed,
+    SnapshotStored,
+    StoreSnapshot,
+    Task,
+    TaskResult,
+    Tick,
+    WorkerAnswered,
+)
+from paramserver.errors import PsError, problem
+from paramserver.limits import QUEUED_REQUESTS_MAX
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, task_elements
+from paramserver_shard.snapshots import first_state, from_stored, to_stored
+from paramserver_shard.store import SnapshotStore
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """What the core asks of the scheduler, through the membership."""
+
+    def report(self) -> None:
+        """Sends a heartbeat now."""
+
+    def resync(self) -> None:
+        """Connects the feed again."""
+
+    async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
+        """Asks about a worker; a scheduler that does not answer is part of the answer."""
+
+
+class Runtime:
+    """One shard's core with everything that acts for it."""
+
+    def __init__(
+        self, core: ShardCore, pool: BufferPool, store: SnapshotStore, group: asyncio.TaskGroup, files_dir: Path | None
+    ) -> None:
+        self.core = core
+        self.pool = pool
+        self.peers: Peers
+        """Set before the first event."""
+        self.degraded = ""
+        """Why snapshots cannot be written now; empty when all is well."""
+        self._store = store
+        self._group = group
+        self._files_dir = files_dir
+        self._loop = asyncio.get_running_loop()
+        self._threads = os.cpu_count() or 1
+        self._executor = ThreadPoolExecutor(self._threads, "compute")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._events: deque[Event] = deque()
+        self._draining = False
+        self._open: dict[Request, asyncio.Future[Outcome]] = {}
+        self._last_request = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+
+    # -- requests and events
+
+    async def push(self, event: Callable[[Request], Event]) -> PushDone:
+        """The outcome of a push or an assignment; `event` makes it from the request's number.  Raises PsError."""
+        outcome = await self._ask(event)
+        assert isinstance(outcome, PushDone)
+        return outcome
+
+    async def pull(self, event: Callable[[Request], Event]) -> PullDone:
+        """The outcome of a pull.  Raises PsError."""
+        outcome = await self._ask(event)
+        assert isinstance(outcome, PullDone)
+        return outcome
+
+    async def capture(self, event: Callable[[Request], Event]) -> Capture:
+        """The outcome of a `CaptureReceived`.  Raises PsError."""
+        outcome = await self._ask(event)
+        assert isinstance(outcome, Capture)
+        return outcome
+
+    async def _ask(self, event: Callable[[Request], Event]) -> Outcome:
+        if len(self._open) >= QUEUED_REQUESTS_MAX:
+            raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")
+        self._last_request += 1
+        request = self._last_request
+        future = self._open[request] = self._loop.create_future()
+        self.feed(event(request))
+        try:
+            outcome = future.result() if future.done() else await future
+        except asyncio.CancelledError:
+            self.feed(RequestGone(request))
+            raise
+        finally:
+            self._open.pop(request, None)
+        if isinstance(outcome, PsError):
+            raise outcome
+        return outcome
+
+    def feed(self, event: Event) -> None:
+        """Hands one event to the core and performs what comes of it, before it returns."""
+        self._events.append(event)
+        if self._draining:
+            return  # called from an effect: the loop below takes it next, so effects stay in order
+        self._draining = True
+        try:
+            while self._events:
+                for effect in self.core.handle(self._events.popleft(), self._loop.time()):
+                    self._perform(effect)
+        finally:
+            self._draining = False
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        at = self.core.deadline(self._loop.time())
+        if at == self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = None if at is None else self._loop.call_at(at, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = self._timer_at = None
+        self.feed(Tick())
+
+    # -- effects
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Reply(request, outcome):
+                future = self._open.get(request)
+                if future is not None and not future.done():
+                    future.set_result(outcome)
+            case Apply(job, tasks):
+                if sum(map(task_elements, tasks)) <= INLINE_ELEMENTS_MAX:
+                    self._events.append(Applied(job, compute(tasks, self.pool)))
+                else:
+                    self._spawn(self._apply(job, tasks))
+            case LoadPartition():
+                self._spawn(self._load(effect))
+            case StoreSnapshot():
+                self._spawn(self._store_snapshot(effect))
+            case AskWorker(request):
+                self._spawn(self._ask_worker(effect))
+            case Report():
+                self.peers.report()
+            case Resync():
+                self.peers.resync()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        """Runs `work` in a compute thread."""
+        return await self._loop.run_in_executor(self._executor, work)
+
+    async def _apply(self, job: int, tasks: tuple[Task, ...]) -> None:
+        share = -(-len(tasks) // self._threads)
+        chunks = [tasks[i : i + share] for i in range(0, len(tasks), share)]
+        done = await asyncio.gather(*(self.offload(partial(compute, chunk, self.pool)) for chunk in chunks))
+        results: tuple[TaskResult, ...] = tuple(result for chunk in done for result in chunk)
+        self.feed(Applied(job, results))
+
+    async def _load(self, effect: LoadPartition) -> None:
+        key, token = effect.key, effect.token
+        try:
+            loaded = await self._loaded(effect)
+        except PsError as error:
+            log.warning("partition %s cannot be loaded: %s", key, error)
+            self.feed(LoadFailed(key, token, error))
+        except (RedisError, OSError) as error:
+            self._storage_failed(error)
+            self.feed(LoadFailed(key, token, problem("storage_unavailable", f"Redis does not answer: {error}")))
+        else:
+            self.feed(PartitionLoaded(key, token, loaded))
+
+    async def _loaded(self, effect: LoadPartition) -> LoadedState:
+        if effect.source != "init":
+            cut = effect.source if isinstance(effect.source, int) else None
+            stored = await self._store.load(effect.key, cut)
+            self.degraded = ""
+            if stored is not None:
+                if not stored.newest:
+                    log.error("partition %s: its newest snapshot is damaged; the one before is used", effect.key)
+                return from_stored(stored.head, stored.arrays)
+        work = partial(first_state, effect.spec, effect.layout, effect.key.index, self.pool.take, self._files_dir)
+        if effect.layout.partition_size(effect.key.index) <= INLINE_ELEMENTS_MAX // 16:
+            return work()
+        return await self.offload(work)
+
+    async def _store_snapshot(self, effect: StoreSnapshot) -> None:
+        capture = effect.capture
+        key, token, version = capture.key, capture.token, capture.version
+        head, arrays = to_stored(capture)
+        try:
+            stored = await self._store.save(key, token, version, capture.clock if effect.cut else None, head, arrays)
+        except PsError as error:
+            log.error("partition %s cannot be snapshotted: %s", key, error)
+            self.degraded = str(error)
+            stored = False
+        except (RedisError, OSError) as error:
+            self._storage_failed(error)
+            stored = False
+        else:
+            self.degraded = ""
+            if not stored:
+                log.warning("partition %s: snapshot of version %d refused, another owner took its place", key, version)
+        self.feed(SnapshotStored(key, token, version) if stored else SnapshotFailed(key, token, version))
+
+    def _storage_failed(self, error: Exception) -> None:
+        if not self.degraded:
+            log.warning("Redis does not answer, snapshots wait: %s", error)
+        self.degraded = f"Redis does not answer: {error}"
+
+    async def _ask_worker(self, effect: AskWorker) -> None:
+        self.feed(await self.peers.ask_worker(effect))
+
+    def close(self) -> None:
+        """Cancels what is under way; requests that still wait are answered 503."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._open.values():
+            if not future.done():
+                future.set_result(problem("unavailable", "this shard is stopping"))
+        self._executor.shutdown(wait=False, cancel_futures=True)
