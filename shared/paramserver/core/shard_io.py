@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
 from paramserver.core.layout import Layout, Range
+from paramserver.core.optimizer import SegmentStep
 from paramserver.core.spec import ModelSpec, OptimizerSpec
 from paramserver.errors import PsError
-from paramserver.kernels import SegmentStep
 from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, PushId, PushState, Token
 
 Request: TypeAlias = int
 """The runtime's number of one request that waits for an outcome."""
 
-# ---------------------------------------------------------------------------------------------- the values of a partition
+# --- the values of a partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class LoadedState:
     """Whether it came from a stored snapshot, so that this version is durable already."""
 
 
-# ------------------------------------------------------------------------------------------------------------ the events
+# --- the events
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,6 @@ class SetReceived:
     generation: int | None = None
     restore: bool = False
     """A restore also drops what is staged or buffered."""
-    push_id: PushId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +400,7 @@ Event: TypeAlias = (
     | Tick
 )
 
-# ----------------------------------------------------------------------------------------------------------- the effects
+# --- the effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,7 +528,7 @@ Outcome: TypeAlias = PushDone | PullDone | Capture | PsError
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer that request; exactly one for each that was not withdrawn by `RequestGone`."""
+    """Answer that request: exactly one for each; the runtime ignores one for a request whose client has gone."""
 
     request: Request
     outcome: Outcome

@@ -1,0 +1,165 @@
+"""One partition as its owner holds it: immutable numbers, a version, and all that is accepted but not applied yet."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paramserver.core.layout import Segment
+from paramserver.core.optimizer import initial_slots, slot_names
+from paramserver.core.shard_io import Capture, Contribution, HeldPart, LoadedState, PartitionState, PartVersion
+from paramserver.core.spec import ModelSpec
+from paramserver.core.update import Basis
+from paramserver.core.window import PushMemory
+from paramserver.types import PartitionKey, Token
+
+if TYPE_CHECKING:
+    from paramserver.core.operation import Operation
+    from paramserver.core.pulls import WaitingPull
+
+Slot = tuple[str, int, int]
+"""(worker, epoch, clock): whose contribution to which clock."""
+
+
+@dataclass(slots=True, eq=False)
+class Partition:
+    """State of one partition under one owner token.  Mutated by `ShardCore` alone."""
+
+    key: PartitionKey
+    token: Token
+    size: int
+    segments: tuple[Segment, ...]
+    spec: ModelSpec
+    """The settings in force here; changed between two operations."""
+    revision: int
+    live_workers: int
+    state: PartitionState | None = None
+    """None until it is loaded."""
+    version: int = 0
+    start_version: int = 0
+    """The version this ownership began with."""
+    clock: int = 0
+    """sync: the next commit's `t`."""
+    durable_version: int = 0
+    memory: PushMemory = field(default_factory=PushMemory)
+    staged: dict[Slot, list[HeldPart]] = field(default_factory=dict)
+    buffered: list[HeldPart] = field(default_factory=list)
+    arrivals: int = 0
+    """Gradients ever buffered: their order."""
+    flush_at: float | None = None
+    """When what is buffered is applied at the latest; None while nothing is buffered."""
+    operations: deque["Operation"] = field(default_factory=deque)
+    """In order of arrival; the first one alone may be running."""
+    committing: bool = False
+    """Whether a commit is among the operations."""
+    pulls: list["WaitingPull"] = field(default_factory=list)
+    """Pulls that wait for a version of this partition."""
+    changed_at: float | None = None
+    """Since when its version differs from the snapshot written last."""
+    cut: Capture | None = None
+    """The newest cut, held for checkpoints."""
+    cut_stored: int | None = None
+    """The clock of the newest cut in Redis."""
+
+    @property
+    def index(self) -> int:
+        """Its number within the model."""
+        return self.key.index
+
+    def load(self, loaded: LoadedState) -> None:
+        """Begin with that state."""
+        self.state, self.version, self.start_version = loaded.state, loaded.version, loaded.version
+        self.clock = loaded.clock
+        self.durable_version = loaded.version if loaded.stored else 0
+        self.memory = PushMemory.restore(loaded.memory)
+        self.buffered, self.arrivals = list(loaded.held), len(loaded.held)
+        names = list(slot_names(self.spec.optimizer))
+        if len(loaded.state.slots) != len(names) or loaded.memory.get("slots", names) != names:
+            self._fresh_slots()
+
+    def adopt(self, spec: ModelSpec, revision: int, live_workers: int) -> None:
+        """Other settings from now on; another optimizer starts with fresh state."""
+        other = slot_names(spec.optimizer) != slot_names(self.spec.optimizer)
+        self.spec, self.revision, self.live_workers = spec, revision, live_workers
+        if other and self.state is not None:
+            self._fresh_slots()
+
+    def _fresh_slots(self) -> None:
+        assert self.state is not None
+        values = self.state.values
+        self.state = PartitionState(values, initial_slots(self.spec.optimizer, values), (0,) * len(self.segments))
+
+    def basis(self) -> Basis:
+        """What the next update starts from."""
+        assert self.state is not None
+        return Basis(self.key, self.state, self.version, self.spec, self.segments, self.live_workers)
+
+    def lag(self, base: tuple[int, int] | None) -> int:
+        """Versions applied since the gradient's base; 0 where that base is of another incarnation or unknown."""
+        return max(0, self.version - base[0]) if base is not None and base[1] == self.token else 0
+
+    def lag_factor(self, base: tuple[int, int] | None) -> float:
+        """What the step is scaled by for the gradient's lag."""
+        return 1.0 / (1.0 + self.lag(base)) if self.spec.consistency.lag == "scale" else 1.0
+
+    def weighted(self, held: Iterable[HeldPart]) -> list[tuple[HeldPart, float]]:
+        """Each part with what it weighs in a sum applied now."""
+        return [(h, h.scale * self.lag_factor(h.base)) for h in held]
+
+    def stand(self, version: int | None = None) -> PartVersion:
+        """Where it stands, for a reply that quotes `version` or the present one."""
+        return PartVersion(self.index, self.version if version is None else version, self.token, self.durable_version)
+
+    def flip(self, state: PartitionState, now: float) -> None:
+        """The next version becomes the present one."""
+        self.state = state
+        self.version += 1
+        self.changed_at = now if self.changed_at is None else self.changed_at
+
+    # --- what is accepted and not applied
+
+    def stage(self, part: HeldPart) -> None:
+        """Keep a synchronous contribution until its clock commits."""
+        self.staged.setdefault((part.worker, part.epoch, part.clock), []).append(part)
+
+    def listed(self, contributions: Iterable[Contribution]) -> list[HeldPart]:
+        """The staged parts of a commit's list in (rank, clock) order, each contribution's in seq order."""
+        out: list[HeldPart] = []
+        for c in sorted(contributions, key=lambda c: (c.rank, c.clock)):
+            out.extend(sorted(self.staged.get((c.worker, c.epoch, c.clock), ()), key=lambda h: h.seq))
+        return out
+
+    def settle(self, contributions: Iterable[Contribution], t: int) -> int:
+        """Drop what commit `t` took, and with `late: drop` all that it should have; returns the bytes let go."""
+        gone = {(c.worker, c.epoch, c.clock) for c in contributions}
+        if self.spec.consistency.late == "drop":
+            gone |= {slot for slot in self.staged if slot[2] <= t}
+        return self._drop(gone)
+
+    def drop_ended(self, live: dict[str, int]) -> int:
+        """Drop overdue parts of epochs that have ended, which no later commit will list; returns the bytes let go."""
+        return self._drop({s for s in self.staged if s[2] < self.clock and live.get(s[0]) != s[1]})
+
+    def _drop(self, slots: Iterable[Slot]) -> int:
+        return sum(h.data.nbytes for slot in slots for h in self.staged.pop(slot, ()))
+
+    def drop_staged(self) -> int:
+        """Drop every synchronous contribution; returns the bytes let go."""
+        return self._drop(tuple(self.staged))
+
+    def take_buffered(self) -> Sequence[HeldPart]:
+        """Empty the buffer, in order of arrival."""
+        held, self.buffered, self.flush_at = self.buffered, [], None
+        return held
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of accepted gradients that are not applied yet."""
+        staged = sum(h.data.nbytes for parts in self.staged.values() for h in parts)
+        return staged + sum(h.data.nbytes for h in self.buffered)
+
+    def capture(self) -> Capture:
+        """The partition as it is now."""
+        assert self.state is not None
+        memory = self.memory.export() | {"slots": list(slot_names(self.spec.optimizer))}
+        return Capture(self.key, self.token, self.version, self.clock, self.state, memory, tuple(self.buffered))

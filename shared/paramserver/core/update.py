@@ -1,0 +1,113 @@
+"""From accepted gradients to the numbers of one optimizer step of one partition (`UpdateTask`); pure.
+
+The learning rate counts the partition's own version; the step count of bias correction is kept per parameter within
+the partition and rises only for parameters the update touches; elements outside the ranges a push names keep value,
+moments and decay (semantics 1).
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paramserver.core.layout import Range, Segment
+from paramserver.core.optimizer import SegmentStep
+from paramserver.core.schedule import learning_rate
+from paramserver.core.shard_io import HeldPart, PartitionState, Piece, UpdateTask
+from paramserver.core.spec import ModelSpec
+from paramserver.types import AnyArray, DType, PartitionKey
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What an update starts from."""
+
+    key: PartitionKey
+    state: PartitionState
+    version: int
+    spec: ModelSpec
+    segments: tuple[Segment, ...]
+    live_workers: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the partition."""
+        return self.state.values.size
+
+    def steps(self, touched: Sequence[Range], scale: float, lag_factor: float) -> tuple[list[SegmentStep], list[int]]:
+        """(steps covering the partition, step counts after them) for an update of these sorted, disjoint ranges."""
+        spec, optimizer = self.spec, self.spec.optimizer
+        rate = learning_rate(optimizer, self.version, self.live_workers) * lag_factor
+        if optimizer.name == "sum":
+            scale *= lag_factor  # it has no learning rate to scale
+        out: list[SegmentStep] = []
+        counts = list(self.state.steps)
+        for i, segment in enumerate(self.segments):
+            param = spec.params[segment.param]
+            own = _clipped(touched, segment.start, segment.stop) if param.trainable else []
+            counts[i] += bool(own)
+            decay = optimizer.weight_decay if param.weight_decay is None else param.weight_decay
+            numbers = (rate * param.lr_scale, decay, counts[i] or 1, optimizer.clip_value, scale)
+            at = segment.start
+            for start, stop in own:
+                if start > at:
+                    out.append(SegmentStep(at, start, *numbers, active=False))
+                out.append(SegmentStep(start, stop, *numbers))
+                at = stop
+            if at < segment.stop:
+                out.append(SegmentStep(at, segment.stop, *numbers, active=False))
+        return out, counts
+
+
+def single_task(
+    basis: Basis, data: AnyArray, dtype: DType, ranges: tuple[Range, ...] | None, scale: float, lag_factor: float
+) -> UpdateTask:
+    """One push applied by itself."""
+    touched = ranges or ((0, basis.size),)
+    steps, counts = basis.steps(touched, scale, lag_factor)
+    optimizer = basis.spec.optimizer
+    if ranges is None or ranges == ((0, basis.size),):
+        return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), (data, dtype))
+    pieces, at = [], 0
+    for start, stop in ranges:
+        pieces.append(Piece(start, stop, ((data[at : at + stop - start], dtype, 1.0),)))
+        at += stop - start
+    return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), None, tuple(pieces))
+
+
+def mean_task(basis: Basis, parts: Sequence[tuple[HeldPart, float]], divisor: float) -> UpdateTask:
+    """The weighted sum of several parts, in the order given, over `divisor`, as one update."""
+    pieces = summed([(h.ranges or ((0, basis.size),), h.data, h.dtype, weight) for h, weight in parts])
+    steps, counts = basis.steps(_joined((p.start, p.stop) for p in pieces), 1.0, 1.0)
+    return UpdateTask(
+        basis.key, basis.state, basis.spec.optimizer, tuple(steps), tuple(counts), None, tuple(pieces), divisor
+    )
+
+
+def summed(parts: Sequence[tuple[tuple[Range, ...], AnyArray, DType, float]]) -> list[Piece]:
+    """The parts cut at every boundary of any of them: on each piece the parts that cover it, in their order."""
+    edges = sorted({edge for ranges, *_ in parts for r in ranges for edge in r})
+    covering: list[list[tuple[AnyArray, DType, float]]] = [[] for _ in edges]
+    for ranges, data, dtype, weight in parts:
+        at = 0
+        for start, stop in ranges:
+            i = bisect_left(edges, start)
+            while edges[i] < stop:
+                offset = at + edges[i] - start
+                covering[i].append((data[offset : offset + edges[i + 1] - edges[i]], dtype, weight))
+                i += 1
+            at += stop - start
+    return [Piece(edges[i], edges[i + 1], tuple(held)) for i, held in enumerate(covering) if held]
+
+
+def _clipped(ranges: Sequence[Range], low: int, high: int) -> list[Range]:
+    return [(max(a, low), min(b, high)) for a, b in ranges if a < high and b > low]
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    out: list[Range] = []
+    for start, stop in ranges:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out

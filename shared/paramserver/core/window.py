@@ -1,0 +1,181 @@
+"""What a partition remembers of the pushes it accepted, so that none is applied twice.
+
+A push id (worker, epoch, seq) is judged by an anti-replay window anchored at the highest seq seen, as in IPsec
+(RFC 4303, 3.4.3) and DTLS: above the highest is new; within the last `limits.WINDOW` it is new or a duplicate; what
+is older cannot be told and is refused.  An epoch fences all lower ones of its worker.  A plain client's
+`Idempotency-Key` is remembered in order of arrival instead.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from paramserver import limits
+from paramserver.errors import problem
+from paramserver.types import PushId
+
+_EMPTY = -1
+_START = 4  # slots of a fresh window; doubles up to limits.WINDOW, a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was answered when the push came first."""
+
+    version: int
+    late: bool
+    """It came after the commit of its clock and was discarded."""
+
+
+class Window:
+    """The last seqs of one (worker, epoch), with the checksum and the version of each: 24 bytes per seq."""
+
+    __slots__ = ("_crcs", "_seqs", "_versions", "epoch", "highest")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.highest = _EMPTY
+        self._resize(_START)
+
+    def _resize(self, slots: int) -> None:
+        self._seqs = array("q", [_EMPTY]) * slots
+        self._crcs = array("Q", [0]) * slots
+        self._versions = array("q", [0]) * slots
+
+    def judge(self, seq: int, crc: int) -> Seen | None:
+        """None for a new seq, else what was answered; raises `id_reused` or `outside_window`."""
+        if seq > self.highest:
+            return None
+        if seq <= self.highest - limits.WINDOW:
+            raise problem(
+                "outside_window",
+                f"push {seq} lies {self.highest - seq} behind the highest one, {self.highest}",
+                hint=f"keep at most {limits.WINDOW} pushes in doubt",
+            )
+        slot = seq & (len(self._seqs) - 1)
+        if self._seqs[slot] != seq:
+            return None
+        if self._crcs[slot] != crc:
+            raise problem("id_reused", f"push {seq} was accepted with other content", hint="take a new seq")
+        version = self._versions[slot]
+        return Seen(version, False) if version >= 0 else Seen(~version, True)
+
+    def record(self, seq: int, crc: int, version: int, late: bool) -> None:
+        """Remember an accepted push that `judge` has called new."""
+        self.highest = max(self.highest, seq)
+        slot = seq & (len(self._seqs) - 1)
+        while self._seqs[slot] != _EMPTY and self._seqs[slot] > self.highest - limits.WINDOW:
+            self._grow()
+            slot = seq & (len(self._seqs) - 1)
+        self._seqs[slot], self._crcs[slot] = seq, crc
+        self._versions[slot] = ~version if late else version
+
+    def _grow(self) -> None:
+        held = list(zip(self._seqs, self._crcs, self._versions, strict=True))
+        self._resize(2 * len(held))
+        for seq, crc, version in held:
+            if seq > self.highest - limits.WINDOW and seq != _EMPTY:
+                slot = seq & (len(self._seqs) - 1)
+                self._seqs[slot], self._crcs[slot], self._versions[slot] = seq, crc, version
+
+    def entries(self) -> list[tuple[int, int, int]]:
+        """(seq, crc, version, or ~version of a late one) of what is in the window, by seq."""
+        low = self.highest - limits.WINDOW
+        return sorted(e for e in zip(self._seqs, self._crcs, self._versions, strict=True) if e[0] > max(low, _EMPTY))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the remembered seqs."""
+        return 24 * len(self._seqs)
+
+
+class PushMemory:
+    """All windows and idempotency keys of one partition."""
+
+    __slots__ = ("_keys", "_windows")
+
+    def __init__(self) -> None:
+        self._windows: dict[str, Window] = {}  # least recently used first
+        self._keys: dict[bytes, tuple[int, int]] = {}  # oldest first: digest -> (crc, version)
+
+    def judge(self, push_id: PushId | None, key: str | None, crc: int) -> Seen | None:
+        """None for a push that is new here, else what was answered when it came first.
+
+        Raises ConflictError `fenced` (lower epoch) or `outside_window`, RequestError `id_reused`.
+        """
+        if push_id is not None:
+            window = self._windows.get(push_id.worker)
+            if window is None or push_id.epoch > window.epoch:
+                return None
+            if push_id.epoch < window.epoch:
+                raise fenced(push_id.worker, push_id.epoch, window.epoch)
+            return window.judge(push_id.seq, crc)
+        if key is not None and (seen := self._keys.get(_digest(key))) is not None:
+            if seen[0] != crc:
+                raise problem("id_reused", "that Idempotency-Key was accepted with other content")
+            return Seen(seen[1], False)
+        return None
+
+    def record(self, push_id: PushId | None, key: str | None, crc: int, version: int, late: bool = False) -> None:
+        """Remember a push that was accepted, with the version it is answered with."""
+        if push_id is not None:
+            window = self._windows.pop(push_id.worker, None)
+            if window is None or window.epoch < push_id.epoch:
+                window = Window(push_id.epoch)
+            window.record(push_id.seq, crc, version, late)
+            self._windows[push_id.worker] = window
+            if len(self._windows) > limits.WORKERS_PER_MODEL_MAX:
+                del self._windows[next(iter(self._windows))]
+        elif key is not None:
+            self._keys[_digest(key)] = (crc, version)
+            if len(self._keys) > limits.IDEMPOTENCY_KEYS_MAX:
+                del self._keys[next(iter(self._keys))]
+
+    def epoch(self, worker: str) -> int | None:
+        """The highest epoch of that worker that pushed here."""
+        window = self._windows.get(worker)
+        return None if window is None else window.epoch
+
+    def export(self) -> dict[str, Any]:
+        """Plain lists, strings and integers, for a snapshot."""
+        windows = [[w, x.epoch, x.highest, *map(list, x.entries())] for w, x in self._windows.items()]
+        return {"windows": windows, "keys": [[d, *v] for d, v in self._keys.items()]}
+
+    @classmethod
+    def restore(cls, exported: Mapping[str, Any]) -> "PushMemory":
+        """What `export` gave."""
+        memory = cls()
+        for worker, epoch, highest, *entries in exported.get("windows", ()):
+            window = Window(epoch)
+            for seq, crc, version in _by_seq(entries):
+                window.record(seq, crc, version if version >= 0 else ~version, version < 0)
+            window.highest = highest
+            memory._windows[worker] = window
+        for digest, crc, version in exported.get("keys", ()):
+            memory._keys[bytes(digest)] = (crc, version)
+        return memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is remembered, names and Python's own overhead left out."""
+        return sum(w.nbytes for w in self._windows.values()) + 32 * len(self._keys)
+
+
+def fenced(worker: str, epoch: int, newest: int) -> Exception:
+    """The error for a push of a lower epoch than the newest known."""
+    return problem(
+        "fenced",
+        f"epoch {epoch} of worker '{worker}' was replaced by epoch {newest}",
+        hint="join again for a fresh epoch",
+        epoch=newest,
+    )
+
+
+def _by_seq(entries: Iterable[Any]) -> list[Any]:
+    return sorted(entries)
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode(), digest_size=16).digest()
