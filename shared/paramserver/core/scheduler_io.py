@@ -24,7 +24,10 @@ Json: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class JoinShard:
-    """POST /internal/shards.  Answer 201 {"name","epoch","lease_s","term"}; an older holder of the name is dead at once."""
+    """POST /internal/shards.
+
+    Answer 201 {"name","epoch","lease_s","term"}; an older holder of the name is dead at once.
+    """
 
     request: int
     name: str
@@ -43,7 +46,8 @@ class ShardHeartbeat:
     partitions: Sequence[Sequence[Any]] = ()
     """[model, generation, index, token, version, durable_version] of each partition that is served."""
     cuts: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, version] of each snapshot stored at a commit with `cut`; repeatable."""
+    """[model, generation, index, token, version] of each snapshot stored at a commit with `cut`; repeatable.
+    The number is the clock after that commit, t + 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +170,8 @@ class JoinWorker:
 class WorkerHeartbeat:
     """PUT /models/{m}/workers/{w}.
 
-    Answer {"state":"active"|"draining"|"paused"|"stop","clock","min_clock","timeline","evaluate"}: `clock` is the one to
-    work on next, `evaluate` says that an evaluation task waits.  409 `fenced` or `rolled_back` (with timeline and clock).
+    Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate"}: `evaluate` says that an
+    evaluation task waits.  409 `fenced` or `rolled_back` (members timeline and clock).
     """
 
     request: int
@@ -205,8 +209,9 @@ class DrainWorker:
 class ReportClock:
     """POST /models/{m}/clock: iterations finished, absolute and repeatable.
 
-    Answer {"released","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released, or after
-    `wait_s` with `released` false.  A worker parked here is alive.
+    Answer {"released","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released, or
+    after `wait_s` with `released` false.  `clock` is the one to work on next: above the one reported when the
+    others have gone on without this worker (sync with a quorum).  A worker parked here is alive.
     """
 
     request: int
@@ -271,7 +276,10 @@ class LeaseTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskDone:
-    """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; repeatable.  `metrics`: an evaluation's result."""
+    """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; repeatable.
+
+    `metrics`: an evaluation's result.
+    """
 
     request: int
     model: str
@@ -340,14 +348,14 @@ class CreateRun:
     args: Json = field(default_factory=dict)
     workers: int = 1
     stop: Json = field(default_factory=dict)
-    """Any of {"clocks": int, "minutes": number, "metric": {"name", "at_least" | "at_most"}}; the first met ends the run."""
+    """Any of {"clocks": int, "minutes": number, "metric": {"name", "at_least" | "at_most"}}; the first met ends it."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PatchRun:
-    """PATCH /runs/{id}: state `paused`, `running` or `stopped`, another number of workers or stopping rule.  Answer 200."""
+    """PATCH /runs/{id}: state `paused`, `running` or `stopped`, number of workers, stopping rule.  Answer 200."""
 
     request: int
     run: str
@@ -448,9 +456,11 @@ class Publish:
     """A document for every open feed; all are level-triggered, so one that is lost is healed by reconnecting.
 
     Types: `map`, `model`, `roster`, `commit`, `gone`.  Beyond the usual fields a `model` document has
-    `base` (a partition in sync whose version is below it raises its version to it: all partitions start the sync phase
-    at one clock), `cut` (the newest clock stored on all partitions, never to be deleted) and
-    `upload` {"token","missing":[names]} or null while initial values are awaited.
+    `cut` (the newest clock stored on all partitions, null if none) and `upload` ({"token","missing":[names]} while
+    initial values are awaited, else null); a `roster` document has the `revision` too.  `clock` of a model in sync is
+    the `t` of the next commit: entering sync raises the timeline, and partitions then take the
+    document's clock for theirs.
+    A commit without contributions changes no value; it exists for its `cut`.
     """
 
     document: Json
@@ -482,8 +492,9 @@ class WriteCheckpoint:
 
     model: ModelKey
     name: str
-    version: int | None
-    """Sync: the one version to fetch from every partition (a held cut or the present one); None: whatever each has."""
+    cut: int | None
+    """Sync: fetch the state of this cut's clock from every partition; None: the present one (in sync no commit is made
+    until the completion, so it too is of one clock)."""
     document: Json
     """For the manifest: spec, generation, revision, timeline, clock, metric (name and value or null), created_s (Unix),
     workers {id: {"rank","clock","state"}}."""
@@ -508,4 +519,10 @@ class ForgetModel:
 Effect: TypeAlias = Store | SetTokens | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel
 
 # --- Reading --------------------------------------------------------------------------------------------------------
-# GET routes need no event: `SchedulerCore` has read-only methods that return JSON documents, listed in its docstring.
+# GET routes need no event.  `SchedulerCore.restore(documents, now, term, unix_s)` makes the core (no documents: a fresh
+# cluster; unix_s: the wall clock at `now`), `handle(event, now)` and `deadline(now) -> float` drive it, and
+# `read` answers as JSON documents, raising NotFoundError:
+#   read.map() read.shards(now) read.models() read.model(name) read.workers(name, now) read.worker(name, worker, now)
+#   read.datasets(name) read.metrics(name, names=None, after=0.0) read.checkpoints(name)
+#   read.checkpoint(name, checkpoint) read.runs() read.run(id) read.pool(now) read.status(now)
+# Lists come as plain Python lists; the service wraps them as {"items": [...], "next": ...}.

@@ -1,0 +1,27 @@
+"""Which shard gets which partition: balanced by bytes, moving nothing that has an owner.
+
+Greedy, largest partition first, onto the shard that holds least of the model (Graham 1969, longest processing time):
+started from nothing, the loads of two shards differ by at most one partition.
+"""
+
+from collections.abc import Iterable, Mapping
+
+
+def assign(
+    orphans: Mapping[int, int], shards: Iterable[str], held: Mapping[str, int], total: Mapping[str, int]
+) -> dict[int, str]:
+    """The shard for each partition in `orphans` (index -> bytes).
+
+    `held`: bytes of this model that each shard has already; `total`: bytes of all models, which breaks ties, so that
+    many small models spread as well.  Empty when there is no shard.
+    """
+    load = {s: (held.get(s, 0), total.get(s, 0)) for s in shards}
+    out: dict[int, str] = {}
+    if not load:
+        return out
+    for index in sorted(orphans, key=lambda i: (-orphans[i], i)):
+        shard = min(load, key=lambda s: (*load[s], s))
+        own, everything = load[shard]
+        load[shard] = (own + orphans[index], everything + orphans[index])
+        out[index] = shard
+    return out

@@ -1,0 +1,58 @@
+"""Metrics over time, bounded: the newest points of each name."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from paramserver import limits
+from paramserver.core.fields import finite
+from paramserver.errors import problem
+
+
+def check_metrics(metrics: Any) -> dict[str, float]:
+    """The metrics, if each is a finite number under a short name; raises RequestError (`invalid_field`)."""
+    if not isinstance(metrics, Mapping):
+        raise problem("invalid_field", "metrics: must be an object of numbers", where="metrics")
+    if len(metrics) > limits.METRIC_NAMES_MAX:
+        raise problem("invalid_field", f"metrics: at most {limits.METRIC_NAMES_MAX} names", where="metrics")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isprintable():
+            raise problem(
+                "invalid_field", f"metrics: {name!r:.80} is not a name of 1 to 64 characters", where="metrics"
+            )
+        # A loss of NaN is worth knowing; what is no number at all is refused.
+        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
+            if not (isinstance(value, float) and not finite(value)):
+                raise problem("invalid_field", f"metrics.{name}: must be a number", where=f"metrics.{name}")
+    return {str(k): float(v) for k, v in metrics.items()}
+
+
+class Series:
+    """The metrics of one model: (Unix seconds, clock or -1, worker, value) by name."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, deque[tuple[float, int, str, float]]] = {}
+
+    def add(self, unix_s: float, clock: int | None, worker: str, metrics: Mapping[str, float]) -> int:
+        """Appends one point for each finite value; returns how many, for names beyond the bound are left out."""
+        added = 0
+        for name, value in metrics.items():
+            if not finite(value):
+                continue
+            if name not in self.points:
+                if len(self.points) >= limits.METRIC_NAMES_MAX:
+                    continue
+                self.points[name] = deque(maxlen=limits.METRIC_POINTS_MAX)
+            self.points[name].append((unix_s, -1 if clock is None else clock, worker, value))
+            added += 1
+        return added
+
+    def latest(self, name: str) -> float | None:
+        """The newest value of that name."""
+        points = self.points.get(name)
+        return points[-1][3] if points else None
+
+    def document(self, names: Iterable[str] | None = None, after: float = 0.0) -> dict[str, Any]:
+        """name -> [[Unix seconds, clock or null, worker, value], ...], oldest first, later than `after`."""
+        chosen = self.points if names is None else [n for n in names if n in self.points]
+        return {n: [[t, None if c < 0 else c, w, v] for t, c, w, v in self.points[n] if t > after] for n in chosen}

@@ -1,0 +1,299 @@
+"""Data as ranges that workers lease: every range of every pass is worked on at least once (semantics 10).
+
+A dataset is a list of ranges, worked through `passes` times.  A range is free, leased to one worker, or done; what a
+dead worker had leased is free again.  The next pass begins when the present one has no free range for whoever asks, so
+that nobody idles behind a slow worker; at most two passes are open at once.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.core.fields import MODEL_NAME
+from paramserver.errors import PsError, combined, problem
+
+OPEN_PASSES: Final = 2
+EVALUATE: Final = "evaluate"
+"""The name under which evaluation tasks are leased; no dataset may have it."""
+_INT_MAX: Final = 1 << 53
+
+
+class RangeSet:
+    """A set of small integers as sorted disjoint [start, stop) runs; sets that fill up from below stay tiny."""
+
+    def __init__(self, runs: Sequence[Sequence[int]] = ()) -> None:
+        self.runs: list[list[int]] = [[a, b] for a, b in runs]
+
+    def __contains__(self, n: int) -> bool:
+        i = bisect_right(self.runs, n, key=lambda r: r[0]) - 1
+        return i >= 0 and n < self.runs[i][1]
+
+    def __len__(self) -> int:
+        return sum(b - a for a, b in self.runs)
+
+    def add(self, n: int) -> None:
+        """Puts one number in."""
+        if n in self:
+            return
+        i = bisect_right(self.runs, n, key=lambda r: r[0])
+        joins_left = i > 0 and self.runs[i - 1][1] == n
+        joins_right = i < len(self.runs) and self.runs[i][0] == n + 1
+        if joins_left and joins_right:
+            self.runs[i - 1][1] = self.runs.pop(i)[1]
+        elif joins_left:
+            self.runs[i - 1][1] = n + 1
+        elif joins_right:
+            self.runs[i][0] = n
+        else:
+            self.runs.insert(i, [n, n + 1])
+
+    def missing(self, size: int) -> Iterator[int]:
+        """The numbers of [0, size) that are not in it, ascending."""
+        at = 0
+        for a, b in self.runs:
+            yield from range(at, a)
+            at = b
+        yield from range(at, size)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """A dataset as registered."""
+
+    name: str
+    ranges: tuple[tuple[int, int], ...]
+    uri: str | None = None
+    assignment: str = "dynamic"
+    passes: int | None = 1
+
+    @classmethod
+    def check(
+        cls,
+        name: Any,
+        size: int | None,
+        task_size: int | None,
+        ranges: Sequence[Sequence[int]] | None,
+        uri: str | None,
+        assignment: str,
+        passes: int | None,
+    ) -> "DatasetSpec":
+        """The dataset described; raises RequestError naming each wrong field."""
+        errors: list[PsError] = []
+
+        def fail(where: str, what: str, hint: str = "") -> None:
+            errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
+
+        if not isinstance(name, str) or not MODEL_NAME.fullmatch(name) or name == EVALUATE:
+            fail("dataset", f"{name!r:.80} is not allowed", "letters, digits, '.', '_' and '-'; not 'evaluate'")
+        if uri is not None and (not isinstance(uri, str) or len(uri) > 4096):
+            fail("uri", "must be a string of at most 4096 characters")
+        if assignment not in ("dynamic", "static"):
+            fail("assignment", f"'{assignment!s:.40}' is not one of dynamic, static")
+        if passes is not None and not _is_int(passes, 1):
+            fail("passes", "must be a positive integer, or null for passes without end")
+        pieces: list[tuple[int, int]] = []
+        if ranges is not None:
+            if size is not None or task_size is not None:
+                fail("ranges", "cannot be given together with size or task_size")
+            elif not isinstance(ranges, Sequence) or not 0 < len(ranges) <= limits.TASKS_PER_DATASET_MAX:
+                fail("ranges", f"must be a list of 1 to {limits.TASKS_PER_DATASET_MAX} ranges")
+            elif all(_is_range(r) for r in ranges):
+                pieces = [(r[0], r[1]) for r in ranges]
+            else:
+                fail("ranges", "each must be [start, stop] with 0 <= start < stop")
+        elif not _is_int(size, 1):
+            fail("size", "must be a positive integer", "or give `ranges`")
+        elif task_size is not None and not _is_int(task_size, 1):
+            fail("task_size", "must be a positive integer")
+        else:
+            assert size is not None
+            step = task_size or max(1, -(-size // 64))
+            if -(-size // step) > limits.TASKS_PER_DATASET_MAX:
+                fail("task_size", f"would make more than {limits.TASKS_PER_DATASET_MAX} tasks")
+            else:
+                pieces = [(a, min(a + step, size)) for a in range(0, size, step)]
+        if errors:
+            raise combined(errors)
+        return cls(name, tuple(pieces), uri, assignment, passes)
+
+    def document(self) -> dict[str, Any]:
+        """As stored."""
+        return {
+            "name": self.name,
+            "ranges": [list(r) for r in self.ranges],
+            "uri": self.uri,
+            "assignment": self.assignment,
+            "passes": self.passes,
+        }
+
+    @classmethod
+    def of(cls, doc: Mapping[str, Any]) -> "DatasetSpec":
+        """The dataset that a stored document describes."""
+        ranges = tuple((a, b) for a, b in doc["ranges"])
+        return cls(doc["name"], ranges, doc["uri"], doc["assignment"], doc["passes"])
+
+
+def _is_int(value: Any, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= _INT_MAX
+
+
+def _is_range(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and _is_int(value[0], 0)
+        and _is_int(value[1], 1)
+        and bool(value[0] < value[1])
+    )
+
+
+@dataclass(slots=True)
+class Dataset:
+    """A dataset and how far it has come."""
+
+    spec: DatasetSpec
+    complete: int = 0
+    """Passes finished; no pass before this one is open."""
+    opened: int = 1
+    """Passes begun."""
+    done: dict[int, RangeSet] = field(default_factory=lambda: {0: RangeSet()})
+    """Indexes done, of each open pass."""
+    leases: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    """(pass, index) -> (worker, epoch)."""
+    cursor: dict[int, int] = field(default_factory=dict)
+    """dynamic: below it, nothing of that pass is free."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every range of every pass is done."""
+        return self.spec.passes is not None and self.complete >= self.spec.passes
+
+    def _free(self, number: int, position: int, workers: int) -> int | None:
+        done = self.done[number]
+        static = self.spec.assignment == "static"
+        for i in done.missing(len(self.spec.ranges)):
+            if not static and i < self.cursor.get(number, 0):
+                continue
+            if (number, i) in self.leases:
+                continue
+            if static and i % max(1, workers) != position:
+                continue
+            if not static:
+                self.cursor[number] = i
+            return i
+        return None
+
+    def lease(self, worker: str, epoch: int, position: int, workers: int) -> dict[str, Any] | None:
+        """The next range for the worker at that position among the live ranks; None when it has none for now."""
+        while True:
+            for number in range(self.complete, self.opened):
+                index = self._free(number, position, workers)
+                if index is not None:
+                    self.leases[number, index] = (worker, epoch)
+                    return self.task(number, index)
+            more = self.spec.passes is None or self.opened < self.spec.passes
+            if not more or self.opened - self.complete >= OPEN_PASSES:
+                return None
+            self.done[self.opened] = RangeSet()
+            self.opened += 1
+
+    def task(self, number: int, index: int) -> dict[str, Any]:
+        """What a worker is told of a range."""
+        start, stop = self.spec.ranges[index]
+        return {
+            "id": f"{self.spec.name}:{number}:{index}",
+            "kind": "range",
+            "dataset": self.spec.name,
+            "uri": self.spec.uri,
+            "pass": number,
+            "index": index,
+            "start": start,
+            "stop": stop,
+        }
+
+    def finish(self, number: int, index: int) -> None:
+        """That range is done; doing it again changes nothing.  Raises NotFoundError (`unknown_task`)."""
+        if not 0 <= index < len(self.spec.ranges) or not 0 <= number < self.opened:
+            raise problem("unknown_task", f"dataset '{self.spec.name}' has no task {number}:{index}")
+        if number < self.complete:
+            return
+        self.leases.pop((number, index), None)
+        self.done[number].add(index)
+        while self.complete < self.opened and len(self.done[self.complete]) == len(self.spec.ranges):
+            del self.done[self.complete]
+            self.cursor.pop(self.complete, None)
+            self.complete += 1
+            if self.complete == self.opened and (self.spec.passes is None or self.opened < self.spec.passes):
+                self.done[self.opened] = RangeSet()
+                self.opened += 1
+
+    def release(self, worker: str, epoch: int) -> bool:
+        """What that worker had leased is free again; whether it had anything."""
+        held = [k for k, v in self.leases.items() if v == (worker, epoch)]
+        for number, index in held:
+            del self.leases[number, index]
+            self.cursor[number] = min(self.cursor.get(number, 0), index)
+        return bool(held)
+
+    def progress(self) -> dict[str, Any]:
+        """How far it has come, as stored."""
+        return {
+            "complete": self.complete,
+            "opened": self.opened,
+            "done": {str(n): d.runs for n, d in self.done.items()},
+            "leases": [[n, i, w, e] for (n, i), (w, e) in self.leases.items()],
+        }
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any], progress: Mapping[str, Any] | None) -> "Dataset":
+        """The dataset that its two stored documents describe."""
+        if progress is None:
+            return cls(DatasetSpec.of(spec))
+        return cls(
+            DatasetSpec.of(spec),
+            progress["complete"],
+            progress["opened"],
+            {int(n): RangeSet(runs) for n, runs in progress["done"].items()},
+            {(n, i): (w, e) for n, i, w, e in progress["leases"]},
+        )
+
+    def document(self) -> dict[str, Any]:
+        """What readers are told."""
+        return {
+            "dataset": self.spec.name,
+            "tasks": len(self.spec.ranges),
+            "uri": self.spec.uri,
+            "assignment": self.spec.assignment,
+            "passes": self.spec.passes,
+            "passes_done": self.complete,
+            "done": sum(len(d) for d in self.done.values()),
+            "leased": len(self.leases),
+            "finished": self.finished,
+        }
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """A request to measure the model at about that clock, to be taken by one worker."""
+
+    clock: int
+    leased: tuple[str, int] | None = None
+
+    @property
+    def id(self) -> str:
+        """Task id."""
+        return f"{EVALUATE}:{self.clock}"
+
+    def task(self) -> dict[str, Any]:
+        """What a worker is told of it."""
+        return {"id": self.id, "kind": "evaluate", "clock": self.clock}
+
+
+def parse_task(task: str) -> tuple[str, list[int]]:
+    """Dataset and numbers of a task id; raises NotFoundError (`unknown_task`)."""
+    name, *numbers = task.split(":")
+    if not numbers or len(numbers) > 2 or not all(n.isascii() and n.isdigit() and len(n) < 17 for n in numbers):
+        raise problem("unknown_task", f"no task {task!r:.80}")
+    return name, [int(n) for n in numbers]
