@@ -54,10 +54,14 @@ class StateFrame:
         try:
             return cls(
                 str(header["model"]),
-                *(int(header[k]) for k in ("generation", "partition", "version", "clock", "incarnation")),
-                size=int(header["size"]),
-                slots=int(header["slots"]),
-                steps=tuple(int(s) for s in header["steps"]),
+                int(header["generation"]),
+                int(header["partition"]),
+                int(header["version"]),
+                int(header["clock"]),
+                int(header["incarnation"]),
+                int(header["size"]),
+                int(header["slots"]),
+                tuple(int(s) for s in header["steps"]),
             )
         except (KeyError, TypeError, ValueError) as e:
             raise problem("malformed", f"not a state frame: {e!r:.80}") from None

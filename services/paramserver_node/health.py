@@ -1,0 +1,41 @@
+"""Probes: `/livez` (the loop answers), `/readyz` (it may be sent work; never asks Redis), `/version`."""
+
+import platform
+from collections.abc import Callable
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+import paramserver
+from paramserver_node.metrics import metrics
+from paramserver_node.roles import role
+
+
+def router(service: str, ready: Callable[[], str]) -> APIRouter:
+    """The probe routes of a service; `ready` gives the reason why it is not ready yet, or ''."""
+    routes = APIRouter(tags=["probes"])
+
+    @routes.get("/livez", summary="Whether the process answers at all")
+    @role("open")
+    async def livez() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.get("/readyz", summary="Whether the node may be sent requests; independent of Redis")
+    @role("open")
+    async def readyz() -> Response:
+        reason = ready()
+        body = {"status": "not ready", "reason": reason} if reason else {"status": "ok"}
+        return JSONResponse(body, 503 if reason else 200, {"retry-after": "1"} if reason else {})
+
+    @routes.get("/version", summary="Versions of the node and of what it speaks")
+    @role("open")
+    async def version() -> dict[str, str | int]:
+        return {
+            "service": service,
+            "version": paramserver.__version__,
+            "frame_format": 1,
+            "python": platform.python_version(),
+        }
+
+    routes.add_api_route("/metrics", metrics, summary="Prometheus metrics", response_class=Response)
+    return routes

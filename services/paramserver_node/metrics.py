@@ -1,0 +1,22 @@
+"""Prometheus metrics that every node has; `docs/` lists each name with its unit."""
+
+from typing import Final
+
+from fastapi import Response
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest
+
+from paramserver_node.roles import role
+
+REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status"])
+REQUEST_S: Final = Histogram(
+    "paramserver_http_request_seconds",
+    "Time from the first byte of a request to the end of its response",
+    ["route"],
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+)
+
+
+@role("reader")
+async def metrics() -> Response:
+    """All metrics of this process in Prometheus' text format."""
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,76 @@
+"""Errors on their way out: every failure of a route becomes RFC 9457 problem details, and none a traceback."""
+
+import logging
+from typing import Any, Final
+
+import msgpack
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from paramserver.errors import PsError, problem
+from paramserver_node import negotiate
+
+log = logging.getLogger("paramserver.node")
+
+_BY_STATUS: Final = {
+    400: "malformed", 404: "not_found", 405: "method_not_allowed", 406: "not_acceptable", 413: "too_large",
+    415: "unsupported_media_type", 422: "invalid_field", 429: "too_many_requests", 503: "unavailable",
+}  # fmt: skip
+
+
+def response(request: Request, error: PsError) -> Response:
+    """The response of an error: problem details as JSON or msgpack, with `Retry-After` where waiting helps."""
+    doc = error.document(str(request.scope.get("state", {}).get("request_id", "")))
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None and error.status in (429, 503):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    try:
+        as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
+    except PsError:
+        as_msgpack = False
+    if as_msgpack:
+        return Response(msgpack.packb(doc), error.status, headers, media_type=negotiate.MSGPACK)
+    return JSONResponse(doc, error.status, headers, media_type="application/problem+json")
+
+
+async def _ps_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PsError)
+    if error.status >= 500 and error.code == "internal":
+        log.error("request.failed path=%s", request.url.path, exc_info=error)
+    return response(request, error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = _BY_STATUS.get(error.status_code, "malformed" if error.status_code < 500 else "internal")
+    detail = f"{request.method} {request.url.path}: {error.detail}"
+    answer = response(request, problem(code, detail[:300]))
+    if error.status_code == 405 and error.headers and "Allow" in error.headers:
+        answer.headers["allow"] = error.headers["Allow"]
+    return answer
+
+
+async def _validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    parts: list[dict[str, Any]] = []
+    for e in error.errors():
+        where = ".".join(str(p) for p in e["loc"])
+        parts.append({"where": where, "code": "invalid_field", "detail": f"{where}: {e['msg']}"})
+    in_path = any(str(e["loc"][0]) in ("path", "query", "header") for e in error.errors())
+    code = "malformed" if in_path else "invalid_field"
+    return response(request, problem(code, str(parts[0]["detail"])[:300], errors=tuple(parts)))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("request.failed path=%s", request.url.path, exc_info=error)
+    return response(request, problem("internal", "paramserver has a bug; the node's log has more"))
+
+
+def install(app: FastAPI) -> None:
+    """Make every failure of the app's routes a problem document."""
+    app.add_exception_handler(PsError, _ps_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(Exception, _unexpected)

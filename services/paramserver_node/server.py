@@ -1,0 +1,98 @@
+"""The HTTP servers behind one small door: granian for shards (HTTP/1.1 and HTTP/2 on one port), uvicorn for schedulers.
+
+Both run in the caller's own process and event loop, and stop when `stop` is set: no new connection is taken, requests
+in flight are finished within `grace_s`.
+"""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import uvicorn
+from granian.constants import Interfaces
+from granian.http import HTTP1Settings, HTTP2Settings
+from granian.server.embed import Server as GranianServer
+from starlette.types import ASGIApp
+
+FRAME_BYTES: Final = 1 << 20
+WINDOW_BYTES: Final = 16 << 20
+GRACE_S: Final = 10.0
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """Set `stop` on SIGTERM and SIGINT."""
+    loop = asyncio.get_running_loop()
+    for s in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(s, stop.set)
+
+
+async def serve_granian(app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
+    """Serve HTTP/1.1 and HTTP/2 (prior knowledge) until `stop`; raises OSError if the port is taken."""
+    server = GranianServer(
+        app,
+        address=host,
+        port=port,
+        interface=Interfaces.ASGINL,
+        websockets=False,
+        log_enabled=False,
+        backlog=1024,
+        http1_settings=HTTP1Settings(header_read_timeout=10_000),
+        http2_settings=HTTP2Settings(
+            max_frame_size=FRAME_BYTES,
+            initial_stream_window_size=WINDOW_BYTES,
+            initial_connection_window_size=WINDOW_BYTES,
+            max_headers_size=64 << 10,
+            max_concurrent_streams=256,
+        ),
+    )
+    serving = asyncio.ensure_future(server.serve())
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            server.stop()  # type: ignore[no-untyped-call]  # granian publishes no types for it
+        await asyncio.wait_for(serving, grace_s)
+    except TimeoutError:
+        pass  # what is still in flight after the grace is cut off
+    finally:
+        stopping.cancel()
+        serving.cancel()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handling: the process decides."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours."""
+        yield
+
+
+async def serve_uvicorn(app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
+    """Serve HTTP/1.1 until `stop`; raises OSError if the port is taken."""
+    listener = socket.create_server((host, port), backlog=1024, family=_family(host))
+    server = _Uvicorn(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(grace_s),
+        )
+    )
+    stopping = asyncio.ensure_future(stop.wait())
+    stopping.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve([listener])
+    finally:
+        stopping.cancel()
+        listener.close()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

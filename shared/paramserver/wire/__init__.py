@@ -1,0 +1,1 @@
+"""What travels: frames, tensors, and the bounded reading of both."""

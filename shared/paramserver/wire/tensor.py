@@ -1,0 +1,148 @@
+"""Tensors on the wire: JSON lists, msgpack maps and raw little-endian bytes, to NumPy and back.
+
+bfloat16, which NumPy lacks, is a uint16 array beside its dtype name.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+from zlib_ng import zlib_ng
+
+from paramserver import limits
+from paramserver.errors import PsError, problem
+from paramserver.types import F32, ITEMSIZE, AnyArray
+
+assert sys.byteorder == "little", "paramserver runs on little-endian machines only"
+
+NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+}
+
+
+def bf16_to_f32(a: AnyArray) -> F32:
+    """Float32 values of bfloat16 bits (uint16, any shape); exact."""
+    return (a.astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_bf16(a: F32) -> AnyArray:
+    """bfloat16 bits (uint16, same shape) nearest to float32 values, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(a), 0x7FC0, rounded).astype(np.uint16)
+
+
+def to_f32(a: AnyArray, dtype: str) -> F32:
+    """Float32 values of an array of a wire dtype; the array itself if it is float32 already."""
+    if dtype == "bfloat16":
+        return bf16_to_f32(a)
+    with np.errstate(over="ignore"):
+        return a.astype(np.float32, copy=False)
+
+
+def from_f32(a: F32, dtype: str) -> AnyArray:
+    """An array of a wire dtype (bfloat16 as uint16) from float32 values; the array itself for float32."""
+    if dtype == "bfloat16":
+        return f32_to_bf16(a)
+    with np.errstate(over="ignore"):
+        return a.astype(NUMPY_DTYPE[dtype], copy=False)
+
+
+def slice_crc(dtype: str, ranges: Iterable[tuple[int, int]], data: AnyArray | memoryview | bytes) -> int:
+    """CRC-32 (zlib's) of a partition's slice: dtype name, ranges as little-endian u64 pairs, elements."""
+    head = dtype.encode() + np.array(list(ranges), "<u8").tobytes()
+    raw = data.view(np.uint8) if isinstance(data, np.ndarray) else data
+    return int(zlib_ng.crc32(raw, zlib_ng.crc32(head)))
+
+
+def _wrong(where: str, detail: str, code: str = "invalid_shape") -> PsError:
+    return problem(code, f"{where}: {detail}", where=where)
+
+
+def from_msgpack(value: Any, where: str) -> tuple[AnyArray, str]:
+    """(array of its shape, dtype name) of a msgpack tensor `{"dtype", "shape", "data"}`.
+
+    Raises RequestError (`invalid_dtype`, `invalid_shape`, `malformed`), naming `where`.
+    """
+    if not isinstance(value, Mapping) or set(value) != {"dtype", "shape", "data"}:
+        raise _wrong(where, 'a tensor is {"dtype", "shape", "data"}', "malformed")
+    dtype, shape, data = value["dtype"], value["shape"], value["data"]
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise _wrong(where, f"dtype {dtype!r:.40} is not one of {', '.join(ITEMSIZE)}", "invalid_dtype")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > limits.RANK_MAX
+        or not all(
+            isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= limits.MODEL_ELEMENTS_MAX for n in shape
+        )
+    ):
+        raise _wrong(where, f"shape must be a list of at most {limits.RANK_MAX} sizes")
+    if not isinstance(data, bytes) or len(data) != prod(shape) * ITEMSIZE[dtype]:
+        size = len(data) if isinstance(data, bytes) else None
+        raise _wrong(
+            where, f"data must be {prod(shape) * ITEMSIZE[dtype]} bytes for shape {shape} of {dtype}, not {size}"
+        )
+    return np.frombuffer(data, NUMPY_DTYPE[dtype]).reshape(shape), dtype
+
+
+def from_json(value: Any, where: str) -> tuple[F32, str]:
+    """(float32 array, "float32") of a number or nested lists of numbers; null stands for nothing and is refused.
+
+    Raises RequestError (`invalid_shape` when ragged, `malformed` for anything but numbers, `non_finite` past float32).
+    """
+
+    def leaf(v: Any) -> bool:
+        return isinstance(v, int | float) and not isinstance(v, bool)
+
+    probe, rank = value, 0
+    while isinstance(probe, list):
+        rank += 1
+        if rank > limits.RANK_MAX:
+            raise _wrong(where, f"has more than {limits.RANK_MAX} dimensions")
+        if not probe:
+            break
+        probe = probe[0]
+    if not isinstance(value, list) and not leaf(value):
+        raise _wrong(where, "must be a number or nested lists of numbers", "malformed")
+    flat: list[Any] = [value]
+    shape: list[int] = []
+    for _ in range(rank):
+        if not all(isinstance(v, list) for v in flat) or len({len(v) for v in flat}) > 1:
+            raise _wrong(where, "is ragged: lists of one level differ in length")
+        shape.append(len(flat[0]) if flat else 0)
+        flat = [x for v in flat for x in v]
+    if not all(map(leaf, flat)):
+        ragged = any(isinstance(v, list) for v in flat)
+        raise _wrong(
+            where,
+            "is ragged" if ragged else "holds something that is not a number",
+            "invalid_shape" if ragged else "malformed",
+        )
+    try:
+        with np.errstate(over="ignore"):
+            out = np.array(flat, np.float64).astype(np.float32).reshape(shape)
+    except OverflowError:
+        raise _wrong(where, "holds a number beyond float32", "non_finite") from None
+    if not np.isfinite(out).all():
+        raise _wrong(where, "holds a number beyond float32", "non_finite")
+    return out, "float32"
+
+
+def to_msgpack(a: AnyArray, dtype: str) -> dict[str, Any]:
+    """The msgpack tensor of an array of a wire dtype."""
+    return {"dtype": dtype, "shape": list(a.shape), "data": np.ascontiguousarray(a).tobytes()}
+
+
+def to_json(a: AnyArray, dtype: str) -> Any:
+    """Nested lists (shape [] is a plain number) that give the same float32 values when read back."""
+    if dtype == "float64":
+        return a.tolist()
+    # The shortest decimal that reads back as the same float32, rather than the 17 digits of its float64.
+    flat = [float(str(x)) for x in to_f32(a, dtype).ravel()]
+    out: Any = flat[0] if a.ndim == 0 else np.array(flat, np.float64).reshape(a.shape).tolist()
+    return out
