@@ -1,0 +1,1 @@
+"""The client: sans-I/O calls, and two thin drivers that perform them."""

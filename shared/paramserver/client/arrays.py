@@ -1,0 +1,103 @@
+"""Parameters as a pull returns them: arrays under names that are views of one flat vector."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from paramserver.client.selection import Selection
+from paramserver.types import AnyArray
+
+BASE_OF_WIRE: Final = {
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<f4"),  # numpy has no bfloat16: widened on arrival, which is exact
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+}
+"""The numpy dtype in which elements of a wire dtype are handed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the values of one pull come from."""
+
+    model: str
+    generation: int
+    timeline: int
+    version: int
+    """The lowest version of the partitions touched."""
+    incarnation: int
+    """The highest incarnation of the partitions touched."""
+    versions: Mapping[int, tuple[int, int]]
+    """partition -> (version, incarnation)."""
+
+
+class Params(Mapping[str, AnyArray]):
+    """The parameters of one pull: a mapping from names to arrays, each a view of `flat`.
+
+    `flat` is 1-D: the parameters end to end in the model's order, in C order.  The arrays are the caller's own and
+    writable, unless the pull said `copy=False`.
+    """
+
+    __slots__ = ("_arrays", "_origin", "_selection", "flat")
+
+    def __init__(self, selection: Selection, flat: AnyArray, origin: Origin) -> None:
+        self.flat: Final = flat
+        self._selection = selection
+        self._origin = origin
+        at = selection.offsets
+        self._arrays = {
+            p.name: flat[at[i] : at[i + 1]].reshape(selection.shape(i)) for i, p in enumerate(selection.params)
+        }
+
+    @property
+    def version(self) -> int:
+        """The lowest version of the partitions that were pulled."""
+        return self._origin.version
+
+    @property
+    def incarnation(self) -> int:
+        """The highest incarnation (ownership number) of the partitions that were pulled."""
+        return self._origin.incarnation
+
+    @property
+    def origin(self) -> Origin:
+        """Versions per partition and which creation of the model they are of; for `base=`."""
+        return self._origin
+
+    def refreshed(self, origin: Origin) -> "Params":
+        """The same arrays after a pull into them; this object knows the new version too."""
+        self._origin = origin
+        return self
+
+    def fits(self, selection: Selection, dtype: np.dtype[Any]) -> bool:
+        """Whether a pull of this selection can be written into these arrays."""
+        return self.flat.dtype == dtype and self.flat.flags.writeable and self._selection.key == selection.key
+
+    def __getitem__(self, name: str) -> AnyArray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{n}: {list(a.shape)}" for n, a in list(self._arrays.items())[:6])
+        more = ", ..." if len(self._arrays) > 6 else ""
+        return f"<Params of {self._origin.model!r} at version {self.version}: {shapes}{more}>"
+
+
+def bf16_bits_to_f32(bits: AnyArray, out: AnyArray) -> None:
+    """Widen bfloat16, given as uint16, into float32."""
+    np.left_shift(bits, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
+
+
+def f32_to_bf16_bits(values: AnyArray, out: AnyArray) -> None:
+    """Round finite float32 to bfloat16 (to nearest, ties to even), as uint16; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
+    rounded[np.isnan(values)] = np.uint32(0x7FC00000)
+    np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")

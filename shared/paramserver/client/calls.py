@@ -1,0 +1,151 @@
+"""What a call is: a generator that yields requests and is sent their outcomes; it does no I/O itself.
+
+A `Call[T]` yields a list of `Request` (performed at the same time) or a `Pause`, is sent the list of outcomes in the
+same order (empty after a pause), and returns its result.  An outcome is a `Response` of any status, or the PsError of
+a request that got none.  The blocking and the asyncio client drive the same calls; tests feed them by hand.
+"""
+
+import json
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from paramserver.errors import PsError, from_document, problem
+
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """Where the body of a 200 goes, chunk by chunk, in place of memory of its own."""
+
+    def begin(self) -> None:
+        """A response starts; whatever an earlier attempt had fed is void."""
+
+    def feed(self, chunk: memoryview) -> None:
+        """The next bytes of the body; they are only valid during the call."""
+
+    def end(self) -> None:
+        """The body is complete.  Raises InDoubt if it is too short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One HTTP request."""
+
+    method: str
+    path: str
+    """With the query, percent-encoded; begins with '/'."""
+    body: bytes | memoryview | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    to: str | None = None
+    """Base URL of a shard to be asked directly, over HTTP/2; None: the URLs the client was given."""
+    sink: Sink | None = None
+    timeout_s: float = 30.0
+    """Longest time until the whole response is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One HTTP response, whole."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes = b""
+    """Empty where it went into the request's sink."""
+    url: str = ""
+    """Base URL of the node that answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Nothing to send for a while."""
+
+    seconds: float
+
+
+Outcome: TypeAlias = Response | PsError
+Effect: TypeAlias = list[Request] | Pause
+Call: TypeAlias = Generator[Effect, list[Outcome], T]
+Clock: TypeAlias = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Deadline:
+    """When a call gives up, on a monotonic clock."""
+
+    at: float
+    clock: Clock = time.monotonic
+
+    @classmethod
+    def after(cls, seconds: float, clock: Clock = time.monotonic) -> "Deadline":
+        """The deadline `seconds` from now."""
+        return cls(clock() + seconds, clock)
+
+    def left_s(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self.at - self.clock())
+
+
+def json_request(method: str, path: str, data: Any = None, headers: Mapping[str, str] | None = None) -> Request:
+    """A control request with a JSON body (none where `data` is None)."""
+    head = {"accept": "application/json", **(headers or {})}
+    if data is None:
+        return Request(method, path, None, head)
+    return Request(method, path, json_bytes(data), {**head, "content-type": "application/json"})
+
+
+def json_bytes(data: Any) -> bytes:
+    """`data` as JSON; numpy scalars and arrays are written as numbers and lists, NaN is refused (RequestError)."""
+    try:
+        return json.dumps(data, default=_plain, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as e:
+        raise problem("malformed", f"this cannot be sent as JSON: {e}", hint="use finite numbers and text") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if hasattr(value, "item"):  # a scalar tensor
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def json_of(response: Response) -> Any:
+    """The JSON value of a good response, or its error raised."""
+    if not 200 <= response.status < 300:
+        raise error_of(response)
+    if not response.body:
+        return None
+    try:
+        return json.loads(response.body)
+    except ValueError:
+        raise foreign(response) from None
+
+
+def error_of(response: Response) -> PsError:
+    """The error that a response of status 300 or more stands for."""
+    after = response.headers.get("retry-after", "")
+    try:
+        doc = json.loads(response.body) if response.body else {}
+    except ValueError:
+        doc = {}
+    if not isinstance(doc, dict) or "code" not in doc:
+        if response.status < 500 and response.status != 429:
+            return foreign(response)
+        doc = {"status": response.status, "detail": f"{response.url} answered HTTP {response.status}"}
+    if "retry_after_s" not in doc and after.isdecimal():
+        doc["retry_after_s"] = float(after)
+    return from_document(doc)
+
+
+def foreign(response: Response) -> PsError:
+    """What answered is no paramserver, or something between changed its answer."""
+    text = bytes(response.body[:80]).decode("utf-8", "replace")
+    hint = "is this address a paramserver, and does the path before it end there?"
+    return from_document(
+        {"status": response.status, "hint": hint, "detail": f"{response.url}: HTTP {response.status}: {text!r}"}
+    )

@@ -1,0 +1,185 @@
+"""What a client knows of its cluster: each model's map, and by which way each shard is reached.
+
+The map of a model is fetched when it is first needed and again when a shard says it is stale.  Each address that a
+shard advertises is tried once with a short timeout; where one answers, that shard is spoken to directly.  Traffic for
+the others goes to the URL the client was given, whose node hands it on.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import quote
+
+from paramserver.client.calls import Call, Deadline, Request, Response, json_of, json_request
+from paramserver.client.retry import Backoff, deliver
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import problem
+
+log = logging.getLogger("paramserver")
+
+PROBE_S: Final = 1.0
+"""How long a shard's address may take to answer before it counts as not reachable from here."""
+_TRY_AGAIN_S: Final = (5.0, 30.0)
+"""An address that does not answer is tried again after so long, twice: its shard may just be starting."""
+ENV_URL: Final = "PARAMSERVER_URL"
+DEFAULT_URL: Final = "http://127.0.0.1:8700"
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """One model as the scheduler described it: its layout and who owns what."""
+
+    name: str
+    generation: int
+    timeline: int
+    clock: int
+    map_epoch: int
+    spec: ModelSpec
+    layout: Layout
+    owners: tuple[str | None, ...]
+    """Shard of each partition; None while nobody owns it."""
+    addresses: Mapping[str, tuple[str, ...]]
+    """Base URLs each shard advertises."""
+    document: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def from_document(cls, doc: Mapping[str, Any]) -> "ModelMap":
+        """The map that `GET /models/{m}` describes."""
+        spec = ModelSpec.parse(doc["spec"])
+        layout = Layout(spec)
+        if doc.get("bounds") is not None and tuple(doc["bounds"]) != layout.bounds:
+            raise problem("internal", f"model '{spec.name}' is cut in a way this version of the client does not know")
+        owners: list[str | None] = [None] * spec.partitions
+        for p in doc["partitions"]:
+            owners[int(p["index"])] = p.get("shard")
+        return cls(
+            spec.name,
+            int(doc["generation"]),
+            int(doc["timeline"]),
+            int(doc["clock"]),
+            int(doc["map_epoch"]),
+            spec,
+            layout,
+            tuple(owners),
+            {s: tuple(str(a).rstrip("/") for a in v["addresses"]) for s, v in doc["shards"].items()},
+            doc,
+        )
+
+
+@dataclass(slots=True)
+class _Address:
+    """What trying one address has told."""
+
+    answers: bool
+    tries: int
+    again_at: float | None
+
+
+def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The base URLs that `url`, else PARAMSERVER_URL, else the default names (comma-separated)."""
+    text = url or environment.get(ENV_URL) or DEFAULT_URL
+    urls = tuple(u if "://" in u else f"http://{u}" for u in (p.strip().rstrip("/") for p in text.split(",")) if u)
+    for u in urls:
+        if not u.startswith(("http://", "https://")) or " " in u or len(u) < 10:
+            raise problem("malformed", f"'{u}' is not a URL of a cluster", hint=f"something like {DEFAULT_URL}")
+    if not urls:
+        raise problem("malformed", f"'{text}' names no URL", hint=f"something like {DEFAULT_URL}")
+    return urls
+
+
+def model_path(name: str, *rest: str) -> str:
+    """The path of a model's route; each part is percent-encoded as one component."""
+    return "/".join(["/models", *(quote(p, safe="") for p in (name, *rest))])
+
+
+class Cluster:
+    """Maps and ways, shared by everything that belongs to one client; its fields are replaced, never half changed."""
+
+    def __init__(self, urls: tuple[str, ...]) -> None:
+        self.urls = urls
+        self._maps: dict[str, ModelMap] = {}
+        self._known: dict[str, _Address] = {}
+        self._told = False
+
+    def map_of(self, model: str, deadline: Deadline, *, newer_than: ModelMap | None = None) -> Call[ModelMap]:
+        """The model's map: the one at hand unless it is `newer_than` itself, else fetched.
+
+        Raises NotFoundError (`unknown_model`) and whatever keeps the cluster from answering in time.
+        """
+        held = self._maps.get(model)
+        if held is not None and held is not newer_than:
+            if self._due(held, deadline.clock()):
+                yield from self._probe(held, deadline)
+            return held
+        response = yield from deliver(json_request("GET", model_path(model)), deadline)
+        return (yield from self.learn(json_of(response), deadline))
+
+    def learn(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:
+        """Take up a model document that some answer held."""
+        try:
+            fresh = ModelMap.from_document(doc)
+        except (KeyError, TypeError, ValueError) as e:
+            raise problem("internal", f"the model's document cannot be read: {e!r:.100}") from e
+        self._maps[fresh.name] = fresh
+        if self._due(fresh, deadline.clock()):
+            yield from self._probe(fresh, deadline)
+        return fresh
+
+    def forget(self, model: str) -> None:
+        """The model's map is not to be used again."""
+        self._maps.pop(model, None)
+
+    def route(self, held: ModelMap, partition: int) -> str | None:
+        """Base URL of the partition's owner, if it can be asked directly."""
+        owner = held.owners[partition]
+        for address in held.addresses.get(owner or "", ()):
+            known = self._known.get(address)
+            if known is not None and known.answers:
+                return address
+        return None
+
+    def _due(self, held: ModelMap, now: float) -> bool:
+        for owner in set(held.owners):
+            states = [self._known.get(a) for a in held.addresses.get(owner or "", ())]
+            if any(s is not None and s.answers for s in states):
+                continue
+            if any(s is None or (s.again_at is not None and s.again_at <= now) for s in states):
+                return True
+        return False
+
+    def _probe(self, held: ModelMap, deadline: Deadline) -> Call[None]:
+        """Try every address of the owners whose way is not known yet, all at once."""
+        now = deadline.clock()
+        found: dict[str, str] = {}
+        for owner in set(held.owners):
+            for address in held.addresses.get(owner or "", ()):
+                known = self._known.get(address)
+                if known is None or (not known.answers and known.again_at is not None and known.again_at <= now):
+                    found[address] = owner or ""
+        if not found:
+            return
+        wait_s = max(0.05, min(PROBE_S, deadline.left_s() / 2))
+        outcomes = yield [Request("GET", "/livez", to=a, timeout_s=wait_s) for a in found]
+        for address, outcome in zip(found, outcomes, strict=True):
+            answers = isinstance(outcome, Response) and outcome.status == 200
+            before = self._known.get(address)
+            tries = before.tries if before else 0
+            again_at = None if answers or tries >= len(_TRY_AGAIN_S) else deadline.clock() + _TRY_AGAIN_S[tries]
+            self._known[address] = _Address(answers, tries + 1, again_at)
+        silent = sorted({s for s in set(held.owners) if s and not self._direct(held, s)})
+        if silent and not self._told:
+            self._told = True
+            log.warning(
+                "route.proxied shards=%s via=%s: their own addresses do not answer here", ",".join(silent), self.urls[0]
+            )
+
+    def _direct(self, held: ModelMap, shard: str) -> bool:
+        return any((k := self._known.get(a)) is not None and k.answers for a in held.addresses.get(shard, ()))
+
+
+def control(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:
+    """Send a control request until it is answered for good; the JSON value of the answer."""
+    response = yield from deliver(request, deadline, backoff)
+    return json_of(response)

@@ -1,0 +1,59 @@
+"""Consistency modes, as arguments of `create_model` and `set`: when pushes are applied and who waits for whom."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """What all modes take: how a gradient computed from an old version is treated."""
+
+    mode: ClassVar[str]
+    lag: Literal["ignore", "scale", "reject"] = field(default="ignore", kw_only=True)
+    """Version lag: `ignore` it, `scale` the step by 1/(1+lag), or `reject` it beyond `lag_bound`."""
+    lag_bound: int = field(default=16, kw_only=True)
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object of this mode."""
+        return {"mode": self.mode, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+
+@dataclass(frozen=True, slots=True)
+class Async(Consistency):
+    """Every push is applied at once; nobody waits."""
+
+    mode: ClassVar[str] = "async"
+
+
+@dataclass(frozen=True, slots=True)
+class SSP(Consistency):
+    """Applied at once; a worker waits while it is more than `staleness` clocks ahead of the slowest live one."""
+
+    mode: ClassVar[str] = "ssp"
+    staleness: int = 0
+    min_workers: int = field(default=1, kw_only=True)
+    """Clock 0 opens when so many have joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sync(Consistency):
+    """All workers' gradients of one clock are averaged and applied together."""
+
+    mode: ClassVar[str] = "sync"
+    quorum: float = 1.0
+    """Fraction of the live workers whose gradients a commit needs, above 0 and at most 1."""
+    quorum_count: int | None = field(default=None, kw_only=True)
+    """A number of workers in place of the fraction."""
+    late: Literal["drop", "fold"] = field(default="drop", kw_only=True)
+    """What becomes of a gradient that misses its commit: dropped, or folded into the next one."""
+    min_workers: int = field(default=1, kw_only=True)
+    """Clock 0 opens when so many have joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffered(Consistency):
+    """A partition applies the mean of every `count` pushes, or of what it holds after `interval_ms`."""
+
+    mode: ClassVar[str] = "buffered"
+    count: int = 8
+    interval_ms: int = 1000

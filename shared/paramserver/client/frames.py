@@ -1,0 +1,228 @@
+"""Requests in binary frames, and what their answers are read into.
+
+One request to a shard holds all the partitions it owns that the call touches.  A push's body is written once, straight
+from the caller's arrays; a pull's body goes chunk by chunk into the caller's vector.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from paramserver.client.arrays import bf16_bits_to_f32
+from paramserver.client.calls import Request, Response, foreign
+from paramserver.client.cluster import ModelMap
+from paramserver.client.gradients import Gradient, Scan, write
+from paramserver.client.selection import Part, Selection
+from paramserver.errors import PsError, problem
+from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
+from paramserver.wire.frame import (
+    MEDIA,
+    PullFrame,
+    PullReply,
+    PullSpec,
+    PushFrame,
+    PushPart,
+    PushReply,
+    decode_prefix,
+    encode_header,
+)
+
+_PREAMBLE: Final = 8
+_ALIGN: Final = 64
+_HEADERS: Final = {"accept": MEDIA, "content-type": MEDIA}
+_HEADER_BYTES_MAX: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PushTerms:
+    """What is said of a push besides its values; the same on every shard and in every attempt."""
+
+    push_id: PushId
+    clock: int | None = None
+    weight: float = 1.0
+    ack: str | None = None
+    timeline: int | None = None
+    base: Any = None
+    """partition -> (version, incarnation) of the values it was computed from, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullTerms:
+    """What is said of a pull besides the partitions."""
+
+    dtype: DType
+    """In which the values travel."""
+    min_version: int = 0
+    timeline: int | None = None
+
+
+class Outgoing:
+    """The frames of one push, one for each way its parts take; the norm is known when all have been written."""
+
+    def __init__(self, gradient: Gradient, terms: PushTerms) -> None:
+        self._gradient, self._terms = gradient, terms
+        self._norm: float | None = None
+
+    def requests(
+        self, held: ModelMap, groups: Sequence[tuple[str | None, Sequence[Part]]], pull: PullTerms | None, wait_s: float
+    ) -> list[Request]:
+        """One request for each (way, parts); raises RequestError (`non_finite`) before any is sent.
+
+        The first call must cover the whole gradient.  With `pull` they are pushpulls, without their sinks yet.
+        """
+        scan = Scan()
+        drafts: list[tuple[str | None, PushFrame, AnyArray, int]] = []
+        for to, parts in groups:
+            frame = self._frame(held, to, parts, pull, wait_s)
+            head = len(encode_header(frame.to_header()))
+            body = np.empty(head + sum(p.stop - p.start for p in parts) * self._gradient.itemsize, np.uint8)
+            write(self._gradient, parts, memoryview(body)[head:], scan)
+            drafts.append((to, frame, body, head))
+        scan.raise_for_bad()
+        if self._norm is None:
+            self._norm = scan.norm
+        path = "/pushpull" if pull is not None else "/push"
+        out: list[Request] = []
+        for to, frame, body, head in drafts:
+            prefix = encode_header({**frame.to_header(), "norm": self._norm})
+            assert len(prefix) == head, "a float has the same length whatever its value"
+            body[:head] = np.frombuffer(prefix, np.uint8)
+            out.append(Request("POST", path, memoryview(body), _HEADERS, to))
+        return out
+
+    def _frame(
+        self, held: ModelMap, to: str | None, parts: Sequence[Part], pull: PullTerms | None, wait_s: float
+    ) -> PushFrame:
+        base = self._terms.base or {}
+        return PushFrame(
+            model=held.name,
+            generation=held.generation,
+            map_epoch=held.map_epoch if to is not None else None,
+            timeline=self._terms.timeline,
+            push_id=self._terms.push_id,
+            key=None,
+            clock=self._terms.clock,
+            parts=[PushPart(p.partition, base.get(p.partition), _listed(p)) for p in parts],
+            dtype=self._gradient.dtype,
+            weight=self._terms.weight,
+            norm=0.0,
+            ack=self._terms.ack,
+            forwarded=False,
+            pull=None
+            if pull is None
+            else PullSpec([(p.partition, _listed(p)) for p in parts], pull.min_version, wait_s, pull.dtype),
+        )
+
+
+def pull_request(
+    held: ModelMap, to: str | None, parts: Sequence[Part], terms: PullTerms, wait_s: float, sink: "Incoming"
+) -> Request:
+    """One pull from one shard, or from the URL given where `to` is None."""
+    frame = PullFrame(
+        model=held.name,
+        generation=held.generation,
+        map_epoch=held.map_epoch if to is not None else None,
+        timeline=terms.timeline,
+        parts=[(p.partition, _listed(p)) for p in parts],
+        min_version=terms.min_version,
+        wait_s=wait_s,
+        dtype=terms.dtype,
+        forwarded=False,
+    )
+    return Request("POST", "/pull", encode_header(frame.to_header()), _HEADERS, to, sink)
+
+
+def _listed(part: Part) -> Any:
+    return None if part.ranges is None else list(part.ranges)
+
+
+def push_reply(response: Response) -> PushReply:
+    """The reply that a good response to a push holds; raises PsError if it is something else."""
+    if MEDIA not in response.headers.get("content-type", ""):
+        raise foreign(response)
+    header, _ = decode_prefix(response.body)
+    return PushReply.from_header(header)
+
+
+class Incoming:
+    """The sink of one pull: reads the header, then copies the body into the caller's packed vector."""
+
+    def __init__(self, selection: Selection, parts: Sequence[Part], flat: AnyArray, dtype: DType) -> None:
+        self._parts = {p.partition: p for p in parts}
+        self._elements = selection.size
+        self._flat, self._dtype = flat, dtype
+        self.reply: PullReply | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget an earlier attempt."""
+        self.reply = None
+        self._head = bytearray()
+        self._places: list[memoryview] = []
+        self._wide: list[tuple[AnyArray, AnyArray]] = []
+        self._at = 0
+
+    def feed(self, chunk: memoryview) -> None:
+        """Take the next bytes."""
+        data = chunk.cast("B") if chunk.format != "B" else chunk
+        if self.reply is None:
+            data = self._feed_head(data)
+        while len(data):
+            if not self._places:
+                raise problem("in_doubt", "the answer to a pull holds more than was asked for")
+            place = self._places[0]
+            n = min(len(data), len(place) - self._at)
+            place[self._at : self._at + n] = data[:n]
+            data, self._at = data[n:], self._at + n
+            if self._at == len(place):
+                del self._places[0]
+                self._at = 0
+
+    def end(self) -> None:
+        """Check that all is here; widen bfloat16."""
+        if self.reply is None or self._places:
+            raise problem("in_doubt", "the answer to a pull ended before it was complete")
+        for bits, out in self._wide:
+            bf16_bits_to_f32(bits, out)
+
+    def _feed_head(self, data: memoryview) -> memoryview:
+        """Collect the prefix; what is left of `data` once it is whole."""
+        want = _PREAMBLE
+        while True:
+            if len(self._head) >= _PREAMBLE:
+                length = int.from_bytes(self._head[4:8], "little")
+                if self._head[:2] != b"PS" or length > _HEADER_BYTES_MAX:
+                    raise problem("in_doubt", "the answer to a pull is no frame")
+                want = -(-(_PREAMBLE + length) // _ALIGN) * _ALIGN
+            n = min(want - len(self._head), len(data))
+            self._head += data[:n]
+            data = data[n:]
+            if len(self._head) < want:
+                return data
+            if want > _PREAMBLE:
+                break
+        try:
+            header, _ = decode_prefix(bytes(self._head))
+            self.reply = PullReply.from_header(header)
+        except PsError as e:
+            raise problem("in_doubt", f"the answer to a pull cannot be read: {e}") from e
+        self._place(self.reply)
+        return data
+
+    def _place(self, reply: PullReply) -> None:
+        if reply.dtype != self._dtype or sorted(p[0] for p in reply.parts) != sorted(self._parts):
+            raise problem("in_doubt", "the answer to a pull is not what was asked for")
+        for partition, _version, _incarnation in reply.parts:
+            part = self._parts[partition]
+            out = self._flat[part.start : part.stop]
+            if self._dtype == "bfloat16":
+                bits = np.empty(out.size, np.uint16)
+                self._wide.append((bits, out))
+                out = bits
+            if out.size:
+                self._places.append(memoryview(out).cast("B"))
+        assert ITEMSIZE[self._dtype] * sum(p.stop - p.start for p in self._parts.values()) == sum(
+            map(len, self._places)
+        )

@@ -1,0 +1,185 @@
+"""Gradients on their way out: checked against the model, and written into frame bodies in one pass.
+
+The pass converts each piece to the dtype it travels in, tests it for NaN and infinity and adds up its squares in
+float64, block by block while the block is in the cache.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from paramserver.client.arrays import bf16_bits_to_f32, f32_to_bf16_bits
+from paramserver.client.selection import Names, Part, Ranges, Selection, matched, select, unknown
+from paramserver.core.layout import Layout
+from paramserver.errors import PsError, combined, problem
+from paramserver.types import ITEMSIZE, AnyArray, DType
+
+Grads: TypeAlias = Mapping[str, Any] | Any
+"""Arrays under parameter names, or one flat vector of the whole model."""
+
+_BLOCK: Final = 1 << 16
+_WIRE: Final[Mapping[str, np.dtype[Any]]] = {
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A gradient that fits its model: names and shapes are right, values are not looked at yet."""
+
+    selection: Selection
+    sources: tuple[AnyArray, ...]
+    """For each of `selection.params` its share, 1-D and contiguous; bfloat16 as uint16."""
+    bf16: tuple[bool, ...]
+    """Which of the sources hold bfloat16 bits."""
+    dtype: DType
+    """In which it travels."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element on the way."""
+        return ITEMSIZE[self.dtype]
+
+
+def prepare(layout: Layout, grads: Grads, ranges: Ranges | None = None, dtype: str | None = None) -> Gradient:
+    """The gradient that `grads` is of this model, or one error that lists every difference.
+
+    float64 and integers travel as float32, which the server computes in, unless `dtype` says otherwise.
+    Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_shape`, `invalid_dtype`, `invalid_range`,
+    `empty_push`, or `invalid` if several kinds are wrong).
+    """
+    if dtype is not None and dtype not in ITEMSIZE:
+        raise problem("invalid_dtype", f"dtype '{dtype}' cannot travel", hint=f"one of {', '.join(ITEMSIZE)}")
+    if not isinstance(grads, Mapping):
+        return _flat(layout, grads, ranges, dtype)
+    if not grads:
+        raise problem("empty_push", "the push holds no gradients", hint="pass an array for at least one parameter")
+    errors: list[PsError] = []
+    stray = [n for n in (ranges or {}) if n not in grads]
+    errors += [problem("invalid_range", f"ranges name '{n}', which has no array", where=n) for n in stray]
+    errors += [unknown(layout, str(n)) for n in grads if n not in layout.by_name]
+    known: Names = [n for n in grads if n in layout.by_name]
+    selection = select(layout, known, {n: r for n, r in (ranges or {}).items() if n in known})
+    arrays: list[tuple[AnyArray, bool]] = []
+    for i, p in enumerate(selection.params):
+        try:
+            arrays.append(_array(p.name, grads[p.name], selection.shape(i)))
+        except PsError as e:
+            errors.append(e)
+    if errors:
+        raise combined(errors)
+    return _made(selection, arrays, dtype)
+
+
+def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) -> Gradient:
+    if ranges:
+        raise problem("invalid_range", "ranges need gradients under names", hint='push({"w": values}, ranges={"w": …})')
+    array, bf16 = _array("the flat gradient", grads, (layout.size,))
+    selection = select(layout)
+    at = selection.offsets
+    return _made(selection, [(array[at[i] : at[i + 1]], bf16) for i in range(len(selection.params))], dtype)
+
+
+def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, bool]:
+    """`value` as a contiguous 1-D array, and whether it holds bfloat16 bits."""
+    try:
+        array = np.asarray(value)
+    except Exception as e:  # whatever a foreign __array__ raises: a GPU tensor, a tensor that wants its graph
+        hint = "a torch tensor needs .detach().cpu()"
+        raise problem("invalid_dtype", f"'{name}' cannot be made an array: {e}", hint=hint, where=name) from None
+    bf16 = array.dtype.name == "bfloat16"
+    if not bf16 and array.dtype.kind not in "fiub":
+        raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which is no gradient", where=name)
+    if array.shape != shape:
+        raise problem(
+            "invalid_shape", f"'{name}' has shape {list(array.shape)}, the model's is {list(shape)}", where=name
+        )
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return (flat.view(np.uint16), True) if bf16 else (flat, False)
+
+
+def _made(selection: Selection, arrays: Sequence[tuple[AnyArray, bool]], dtype: str | None) -> Gradient:
+    kinds = {"bfloat16" if bf16 else a.dtype.name for a, bf16 in arrays}
+    chosen: Any = dtype or (kinds.pop() if len(kinds) == 1 and kinds <= {"float16", "bfloat16"} else "float32")
+    return Gradient(selection, tuple(a for a, _ in arrays), tuple(b for _, b in arrays), chosen)
+
+
+@dataclass(slots=True)
+class Scan:
+    """What the pass over a gradient has found so far."""
+
+    squares: float = 0.0
+    """Sum of the squares of the elements as they travel, in float64."""
+    bad: dict[str, int] | None = None
+    """Parameters with NaN or infinity, and how many blocks of them."""
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of what was scanned."""
+        return sqrt(self.squares)
+
+    def raise_for_bad(self) -> None:
+        """Raise RequestError (`non_finite`) naming the parameters that hold NaN or infinity."""
+        if self.bad:
+            errors = [problem("non_finite", f"'{name}' holds NaN or infinity", where=name) for name in self.bad]
+            raise combined(errors)
+
+
+def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
+    """Write the elements of `parts` end to end into `body`, and scan them."""
+    out = np.frombuffer(body, dtype=_WIRE[gradient.dtype])
+    at = 0
+    for part in parts:
+        for piece in part.pieces:
+            source = gradient.sources[piece.param][piece.source : piece.source + piece.length]
+            squares = _copy(source, gradient.bf16[piece.param], out[at : at + piece.length], gradient.dtype)
+            scan.squares += squares
+            if not isfinite(squares) and not _finite(out[at : at + piece.length], gradient.dtype):
+                name = gradient.selection.params[piece.param].name
+                scan.bad = {**(scan.bad or {}), name: 1}
+            at += piece.length
+    assert at == out.size
+
+
+def _copy(source: AnyArray, source_bf16: bool, out: AnyArray, dtype: str) -> float:
+    """Convert `source` into `out`; the sum of squares of what was written."""
+    total = 0.0
+    wide = np.empty(min(_BLOCK, out.size), np.float64)
+    narrow = np.empty(min(_BLOCK, out.size), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, out.size, _BLOCK):
+            src, dst = source[start : start + _BLOCK], out[start : start + _BLOCK]
+            f32, f64 = narrow[: dst.size], wide[: dst.size]
+            if source_bf16 and dtype == "bfloat16":
+                dst[...] = src
+                bf16_bits_to_f32(dst, f32)
+                f64[...] = f32
+            elif dtype == "bfloat16":
+                f32[...] = src
+                f32_to_bf16_bits(f32, dst)
+                bf16_bits_to_f32(dst, f32)
+                f64[...] = f32
+            elif source_bf16:
+                bf16_bits_to_f32(src, f32)
+                dst[...] = f32
+                f64[...] = dst
+            else:
+                dst[...] = src
+                f64[...] = dst
+            total += float(f64.dot(f64))
+    return total
+
+
+def _finite(out: AnyArray, dtype: str) -> bool:
+    if dtype == "bfloat16":
+        return bool(((out & np.uint16(0x7F80)) != np.uint16(0x7F80)).all())
+    return bool(np.isfinite(out).all())
+
+
+__all__ = ["Gradient", "Grads", "Scan", "matched", "prepare", "write"]

@@ -1,0 +1,88 @@
+"""A transport of the standard library, HTTP/1.1 over `http.client`: for children of a fork.
+
+The native client cannot live in a process that was forked after it had been used; there this one takes its place,
+more slowly.  A connection is used by one request at a time and kept for the next one.
+"""
+
+import http.client
+import ssl
+import threading
+from typing import Final
+from urllib.parse import urlsplit
+
+from paramserver.client.calls import Outcome, Request, Response
+from paramserver.errors import PsError, problem
+
+_KEPT_MAX: Final = 8
+"""Idle connections kept for each address."""
+
+
+class PlainTransport:
+    """Sends requests one at a time per thread; safe to share between threads."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._idle: dict[str, list[http.client.HTTPConnection]] = {}
+        self._lock = threading.Lock()
+
+    def send(self, request: Request, url: str) -> Outcome:
+        """The outcome of one request to the node at `url`."""
+        with self._lock:
+            idle = self._idle.setdefault(url, [])
+            kept = idle.pop() if idle else None
+        if kept is not None:
+            outcome = self._attempt(kept, request, url)
+            if outcome is not None:
+                return outcome  # else the node had closed the idle connection: a fresh one
+        fresh = _connection(url, request.timeout_s)
+        try:
+            fresh.connect()
+        except OSError as e:
+            reason = (e.strerror or str(e) or type(e).__name__).lower()
+            detail = f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one"
+            return problem("unreachable", detail)
+        return self._attempt(fresh, request, url) or problem("in_doubt", f"{url} closed the connection unasked")
+
+    def _attempt(self, connection: http.client.HTTPConnection, request: Request, url: str) -> Outcome | None:
+        """The outcome; None if the connection was closed before a byte of an answer."""
+        if connection.sock is not None:
+            connection.sock.settimeout(request.timeout_s)
+        try:
+            headers = {**self._headers, **request.headers}
+            connection.request(request.method, urlsplit(url).path + request.path, body=request.body, headers=headers)
+            response = connection.getresponse()
+            head = {k.lower(): v for k, v in response.getheaders()}
+            if request.sink is None or response.status != 200:
+                result = Response(response.status, head, response.read(), url)
+            else:
+                request.sink.begin()
+                while chunk := response.read(1 << 20):
+                    request.sink.feed(memoryview(chunk))
+                request.sink.end()
+                result = Response(response.status, head, b"", url)
+        except http.client.RemoteDisconnected:
+            connection.close()
+            return None
+        except TimeoutError:
+            connection.close()
+            return problem("in_doubt", f"{url} did not answer within {request.timeout_s:.3g} s")
+        except PsError as e:
+            connection.close()
+            return e
+        except (OSError, http.client.HTTPException) as e:
+            connection.close()
+            return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
+        with self._lock:
+            if response.will_close or len(self._idle[url]) >= _KEPT_MAX:
+                connection.close()
+            else:
+                self._idle[url].append(connection)
+        return result
+
+
+def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port
+    if parts.scheme == "https":
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=ssl.create_default_context())
+    return http.client.HTTPConnection(host, port, timeout=timeout_s)

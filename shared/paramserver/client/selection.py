@@ -1,0 +1,168 @@
+"""Which elements of a model a call touches: names, patterns and ranges, as parts of partitions.
+
+The chosen elements, in the order of the flat vector, lie end to end in a *packed* vector; for a whole model that is
+the flat vector itself.  Each partition's share of it is contiguous, which is what makes pulls one copy.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paramserver import limits
+from paramserver.core.layout import Layout, Range
+from paramserver.core.spec import ParamSpec
+from paramserver.errors import PsError, combined, problem
+
+Names: TypeAlias = str | Iterable[str]
+Ranges: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one parameter in one partition."""
+
+    param: int
+    """Index into `Selection.params`."""
+    source: int
+    """First element within the parameter's share of the packed vector."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is touched of one partition."""
+
+    partition: int
+    ranges: tuple[Range, ...] | None
+    """Relative to the partition; None: all of it."""
+    start: int
+    """First element in the packed vector."""
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Some elements of a model."""
+
+    params: tuple[ParamSpec, ...]
+    """Those touched, in the model's order."""
+    ranged: Mapping[str, tuple[Range, ...]]
+    """Of the parameters touched in part: their flat element ranges."""
+    offsets: tuple[int, ...]
+    """Where each of `params` begins in the packed vector; then the total."""
+    parts: tuple[Part, ...]
+    """In the order of the partitions."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the packed vector."""
+        return self.offsets[-1]
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Shape of one of `params` as the caller sees it: its own, or 1-D if only ranges of it are touched."""
+        p = self.params[index]
+        return (self.offsets[index + 1] - self.offsets[index],) if p.name in self.ranged else p.shape
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for selections of the same elements of one model."""
+        return (tuple(p.name for p in self.params), tuple(sorted(self.ranged.items())))
+
+
+def matched(layout: Layout, names: Names) -> list[str]:
+    """The parameters that names and patterns (`*`, `?`, `[...]`) stand for, in the model's order.
+
+    Raises NotFoundError (`unknown_parameter`) listing everything that stands for nothing.
+    """
+    wanted = [names] if isinstance(names, str) else list(names)
+    found: set[str] = set()
+    errors: list[PsError] = []
+    for name in wanted:
+        if name in layout.by_name:
+            found.add(name)
+            continue
+        hits = [n for n in layout.by_name if fnmatch.fnmatchcase(n, name)] if set(name) & set("*?[") else []
+        found.update(hits)
+        if not hits:
+            errors.append(unknown(layout, name))
+    if errors:
+        raise combined(errors)
+    return [n for n in layout.by_name if n in found]
+
+
+def unknown(layout: Layout, name: str) -> PsError:
+    """The error of a name that the model lacks, with the nearest one it has."""
+    near = difflib.get_close_matches(name, list(layout.by_name), 1)
+    some = ", ".join(list(layout.by_name)[:8])
+    hint = f"did you mean '{near[0]}'?" if near else f"it has {some}{', ...' if len(layout.by_name) > 8 else ''}"
+    return problem("unknown_parameter", f"model '{layout.spec.name}' has no parameter '{name}'", hint=hint, where=name)
+
+
+def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = None) -> Selection:
+    """The elements that `names` (None: all, or those of `ranges`) touch, limited to `ranges` where given.
+
+    Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_range`).
+    """
+    ranges = ranges or {}
+    chosen = set(matched(layout, list(ranges)))  # also finds wrong names
+    ranged = {n: _checked(layout, n, ranges[n]) for n in layout.by_name if n in ranges}
+    if names is not None:
+        chosen |= set(matched(layout, names))
+    elif not ranges:
+        chosen = set(layout.by_name)
+    params = tuple(p for p in layout.spec.params if p.name in chosen)
+    flat: list[Range] = []
+    owner: list[tuple[int, int]] = []  # of each flat range: (index into params, offset within its share)
+    offsets = [0]
+    for i, p in enumerate(params):
+        first, share = layout.offsets[p.name][0], 0
+        for start, stop in ranged.get(p.name, ((0, p.size),)):
+            flat.append((first + start, first + stop))
+            owner.append((i, share))
+            share += stop - start
+        offsets.append(offsets[-1] + share)
+    return Selection(params, ranged, tuple(offsets), _parts(layout, flat, owner))
+
+
+def _parts(layout: Layout, flat: Sequence[Range], owner: Sequence[tuple[int, int]]) -> tuple[Part, ...]:
+    """Cut sorted flat ranges at the partitions' bounds."""
+    out: list[Part] = []
+    bounds, at, r = layout.bounds, 0, 0
+    split = layout.split(flat)
+    for index in sorted(split):
+        lo, hi = bounds[index], bounds[index + 1]
+        pieces: list[Piece] = []
+        while r < len(flat) and flat[r][0] < hi:
+            start, stop = max(flat[r][0], lo), min(flat[r][1], hi)
+            param, share = owner[r]
+            pieces.append(Piece(param, share + start - flat[r][0], stop - start))
+            if flat[r][1] > hi:
+                break  # the rest of this range lies in the next partition
+            r += 1
+        length = sum(p.length for p in pieces)
+        touched = tuple(split[index])
+        whole = touched == ((0, hi - lo),)
+        out.append(Part(index, None if whole else touched, at, at + length, tuple(pieces)))
+        at += length
+    return tuple(out)
+
+
+def _checked(layout: Layout, name: str, ranges: Sequence[Sequence[int]]) -> tuple[Range, ...]:
+    size = layout.by_name[name].size
+    out: list[Range] = []
+    for pair in ranges:
+        try:
+            start, stop = (int(n) for n in pair)
+        except (TypeError, ValueError):
+            raise problem("invalid_range", f"ranges of '{name}': {pair!r:.60} is not a pair (start, stop)") from None
+        if not 0 <= start < stop <= size:
+            raise problem("invalid_range", f"ranges of '{name}': [{start}, {stop}) is not within its {size} elements")
+        if out and start < out[-1][1]:
+            raise problem("invalid_range", f"ranges of '{name}' must be sorted and must not overlap at {start}")
+        out.append((start, stop))
+    if not out or len(out) > limits.RANGES_PER_PUSH_MAX:
+        raise problem("invalid_range", f"'{name}' needs 1 to {limits.RANGES_PER_PUSH_MAX} ranges, not {len(out)}")
+    return tuple(out)

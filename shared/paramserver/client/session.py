@@ -1,0 +1,439 @@
+"""A worker's session: epoch, clock and push numbers of one worker of one model, without I/O of its own.
+
+Every method that talks to the cluster is a call (see `calls`).  The heartbeat runs beside the worker's own calls, so
+what both change is changed in single steps.  Three things may happen to a session, and it follows all of them:
+
+- *rolled back*: a shard died and the synchronous model is at an earlier clock again, under a higher timeline.  The
+  session goes to that clock; a gradient of the old timeline is dropped; the next pull has the older values.
+- *fenced*: the worker's lease ran out.  It joins again under the same id with a higher epoch.
+- *draining*, *stop*, *paused*: what the scheduler asks for in its answers.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import quote
+
+from paramserver import limits
+from paramserver.client import transfer
+from paramserver.client.arrays import Params
+from paramserver.client.calls import Call, Deadline, Pause, json_bytes, json_request
+from paramserver.client.cluster import Cluster, control, model_path
+from paramserver.client.frames import PushTerms
+from paramserver.client.gradients import Grads
+from paramserver.client.numbers import PushNumbers
+from paramserver.client.selection import Names, Ranges
+from paramserver.client.transfer import Pushed
+from paramserver.errors import PsError, problem
+
+log = logging.getLogger("paramserver")
+
+LONG_POLL_S: Final = 10.0
+"""How long one request for a clock or a task waits at the scheduler before it is sent again."""
+MAP_AGE_S: Final = 5.0
+"""How often a heartbeat looks for changed settings."""
+POINTS_PER_BEAT: Final = 4
+"""Metric reports of `step` that one heartbeat passes on; what lies between is thinned out."""
+DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A piece of work: a range of a dataset."""
+
+    id: str
+    dataset: str
+    start: int
+    """First element of the range."""
+    stop: int
+    """One past the last element."""
+    index: int
+    """Which range of the dataset this is."""
+    pass_: int
+    """How often the dataset was worked through before."""
+    uri: str | None
+    """What the dataset was registered with, for the worker's own code to open."""
+    document: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_document(cls, doc: Mapping[str, Any]) -> "Task":
+        """The task that an answer describes."""
+        return cls(
+            str(doc["id"]),
+            str(doc.get("dataset", doc.get("kind", ""))),
+            int(doc.get("start", 0)),
+            int(doc.get("stop", 0)),
+            int(doc.get("index", 0)),
+            int(doc.get("pass", 0)),
+            doc.get("uri"),
+            doc,
+        )
+
+
+class Session:
+    """One worker of one model."""
+
+    def __init__(self, cluster: Cluster, model: str, name: str | None, rank: int | None) -> None:
+        self._cluster, self.model = cluster, model
+        self._name, self._rank = name, rank
+        self._lock = threading.Lock()
+        self._joining = False
+        self._points: list[tuple[int, dict[str, Any]]] = []
+        self._state_sent = b""
+        self._looked_at = 0.0
+        self._pulled: tuple[int, int] | None = None
+        """Epoch and timeline of the values that gradients are now computed from."""
+        self._base: Mapping[int, tuple[int, int]] | None = None
+        self._min_version = 0
+        self.numbers = PushNumbers("", 0)
+        self.worker = ""
+        self.rank = -1
+        self.lease_s = limits.LEASE_S
+        self.timeline = 0
+        self.clock = 0
+        """Iterations finished, which is also the number of the one to work on."""
+        self.mode = "async"
+        self.status = "active"
+        """What the scheduler wants: `active`, `paused`, `draining` or `stop`."""
+        self.evaluation_waits = False
+        self.state: dict[str, Any] = {}
+        """The worker's own JSON values, kept with checkpoints and given to its next incarnation."""
+        self.joined = False
+
+    # -------------------------------------------------------------------------------------------- membership
+
+    def join(self, deadline: Deadline) -> Call[None]:
+        """Become a worker of the model, or become one again under the same id."""
+        held = yield from self._cluster.map_of(self.model, deadline)
+        self.mode = held.spec.consistency.mode
+        body: dict[str, Any] = {}
+        name = self.worker or self._name
+        if name:
+            body["name"] = name
+        rank = self.rank if self.joined else self._rank
+        if rank is not None:
+            body["rank"] = rank
+        if self.numbers.epoch:
+            body["above"] = self.numbers.epoch
+        path = model_path(self.model, "workers")
+        try:
+            doc = yield from control(json_request("POST", path, body), deadline)
+        except PsError as e:
+            if not self.joined or e.code != "conflict" or "rank" not in body:
+                raise
+            del body["rank"]  # somebody else has taken it meanwhile
+            doc = yield from control(json_request("POST", path, body), deadline)
+        with self._lock:
+            if not self.worker:
+                self.numbers = PushNumbers(str(doc["worker"]), int(doc["epoch"]))
+            else:
+                self.numbers.renew(int(doc["epoch"]))
+            self.worker = str(doc["worker"])
+            self.rank = int(doc["rank"])
+            self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
+            self.timeline = int(doc.get("timeline") or 0)
+            self.clock = int(doc.get("clock") or 0)
+            self._min_version = 0
+            self._state_sent = b""
+            if isinstance(doc.get("state"), dict) and not self.joined:
+                self.state.update(doc["state"])
+            self.joined = True
+        log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
+
+    def leave(self, deadline: Deadline) -> Call[None]:
+        """Stop being a worker; what the scheduler does not hear, the lease tells it."""
+        try:
+            yield from self.flush(deadline)
+            query = f"?epoch={self.numbers.epoch}"
+            request = json_request("DELETE", self._path() + query)
+            yield from control(request, deadline)
+        except PsError as e:
+            log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
+
+    def beat(self, deadline: Deadline) -> Call[None]:
+        """One heartbeat: say that the worker lives and how far it is, take up what the scheduler wants."""
+        epoch, timeline = self.numbers.epoch, self.timeline
+        body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "timeline": timeline}
+        state = json_bytes(self.state)
+        if state != self._state_sent and (self.state or self._state_sent):
+            body["state"] = self.state
+        points = self._take_points()
+        if points:
+            body["metrics"] = points[-1][1]
+        try:
+            for clock, values in points[:-1]:
+                yield from self._send_metrics(values, clock, deadline)
+            doc = yield from control(json_request("PUT", self._path(), body), deadline)
+        except PsError as e:
+            if not self._follows(e):
+                raise
+            yield from self._follow(e, epoch, timeline, deadline)
+            return
+        self._state_sent = state
+        self._heed(doc)
+        now = deadline.clock()
+        if now - self._looked_at > MAP_AGE_S:
+            self._looked_at = now
+            yield from self.look(deadline)
+
+    def look(self, deadline: Deadline) -> Call[None]:
+        """Fetch the model's document anew: its mode may have been changed."""
+        held = yield from self._cluster.map_of(self.model, deadline)
+        fresh = yield from self._cluster.map_of(self.model, deadline, newer_than=held)
+        self.mode = fresh.spec.consistency.mode
+
+    # -------------------------------------------------------------------------------------------- values
+
+    def pull(
+        self,
+        deadline: Deadline,
+        *,
+        names: Names | None = None,
+        ranges: Ranges | None = None,
+        out: Params | None = None,
+        dtype: str | None = None,
+        min_version: int = 0,
+        wait_s: float | None = None,
+    ) -> Call[Params]:
+        """The present values; in sync at least those of the commit that released this worker's clock."""
+        while True:
+            epoch, timeline = self.numbers.epoch, self.timeline
+            need = max(min_version, self._min_version)
+            wait = wait_s if wait_s is not None else (min(limits.WAIT_S_MAX, deadline.left_s()) if need else 0.0)
+            try:
+                p = yield from transfer.pull(
+                    self._cluster,
+                    self.model,
+                    deadline,
+                    names=names,
+                    ranges=ranges,
+                    out=out,
+                    dtype=dtype,
+                    min_version=need,
+                    wait_s=wait,
+                    timeline=timeline,
+                )
+            except PsError as e:
+                if not self._follows(e):
+                    raise
+                yield from self._follow(e, epoch, timeline, deadline)
+                continue
+            self._pulled = (epoch, timeline)
+            self._base = {**(self._base or {}), **p.origin.versions}
+            return p
+
+    def push(
+        self,
+        grads: Grads,
+        deadline: Deadline,
+        *,
+        base: Params | None = None,
+        weight: float = 1.0,
+        ranges: Ranges | None = None,
+        dtype: str | None = None,
+        ack: str | None = None,
+    ) -> Call[Pushed]:
+        """Push for the present clock; `dropped` if the model or the worker is no longer what it was computed for."""
+        epoch, timeline = self.numbers.epoch, self.timeline
+        if self._outlived(epoch, timeline):
+            log.warning("push.dropped worker=%s reason=computed from values that were rolled back", self.worker)
+            self._pulled = None
+            return DROPPED
+        push_id = yield from self.numbers.take(deadline)
+        terms = PushTerms(push_id, self.clock, weight, ack, timeline, base if base is not None else self._base)
+        try:
+            done = yield from transfer.push(
+                self._cluster, self.model, deadline, grads, terms, ranges=ranges, dtype=dtype
+            )
+        except PsError as e:
+            if not self._follows(e):
+                raise
+            log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
+            yield from self._follow(e, epoch, timeline, deadline)
+            self._pulled = None
+            return DROPPED
+        finally:
+            self.numbers.settle(push_id)
+        if (done.state == "staged") != (self.mode == "sync"):
+            yield from self.look(deadline)  # the mode was changed a moment ago
+        return done
+
+    def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
+        """A push and then the values; the clock stays."""
+        yield from self.push(grads, deadline, **options)
+        return (yield from self.pull(deadline, out=out))
+
+    # -------------------------------------------------------------------------------------------- clocks
+
+    def advance(self, deadline: Deadline, patience_s: float | None) -> Call[int]:
+        """Report the present iteration finished and wait until the next may begin; its number.
+
+        Waiting for other workers has no end of its own unless `patience_s` is given; only a silent cluster makes it
+        raise before.  Raises Unavailable (`unavailable`) naming whom it waited for.
+        """
+        epoch, timeline = self.numbers.epoch, self.timeline
+        done = self.clock + 1
+        give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
+        while self.mode in ("ssp", "sync"):
+            now = deadline.clock()
+            wait_s = max(0.0, min(LONG_POLL_S, give_up - now))
+            body = {
+                "worker": self.worker, "epoch": epoch, "clock": done, "timeline": timeline, "wait_s": wait_s,
+            }  # fmt: skip
+            request = json_request("POST", model_path(self.model, "clock"), body)
+            try:
+                doc = yield from control(request, Deadline(now + wait_s + self.silence_s, deadline.clock))
+            except PsError as e:
+                if not self._follows(e):
+                    raise
+                yield from self._follow(e, epoch, timeline, Deadline(now + self.silence_s, deadline.clock))
+                return self.clock
+            self._heed(doc)
+            if doc.get("released"):
+                if self.mode == "sync":
+                    self._min_version = max(self._min_version, int(doc.get("version") or 0))
+                done = max(done, int(doc.get("clock") or 0))
+                break
+            if self.status == "stop":
+                break
+            if deadline.clock() >= give_up:
+                whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
+                raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
+        with self._lock:
+            if (self.numbers.epoch, self.timeline) == (epoch, timeline):
+                self.clock = done
+        yield from self._while_paused()
+        return self.clock
+
+    silence_s: float = limits.CLIENT_TIMEOUT_S
+    """How long the cluster may be silent before `advance` or a wait for a task gives up."""
+
+    # -------------------------------------------------------------------------------------------- tasks and metrics
+
+    def lease(self, dataset: str, deadline: Deadline, wait: bool = True) -> Call[Task | None]:
+        """The next range of a dataset; None when it is worked through, or the worker is to finish."""
+        while self.status not in ("draining", "stop"):
+            yield from self._while_paused()
+            epoch, timeline = self.numbers.epoch, self.timeline
+            wait_s = LONG_POLL_S if wait else 0.0
+            body = {"worker": self.worker, "epoch": epoch, "dataset": dataset, "wait_s": wait_s}
+            now = deadline.clock()
+            request = json_request("POST", model_path(self.model, "tasks", "lease"), body)
+            try:
+                doc = yield from control(request, Deadline(now + wait_s + self.silence_s, deadline.clock))
+            except PsError as e:
+                if not self._follows(e):
+                    raise
+                yield from self._follow(e, epoch, timeline, Deadline(now + self.silence_s, deadline.clock))
+                continue
+            self._heed(doc)
+            with self._lock:  # while it waited it held nobody up, so the model may be some clocks further
+                if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
+                    self.clock = max(self.clock, int(doc.get("clock") or 0))
+            if doc.get("task"):
+                return Task.from_document(doc["task"])
+            if doc.get("finished") or not wait:
+                return None
+        return None
+
+    def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, Any] | None = None) -> Call[None]:
+        """Say that a task is worked through."""
+        body: dict[str, Any] = {"worker": self.worker, "epoch": self.numbers.epoch}
+        if metrics:
+            body["metrics"] = dict(metrics)
+        path = model_path(self.model, "tasks", task.id, "done")
+        try:
+            yield from control(json_request("POST", path, body), deadline)
+        except PsError as e:
+            if e.code not in ("fenced", "unknown_worker", "unknown_task"):
+                raise
+            log.warning("task.lost worker=%s task=%s: it is worked through again", self.worker, task.id)
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Keep a report for the next heartbeat."""
+        values = {k: float(v) for k, v in metrics.items() if v is not None}
+        if values:
+            with self._lock:
+                self._points.append((self.clock, values))
+                if len(self._points) > 16 * POINTS_PER_BEAT:
+                    del self._points[::2]
+
+    def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
+        """Send a report now."""
+        yield from self.flush(deadline)
+        values = {k: float(v) for k, v in metrics.items() if v is not None}
+        if values:
+            yield from self._send_metrics(values, self.clock, deadline)
+
+    def flush(self, deadline: Deadline) -> Call[None]:
+        """Send what `note` has kept."""
+        for clock, values in self._take_points():
+            yield from self._send_metrics(values, clock, deadline)
+
+    # -------------------------------------------------------------------------------------------- what happens to it
+
+    def _follows(self, error: PsError) -> bool:
+        return error.code in ("rolled_back", "fenced", "unknown_worker")
+
+    def _follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
+        """Take up a rollback or join again, unless another call of this session has done so already."""
+        if error.code == "rolled_back":
+            with self._lock:
+                new = int(error.members.get("timeline") or 0)
+                if new > self.timeline:
+                    self.timeline = new
+                    self.clock = int(error.members.get("clock") or 0)
+                    self._min_version = 0
+                    self._base = None
+                    log.warning("worker.rolled_back worker=%s timeline=%d clock=%d", self.worker, new, self.clock)
+            if new <= timeline:  # nothing newer was told: wait for the shard to learn what we know
+                yield Pause(0.1)
+                if deadline.left_s() <= 0:
+                    raise error
+            return
+        with self._lock:
+            if self.numbers.epoch != epoch:
+                return
+            mine, self._joining = not self._joining, True
+        if not mine:
+            while self._joining and deadline.left_s() > 0:
+                yield Pause(0.02)
+            return
+        log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
+        try:
+            yield from self.join(deadline)
+        finally:
+            self._joining = False
+
+    def _outlived(self, epoch: int, timeline: int) -> bool:
+        """Whether the gradient at hand was computed before a rollback, or in sync before a new join."""
+        if self._pulled is None:
+            return False
+        return self._pulled[1] != timeline or (self.mode == "sync" and self._pulled[0] != epoch)
+
+    def _heed(self, doc: Mapping[str, Any]) -> None:
+        status = doc.get("state")
+        if status in ("active", "paused", "draining", "stop") and status != self.status:
+            self.status = str(status)
+            log.info("worker.asked worker=%s state=%s", self.worker, status)
+        if "evaluate" in doc:
+            self.evaluation_waits = bool(doc["evaluate"])
+
+    def _while_paused(self) -> Call[None]:
+        while self.status == "paused":
+            yield Pause(0.2)
+
+    def _take_points(self) -> list[tuple[int, dict[str, Any]]]:
+        with self._lock:
+            points, self._points = self._points, []
+        step = -(-len(points) // POINTS_PER_BEAT) or 1
+        return points[::-1][::step][::-1]
+
+    def _send_metrics(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
+        body = {"metrics": values, "worker": self.worker, "clock": clock}
+        yield from control(json_request("POST", model_path(self.model, "metrics"), body), deadline)
+
+    def _path(self) -> str:
+        return model_path(self.model, "workers") + "/" + quote(self.worker, safe="")

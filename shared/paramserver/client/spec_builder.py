@@ -1,0 +1,143 @@
+"""From the arguments of `create_model` and `set` to the JSON objects that the cluster takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from paramserver.client.consistency import Consistency
+from paramserver.client.optimizers import Optimizer
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError, combined, problem
+from paramserver.types import AnyArray
+
+Init: TypeAlias = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of a model to be created.
+
+    `value` is its shape, or an array that holds its first values.  `init` is a kind (`"zeros"`, `"xavier_uniform"`,
+    ...) or a mapping with the kind's own fields: `{"kind": "normal", "std": 0.02, "seed": 1}`.
+    """
+
+    value: Any
+    dtype: str | None = None
+    init: Init | None = None
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    trainable: bool = True
+
+
+Shape: TypeAlias = tuple[int, ...] | list[int] | int
+ParamLike: TypeAlias = Param | Shape | Mapping[str, Any] | Any
+
+
+def model_document(
+    name: str,
+    params: Mapping[str, ParamLike],
+    optimizer: Optimizer | Mapping[str, Any] | str | None,
+    consistency: Consistency | Mapping[str, Any] | str | None,
+    others: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, AnyArray]]:
+    """The body of `POST /models`, and the arrays to upload once it is accepted.
+
+    Raises RequestError listing everything that is wrong, before anything is sent.
+    """
+    if not isinstance(params, Mapping):
+        raise problem("invalid_field", "params must map names to arrays or shapes", hint='{"w": w0, "b": (10,)}')
+    uploads: dict[str, AnyArray] = {}
+    errors: list[PsError] = []
+    documents: dict[str, Any] = {}
+    for key, value in params.items():
+        try:
+            documents[key] = _param(key, value, uploads)
+        except PsError as e:
+            errors.append(e)
+    body: dict[str, Any] = {"name": name, "params": documents}
+    if optimizer is not None:
+        body["optimizer"] = {"name": optimizer} if isinstance(optimizer, str) else _document(optimizer)
+    if consistency is not None:
+        body["consistency"] = {"mode": consistency} if isinstance(consistency, str) else _document(consistency)
+    body |= {k: v for k, v in others.items() if v is not None}
+    if errors:
+        raise combined(errors)
+    ModelSpec.parse(body)
+    return body, uploads
+
+
+def patch_document(
+    optimizer: Optimizer | Mapping[str, Any] | None,
+    consistency: Consistency | Mapping[str, Any] | str | None,
+    params: Mapping[str, Mapping[str, Any]] | None,
+    others: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The merge patch of `Model.set`; `fields` are single fields of the optimizer, such as `lr`."""
+    body: dict[str, Any] = {k: v for k, v in others.items() if v is not None}
+    change: dict[str, Any] = _document(optimizer) if optimizer is not None else {}
+    for key, value in fields.items():
+        change[key] = value.document() if hasattr(value, "document") else value
+    if change:
+        body["optimizer"] = change
+    if consistency is not None:
+        body["consistency"] = {"mode": consistency} if isinstance(consistency, str) else _document(consistency)
+    if params is not None:
+        body["params"] = {k: dict(v) for k, v in params.items()}
+    if not body:
+        raise problem("invalid_field", "nothing to set", hint="set(lr=0.05), set(consistency=ps.SSP(3)), ...")
+    return body
+
+
+def _document(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else dict(value.document())
+
+
+def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    p = value if isinstance(value, Param) else Param(value)
+    out: dict[str, Any] = {}
+    if _is_shape(p.value):
+        out["shape"] = [int(n) for n in ((p.value,) if isinstance(p.value, int) else p.value)]
+        out["dtype"] = p.dtype or "float32"
+        init = p.init if p.init is not None else "zeros"
+        out["init"] = {"kind": init} if isinstance(init, str) else dict(init)
+    else:
+        if p.init is not None:
+            raise problem("invalid_field", f"params.{name}: an array and init= are two sets of first values")
+        array = _values(name, p.value)
+        native = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.name
+        out["shape"] = list(array.shape)
+        out["dtype"] = p.dtype or (native if native in ("float16", "bfloat16") else "float32")
+        out["init"] = {"kind": "upload"}
+        uploads[name] = array
+    if p.lr_scale != 1.0:
+        out["lr_scale"] = p.lr_scale
+    if p.weight_decay is not None:
+        out["weight_decay"] = p.weight_decay
+    if not p.trainable:
+        out["trainable"] = False
+    return out
+
+
+def _is_shape(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, int | np.integer):
+        return True
+    return isinstance(value, tuple | list) and all(
+        isinstance(n, int | np.integer) and not isinstance(n, bool) for n in value
+    )
+
+
+def _values(name: str, value: Any) -> AnyArray:
+    try:
+        array = np.asarray(value)
+    except Exception as e:
+        raise problem("invalid_dtype", f"params.{name}: cannot be made an array: {e}", where=name) from None
+    if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiub":
+        raise problem("invalid_dtype", f"params.{name}: dtype {array.dtype} cannot hold values", where=name)
+    return array

@@ -1,0 +1,273 @@
+"""Push, pull and pushpull of one model, to all shards they concern at once.
+
+A shard that refuses because it no longer owns a partition, or that cannot be reached, only delays the parts it was to
+have: the map is fetched anew and what is not done yet is sent again, to whoever owns it then, under the same push id.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from paramserver.client.arrays import BASE_OF_WIRE, Origin, Params
+from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
+from paramserver.client.cluster import Cluster, ModelMap
+from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, pull_request, push_reply
+from paramserver.client.gradients import Grads, prepare
+from paramserver.client.retry import Backoff, judged, passes
+from paramserver.client.selection import Names, Part, Ranges, Selection, select
+from paramserver.errors import InDoubt, PsError, StaleMapError, Unreachable, problem
+from paramserver.types import ITEMSIZE, AnyArray, DType
+from paramserver.wire.frame import PushReply
+
+_WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
+State: TypeAlias = Literal["applied", "staged", "buffered", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What became of a push."""
+
+    state: State
+    """`applied`; `staged` until its clock commits (sync); `buffered` until the next flush; `dropped` (workers only):
+    the model went back to an earlier clock, or the worker had been given up, and nothing of it will be applied."""
+    version: int
+    """The lowest version of the partitions touched; of a staged or buffered push the one before it."""
+    duplicate: bool
+    """Whether every partition had it already from an earlier attempt."""
+    durable_version: int
+    """The lowest version among the partitions touched that would survive the loss of its shard."""
+    incarnation: int
+    """The highest incarnation (ownership number) of the partitions touched."""
+    late: bool = False
+    """sync with `late="drop"`: its clock had been committed already, so it was discarded."""
+
+
+class Transfer:
+    """The sends of one call, kept until every part is done."""
+
+    def __init__(self, cluster: Cluster, held: ModelMap, selection: Selection, deadline: Deadline) -> None:
+        self.cluster, self.held, self.selection, self.deadline = cluster, held, selection, deadline
+        self._backoff = Backoff(deadline)
+        self._moved = 0
+
+    def groups(self, parts: list[Part]) -> list[tuple[str | None, list[Part]]]:
+        """The parts by the way they take."""
+        out: dict[str | None, list[Part]] = {}
+        for part in parts:
+            out.setdefault(self.cluster.route(self.held, part.partition), []).append(part)
+        return list(out.items())
+
+    def settle(
+        self, groups: list[tuple[str | None, list[Part]]], outcomes: list[Outcome]
+    ) -> Call[tuple[list[tuple[int, Response]], list[Part]]]:
+        """Sort outcomes into the good ones (index, response) and the parts to send again, after a pause if any.
+
+        Raises the first refusal that trying again cannot change, or the failure that outlasted the deadline.
+        """
+        good: list[tuple[int, Response]] = []
+        again: list[Part] = []
+        failures: list[PsError] = []
+        stale = False
+        refused: PsError | None = None
+        for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
+            result = judged(outcome)
+            if isinstance(result, Response):
+                good.append((i, result))
+                continue
+            again += parts
+            if isinstance(result, StaleMapError):
+                stale = True
+                failures.append(result)
+            elif passes(result):
+                stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
+                failures.append(result)
+            else:
+                refused = refused or result
+        if refused is not None:
+            if refused.code in ("model_replaced", "unknown_model"):
+                self.cluster.forget(self.held.name)
+            raise refused
+        if failures:
+            moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
+            self._moved += 1
+            if not moved_once:  # a first 421 is answered at once with a fresh map; everything else waits
+                yield self._backoff.pause(failures[0])
+            if stale:
+                yield from self._refresh()
+        again.sort(key=lambda p: p.partition)
+        return good, again
+
+    def _refresh(self) -> Call[None]:
+        fresh = yield from self.cluster.map_of(self.held.name, self.deadline, newer_than=self.held)
+        if fresh.generation != self.held.generation:
+            raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
+        self.held = fresh
+
+
+def wire_dtype(selection: Selection, dtype: str | None) -> DType:
+    """In which dtype a pull travels: as asked, or the widest of the parameters'."""
+    if dtype is not None and dtype not in ITEMSIZE:
+        raise problem("invalid_dtype", f"dtype '{dtype}' cannot be pulled", hint=f"one of {', '.join(ITEMSIZE)}")
+    if dtype is None:
+        kinds = {p.dtype for p in selection.params}
+        dtype = kinds.pop() if len(kinds) == 1 else max("float32", *kinds, key=lambda d: _WIDTH[d])
+    chosen: Any = dtype
+    return chosen
+
+
+def pull(
+    cluster: Cluster,
+    model: str,
+    deadline: Deadline,
+    *,
+    names: Names | None = None,
+    ranges: Ranges | None = None,
+    out: Params | None = None,
+    dtype: str | None = None,
+    min_version: int = 0,
+    wait_s: float = 0.0,
+    timeline: int | None = None,
+) -> Call[Params]:
+    """The present values of the elements chosen; waits up to `wait_s` for `min_version`.
+
+    Raises NotFoundError, ConflictError (`version_not_reached`), or Unavailable when the deadline passes.
+    """
+    held = yield from cluster.map_of(model, deadline)
+    selection = select(held.layout, names, ranges)
+    terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline)
+    flat = _memory(selection, terms.dtype, out)
+    transfer = Transfer(cluster, held, selection, deadline)
+    wait_until = deadline.clock() + wait_s
+    replies: list[Any] = []
+    pending = list(selection.parts)
+    while pending:
+        groups = transfer.groups(pending)
+        left_s = max(0.0, min(wait_until - deadline.clock(), deadline.left_s()))
+        sinks = [Incoming(selection, parts, flat, terms.dtype) for _, parts in groups]
+        requests = [
+            _timed(pull_request(transfer.held, to, parts, terms, left_s, sink), deadline)
+            for (to, parts), sink in zip(groups, sinks, strict=True)
+        ]
+        outcomes = yield requests
+        good, pending = yield from transfer.settle(groups, outcomes)
+        replies += [sinks[i].reply for i, _ in good]
+    return _params(selection, flat, out, model, replies)
+
+
+def push(
+    cluster: Cluster,
+    model: str,
+    deadline: Deadline,
+    grads: Grads,
+    terms: PushTerms,
+    *,
+    ranges: Ranges | None = None,
+    dtype: str | None = None,
+) -> Call[Pushed]:
+    """Deliver a gradient exactly once to every partition it touches."""
+    held = yield from cluster.map_of(model, deadline)
+    gradient = prepare(held.layout, grads, ranges, dtype)
+    outgoing = Outgoing(gradient, _based(terms, held))
+    transfer = Transfer(cluster, held, gradient.selection, deadline)
+    replies: list[PushReply] = []
+    pending = list(gradient.selection.parts)
+    while pending:
+        groups = transfer.groups(pending)
+        outcomes = yield [_timed(r, deadline) for r in outgoing.requests(transfer.held, groups, None, 0.0)]
+        good, pending = yield from transfer.settle(groups, outcomes)
+        replies += [push_reply(response) for _, response in good]
+    return summed(replies)
+
+
+def pushpull(
+    cluster: Cluster,
+    model: str,
+    deadline: Deadline,
+    grads: Grads,
+    terms: PushTerms,
+    *,
+    out: Params | None = None,
+    ranges: Ranges | None = None,
+    dtype: str | None = None,
+) -> Call[tuple[Pushed, Params]]:
+    """A push, and in the same round trip a pull of what the model is then.
+
+    The pull is of the whole model; partitions that the gradient does not touch are pulled beside it.
+    """
+    held = yield from cluster.map_of(model, deadline)
+    gradient = prepare(held.layout, grads, ranges, dtype)
+    if len(gradient.selection.params) < len(held.spec.params) or gradient.selection.ranged:
+        pushed = yield from push(cluster, model, deadline, grads, terms, ranges=ranges, dtype=dtype)
+        return pushed, (yield from pull(cluster, model, deadline, out=out))
+    selection = gradient.selection
+    pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline)
+    flat = _memory(selection, pull_terms.dtype, out)
+    outgoing = Outgoing(gradient, _based(terms, held))
+    transfer = Transfer(cluster, held, selection, deadline)
+    replies: list[Any] = []
+    pending = list(selection.parts)
+    while pending:
+        groups = transfer.groups(pending)
+        sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
+        bare = outgoing.requests(transfer.held, groups, pull_terms, 0.0)
+        outcomes = yield [_timed(replace(r, sink=s), deadline) for r, s in zip(bare, sinks, strict=True)]
+        good, pending = yield from transfer.settle(groups, outcomes)
+        replies += [sinks[i].reply for i, _ in good]
+    return summed([r.push for r in replies]), _params(selection, flat, out, model, replies)
+
+
+def summed(replies: list[PushReply]) -> Pushed:
+    """What became of a push whose parts were answered one by one."""
+    states = {r.state for r in replies}
+    state: Any = next((s for s in ("staged", "buffered") if s in states), "applied")
+    return Pushed(
+        state,
+        min(r.version for r in replies),
+        all(r.duplicate for r in replies),
+        min(r.durable_version for r in replies),
+        max(r.incarnation for r in replies),
+        any(getattr(r, "late", False) for r in replies),
+    )
+
+
+def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
+    """The terms with base versions per partition, where `base` is a pull of this creation of the model."""
+    base = terms.base
+    if base is None or isinstance(base, Mapping) and not isinstance(base, Params):
+        return terms
+    if not isinstance(base, Params):
+        raise problem("invalid_field", f"base must be what pull() returned, not {type(base).__name__}")
+    origin = base.origin
+    if origin.model != held.name:
+        raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{held.name}'")
+    return replace(terms, base=origin.versions if origin.generation == held.generation else None)
+
+
+def _timed(request: Request, deadline: Deadline) -> Request:
+    return replace(request, timeout_s=max(deadline.left_s(), 0.001))
+
+
+def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
+    if out is None:
+        return np.empty(selection.size, BASE_OF_WIRE[dtype])
+    if not isinstance(out, Params):
+        raise problem("invalid_field", f"out must be what pull() returned, not {type(out).__name__}")
+    if not out.fits(selection, BASE_OF_WIRE[dtype]):
+        hint = "its parameters, ranges and dtype must be those of this pull, and it must be writable"
+        raise problem("invalid_shape", "out cannot take what this pull returns", hint=hint)
+    return out.flat
+
+
+def _params(selection: Selection, flat: AnyArray, out: Params | None, model: str, replies: list[Any]) -> Params:
+    versions = {p: (v, i) for r in replies for p, v, i in r.parts}
+    origin = Origin(
+        model,
+        replies[0].generation,
+        max(r.timeline for r in replies),
+        min(v for v, _ in versions.values()),
+        max(i for _, i in versions.values()),
+        versions,
+    )
+    return out.refreshed(origin) if out is not None else Params(selection, flat, origin)

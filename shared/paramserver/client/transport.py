@@ -1,0 +1,315 @@
+"""The two drivers: they perform the requests of calls over pyreqwest, one blocking, one on asyncio.
+
+A shard's own address is spoken to in HTTP/2 with prior knowledge (1 MiB frames, 16 MiB windows); the URLs the client
+was given in HTTP/1.1, or what TLS negotiates.  Several URLs are tried in turn, beginning with the one that answered
+last.  Native errors become values: Unreachable if nothing can have arrived, InDoubt otherwise.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from pyreqwest import exceptions as native
+from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClient, SyncClientBuilder
+
+from paramserver.client.calls import Call, Outcome, Pause, Request, Response
+from paramserver.client.plain import PlainTransport
+from paramserver.errors import PsError, Unreachable, problem
+
+T = TypeVar("T")
+B = TypeVar("B", bound=BaseClientBuilder)
+log = logging.getLogger("paramserver")
+
+CONNECT_S: Final = 3.0
+PARALLEL_MAX: Final = 16
+"""Threads of one blocking client that wait for shards at the same time."""
+_FRAME_BYTES: Final = 1 << 20
+_WINDOW_BYTES: Final = 16 << 20
+
+
+def unreachable(url: str, reason: str) -> PsError:
+    """The error of a URL where nobody answers."""
+    return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
+
+
+def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsError:
+    """The PsError of a native one; only a failure to connect is sure to have done nothing."""
+    reason = _reason(error)
+    if isinstance(error, native.ConnectError | native.ConnectTimeoutError | native.PoolTimeoutError):
+        return unreachable(url, reason)
+    if isinstance(error, native.BuilderError):
+        return problem("malformed", f"{url} is not a URL that can be asked: {reason}")
+    if isinstance(error, TimeoutError):
+        return problem("in_doubt", f"{url} did not answer within {timeout_s:.3g} s")
+    return problem("in_doubt", f"the connection to {url} broke before it answered ({reason})")
+
+
+def _reason(error: native.PyreqwestError) -> str:
+    """The innermost cause, in words: 'connection refused'."""
+    details: Mapping[str, Any] = getattr(error, "details", None) or {}
+    causes = details.get("causes") or [{"message": error.message}]
+    text = str(causes[-1]["message"]).split(" (os error")[0]
+    return text[:1].lower() + text[1:]
+
+
+def _tuned(builder: B, token: str | None, *, direct: bool, urls: Sequence[str]) -> B:
+    """A client for shards (`direct`) or for the URLs given."""
+    b = builder.follow_redirects(False).gzip(False).brotli(False).zstd(False).deflate(False)
+    b = b.connect_timeout(timedelta(seconds=CONNECT_S)).tcp_nodelay(True).user_agent("paramserver-python")
+    if token:
+        b = b.default_headers({"authorization": f"Bearer {token}"})
+    if direct:
+        b = b.http2_prior_knowledge().http2_max_frame_size(_FRAME_BYTES)
+        b = b.http2_initial_stream_window_size(_WINDOW_BYTES).http2_initial_connection_window_size(_WINDOW_BYTES)
+        b = b.http2_keep_alive_interval(timedelta(seconds=5)).http2_keep_alive_timeout(timedelta(seconds=5))
+        return b.no_proxy()
+    if all(_is_loopback(u) for u in urls):
+        b = b.no_proxy()  # a proxy of the environment cannot reach this machine
+    return b.http2(True) if any(u.startswith("https:") for u in urls) else b.http1_only()
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+class _Urls:
+    """The URLs given, and which of them answered last."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = tuple(urls)
+        self.first = 0
+
+    def order(self) -> list[tuple[int, str]]:
+        """Each URL with its index, beginning with the one that answered last."""
+        n = len(self.urls)
+        return [(i % n, self.urls[i % n]) for i in range(self.first, self.first + n)]
+
+
+class BlockingTransport:
+    """Performs calls in the calling thread; safe to share between threads, and noticing a fork."""
+
+    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
+        self._urls, self._token = _Urls(urls), token
+        self._lock = threading.Lock()
+        self._forsaken: list[Any] = []
+        self._pid = -1
+        self._closed = False
+
+    def run(self, call: Call[T]) -> T:
+        """Drive a call to its result."""
+        try:
+            effect = next(call)
+            while True:
+                if isinstance(effect, Pause):
+                    time.sleep(effect.seconds)
+                    effect = call.send([])
+                else:
+                    effect = call.send(self.perform(effect))
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            call.close()
+
+    def perform(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Send all requests at once and wait for all outcomes, in order."""
+        if self._pid != os.getpid():
+            self._start()
+        if len(requests) == 1:
+            return [self._one(requests[0])]
+        rest = [self._pool.submit(self._one, r) for r in requests[1:]]
+        first = self._one(requests[0])
+        return [first, *(f.result() for f in rest)]
+
+    def close(self) -> None:
+        """Close connections; the transport cannot be used afterwards."""
+        with self._lock:
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+            self._pool.shutdown(wait=False)
+            for client in (self._control, self._direct):
+                if client is not None:
+                    client.close()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._pid == os.getpid():
+                return
+            if self._pid != -1:  # a native client must not even be dropped in a child: its threads are the parent's
+                self._forsaken += [self._control, self._direct, self._pool]
+            self._plain: PlainTransport | None = None
+            self._control: SyncClient | None = None
+            self._direct: SyncClient | None = None
+            try:
+                urls = self._urls.urls
+                self._control = _tuned(SyncClientBuilder(), self._token, direct=False, urls=urls).build()
+                self._direct = _tuned(SyncClientBuilder(), self._token, direct=True, urls=()).build()
+            except RuntimeError:  # the native runtime refuses a child whose parent had used it
+                log.info("client.plain reason=forked pid=%d", os.getpid())
+                self._plain = PlainTransport(self._token)
+            self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
+            self._pid = os.getpid()
+
+    def _one(self, request: Request) -> Outcome:
+        if request.to is not None:
+            return self._send(request, request.to, direct=True)
+        outcome: Outcome = problem("unreachable", "no URL to ask")
+        for i, url in self._urls.order():
+            outcome = self._send(request, url, direct=False)
+            if not _next_url(outcome):
+                self._urls.first = i
+                break
+        return outcome
+
+    def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
+        if self._closed:
+            return problem("unreachable", "this client is closed", hint="make another with ps.connect()")
+        if self._plain is not None:
+            return self._plain.send(request, url)
+        client = self._direct if direct else self._control
+        assert client is not None
+        try:
+            b = client.request(request.method, url + request.path).headers(dict(request.headers))
+            b = b.timeout(timedelta(seconds=request.timeout_s))
+            if request.body is not None:
+                b = b.body_bytes(request.body)
+            if request.sink is None:
+                r = b.build().send()
+                return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
+            with b.build_streamed() as r:
+                if r.status != 200:
+                    return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
+                request.sink.begin()
+                reader = r.body_reader
+                while (chunk := reader.read_chunk()) is not None:
+                    request.sink.feed(memoryview(chunk))
+                request.sink.end()
+                return Response(r.status, _lowered(r.headers), b"", url)
+        except native.PyreqwestError as e:
+            return translated(url, e, request.timeout_s)
+        except PsError as e:  # what the sink found wrong
+            return e
+
+
+class AsyncTransport:
+    """Performs calls on the running event loop; made on first use, of the loop that uses it."""
+
+    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
+        self._urls, self._token = _Urls(urls), token
+        self._forsaken: list[Any] = []
+        self._pid = -1
+        self._closed = False
+
+    async def run(self, call: Call[T]) -> T:
+        """Drive a call to its result."""
+        try:
+            effect = next(call)
+            while True:
+                if isinstance(effect, Pause):
+                    await asyncio.sleep(effect.seconds)
+                    effect = call.send([])
+                else:
+                    effect = call.send(await self.perform(effect))
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            call.close()
+
+    async def perform(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Send all requests at once and wait for all outcomes, in order."""
+        if self._pid != os.getpid():
+            self._start()
+        if len(requests) == 1:
+            return [await self._one(requests[0])]
+        return list(await asyncio.gather(*(self._one(r) for r in requests)))
+
+    async def close(self) -> None:
+        """Close connections; the transport cannot be used afterwards."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        for client in (self._control, self._direct):
+            if client is not None:
+                await client.close()
+
+    def _start(self) -> None:
+        if self._pid != -1:
+            self._forsaken += [self._control, self._direct]
+        self._plain: PlainTransport | None = None
+        self._control: Client | None = None
+        self._direct: Client | None = None
+        try:
+            self._control = _tuned(ClientBuilder(), self._token, direct=False, urls=self._urls.urls).build()
+            self._direct = _tuned(ClientBuilder(), self._token, direct=True, urls=()).build()
+        except RuntimeError:
+            log.info("client.plain reason=forked pid=%d", os.getpid())
+            self._plain = PlainTransport(self._token)
+        self._pid = os.getpid()
+
+    async def _one(self, request: Request) -> Outcome:
+        if request.to is not None:
+            return await self._send(request, request.to, direct=True)
+        outcome: Outcome = problem("unreachable", "no URL to ask")
+        for i, url in self._urls.order():
+            outcome = await self._send(request, url, direct=False)
+            if not _next_url(outcome):
+                self._urls.first = i
+                break
+        return outcome
+
+    async def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
+        if self._closed:
+            return problem("unreachable", "this client is closed", hint="make another AsyncClient")
+        if self._plain is not None:
+            return await asyncio.to_thread(self._plain.send, request, url)
+        client = self._direct if direct else self._control
+        assert client is not None
+        try:
+            b = client.request(request.method, url + request.path).headers(dict(request.headers))
+            b = b.timeout(timedelta(seconds=request.timeout_s))
+            if request.body is not None:
+                b = b.body_bytes(request.body)
+            if request.sink is None:
+                r = await b.build().send()
+                return Response(r.status, _lowered(r.headers), bytes(await r.bytes()), url)
+            async with b.build_streamed() as r:
+                if r.status != 200:
+                    return Response(r.status, _lowered(r.headers), bytes(await r.bytes()), url)
+                request.sink.begin()
+                reader = r.body_reader
+                while (chunk := await reader.read_chunk()) is not None:
+                    request.sink.feed(memoryview(chunk))
+                request.sink.end()
+                return Response(r.status, _lowered(r.headers), b"", url)
+        except native.PyreqwestError as e:
+            return translated(url, e, request.timeout_s)
+        except PsError as e:
+            return e
+
+
+def _next_url(outcome: Outcome) -> bool:
+    """Whether another URL may do better: nobody there, or a node without a leader."""
+    if isinstance(outcome, Response):
+        return outcome.status in (502, 503, 504)
+    return isinstance(outcome, Unreachable)
+
+
+def _lowered(headers: Any) -> dict[str, str]:
+    return {str(k).lower(): str(v) for k, v in headers.items()}
+
+
+def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -> None:
+    """Raise Unreachable, in words for a person, unless one of the URLs answers at all."""
+    (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
+    if isinstance(outcome, PsError):
+        raise outcome
