@@ -5,11 +5,14 @@ in flight are finished within `grace_s`.
 """
 
 import asyncio
+import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
 
 import uvicorn
 from granian.constants import Interfaces
@@ -96,3 +99,14 @@ async def serve_uvicorn(app: ASGIApp, host: str, port: int, stop: asyncio.Event,
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End the process at once, its work done and its logs written.
+
+    granian's native threads may still be letting go of Python objects; an interpreter that finalizes under them aborts.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
