@@ -103,8 +103,8 @@ def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
         case "adam" | "adamw":
             first, root = adam_corrections(o, s.step)
             if o.name == "adamw":
-                return s.scale, clip, 0.0, lr / first, root, 1.0 - lr * decay
-            return s.scale, clip, decay, lr / first, root, 1.0
+                return s.scale, clip, 0.0, lr / first, 1.0 / root, 1.0 - lr * decay
+            return s.scale, clip, decay, lr / first, 1.0 / root, 1.0
         case "adagrad":
             return s.scale, clip, decay, lr / (1.0 + (s.step - 1) * o.lr_decay), 0.0, 0.0
         case "sum":
@@ -116,11 +116,11 @@ def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
 def _tables(
     o: OptimizerSpec, steps: Sequence[SegmentStep], size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Spans to step and their numbers; neighbours with the same numbers become one span."""
-    spans: list[tuple[int, int]] = []
+    """Spans to step and their numbers; equal numbers share a row, and neighbours that do become one span."""
+    spans: list[tuple[int, int, int]] = []
     rows: list[tuple[float, ...]] = []
-    last: object = None
-    at = 0
+    known: dict[tuple[float | None, ...], int] = {}
+    at, last = 0, -1
     for s in steps:
         start, stop = s.start, s.stop
         if start < at or stop < start:
@@ -128,19 +128,22 @@ def _tables(
         # ftrl divides by its rate: a rate of zero means no step, as for the others.
         if s.active and start < stop and (s.lr > 0.0 or o.name != "ftrl"):
             key = (s.lr, s.weight_decay, s.step, s.clip_value, s.scale)
-            if key == last and start == at:
-                spans[-1] = (spans[-1][0], stop)
-            else:
-                spans.append((start, stop))
+            row = known.get(key, -1)
+            if row < 0:
+                row = known[key] = len(rows)
                 rows.append(_row(o, s))
-                last = key
+            if row == last and start == at:
+                spans[-1] = (spans[-1][0], stop, row)
+            else:
+                spans.append((start, stop, row))
+            last = row
         else:
-            last = None
+            last = -1
         at = stop
     if at > size:
         raise ValueError(f"segments reach to {at}, the partition has {size} elements")
     return (
-        np.array(spans, np.int64).reshape(-1, 2),
+        np.array(spans, np.int64).reshape(-1, 3),
         np.array(rows, np.float64).reshape(-1, compiled.COLUMNS),
     )
 

@@ -1,6 +1,6 @@
 """The compiled loops: gradient blocks are loaded into float32 scratch, then one step function runs over each block.
 
-A block (16 KiB of float32) stays in the first-level cache between loading, stepping and the test for NaN, so a pass
+A block (8 KiB of float32) stays in the first-level cache between loading, stepping and the test for NaN, so a pass
 costs the memory traffic of its operands only, and gradients of every dtype share one step function.  There is one
 compiled signature per entry point: dtype and optimizer are numbers, not types, so nothing compiles during a push.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-BLOCK = 4096
+BLOCK = 2048
 """Elements of one block."""
 
 # Element codes of a gradient.
@@ -36,14 +36,25 @@ _ABS_BITS = np.uint32(0x7FFFFFFF)
 
 
 def _jit(function: Any) -> Any:
-    """numba's njit as used here: no GIL, cached on disk where some folder can be written, strict IEEE arithmetic."""
+    """An entry point: releases the GIL, strict IEEE arithmetic, cached on disk where some folder can be written."""
     try:
         return njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # "cannot cache function: no locator available": a read-only installation without a home
         return njit(nogil=True, error_model="numpy")(function)
 
 
-@_jit
+def _part(function: Any) -> Any:
+    """A loop that only entry points call: compiled into them, so it needs neither wrappers nor a cache of its own."""
+    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+@_part
+def _size(x: Any) -> Any:
+    """Magnitude of a float32 as its bits, which order as the magnitudes do; NaN and infinity are the largest."""
+    return np.uint32(np.float32(x).view(np.uint32) & _ABS_BITS)
+
+
+@_part
 def _load_half(half: Any, g: Any) -> None:
     """g[:] = float16 bits as float32, exactly (numba has no float16 on CPUs)."""
     bits = g.view(np.uint32)
@@ -60,15 +71,18 @@ def _load_half(half: Any, g: Any) -> None:
         g[i] = -value if h & np.uint32(0x8000) else value
 
 
-@_jit
-def _load(g32: Any, g64: Any, g16: Any, code: int, start: int, g: Any) -> None:
-    """g[:] = the gradient from `start` on, as float32."""
+@_part
+def _load(g32: Any, g64: Any, g16: Any, code: int, start: int, g: Any) -> Any:
+    """g[:] = the gradient from `start` on, as float32; returns the largest `_size`."""
     n = g.size
+    worst = np.uint32(0)
     if code == F32_CODE:
         src = g32[start : start + n]
         for i in range(n):
             g[i] = src[i]
-    elif code == F64_CODE:
+            worst = max(worst, _size(src[i]))
+        return worst
+    if code == F64_CODE:
         wide = g64[start : start + n]
         for i in range(n):
             g[i] = np.float32(wide[i])
@@ -79,140 +93,14 @@ def _load(g32: Any, g64: Any, g16: Any, code: int, start: int, g: Any) -> None:
         bits = g.view(np.uint32)
         for i in range(n):
             bits[i] = np.uint32(np.uint32(brain[i]) << np.uint32(16))
-
-
-@_jit
-def _worst(a: Any) -> Any:
-    """Largest magnitude in `a` as float32 bits; NaN and infinity are at least _INF_BITS."""
-    bits = a.view(np.uint32)
-    worst = np.uint32(0)
-    for i in range(bits.size):
-        worst = max(worst, np.uint32(bits[i] & _ABS_BITS))
+    for i in range(n):
+        worst = max(worst, _size(g[i]))
     return worst
 
 
-@_jit
-def _sgd(w: Any, g: Any, out: Any, lr: Any) -> None:
-    for i in range(g.size):
-        out[i] = w[i] - lr * g[i]
-
-
-@_jit
-def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> None:
-    for i in range(g.size):
-        buf = mu * m[i] + g[i]
-        m_out[i] = buf
-        out[i] = w[i] - lr * buf
-
-
-@_jit
-def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> None:
-    for i in range(g.size):
-        buf = mu * m[i] + g[i]
-        m_out[i] = buf
-        out[i] = w[i] - lr * (g[i] + mu * buf)
-
-
-@_jit
-def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> None:
-    for i in range(g.size):
-        total = s[i] + g[i] * g[i]
-        s_out[i] = total
-        out[i] = w[i] - lr * (g[i] / (np.sqrt(total) + eps))
-
-
-@_jit
-def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> None:
-    """rmsprop's running mean square into s_out, and the root + eps that divides the gradient into `root`."""
-    for i in range(g.size):
-        square = alpha * s[i] + rest * (g[i] * g[i])
-        s_out[i] = square
-        root[i] = np.sqrt(square) + eps
-
-
-@_jit
-def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> None:
-    """The same, centred: the running mean's square is taken off."""
-    zero = np.float32(0.0)
-    for i in range(g.size):
-        square = alpha * s[i] + rest * (g[i] * g[i])
-        mean = alpha * a[i] + rest * g[i]
-        s_out[i] = square
-        a_out[i] = mean
-        # Rounding can bring the difference of near equals just below zero.
-        spread = square - mean * mean
-        root[i] = np.sqrt(spread if spread > zero else zero) + eps
-
-
-@_jit
-def _divided(w: Any, g: Any, root: Any, out: Any, lr: Any) -> None:
-    for i in range(g.size):
-        out[i] = w[i] - lr * (g[i] / root[i])
-
-
-@_jit
-def _divided_momentum(w: Any, m: Any, g: Any, root: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> None:
-    for i in range(g.size):
-        buf = mu * m[i] + g[i] / root[i]
-        m_out[i] = buf
-        out[i] = w[i] - lr * buf
-
-
-@_jit
-def _adam(
-    w: Any, m: Any, v: Any, g: Any, out: Any, m_out: Any, v_out: Any,
-    b1: Any, r1: Any, b2: Any, r2: Any, eps: Any, size: Any, root: Any, keep: Any,
-) -> None:  # fmt: skip
-    """size = lr / (1 - beta1^t), root = sqrt(1 - beta2^t), keep = 1 - lr * decoupled weight decay."""
-    for i in range(g.size):
-        first = b1 * m[i] + r1 * g[i]
-        second = b2 * v[i] + r2 * (g[i] * g[i])
-        m_out[i] = first
-        v_out[i] = second
-        out[i] = keep * w[i] - size * (first / (np.sqrt(second) / root + eps))
-
-
-@_jit
-def _ftrl(
-    w: Any, z: Any, n: Any, g: Any, out: Any, z_out: Any, n_out: Any, alpha: Any, beta: Any, l1: Any, l2: Any
-) -> None:
-    """Per-coordinate FTRL-Proximal (McMahan et al. 2013, algorithm 1)."""
-    zero = np.float32(0.0)
-    for i in range(g.size):
-        before = n[i]
-        after = before + g[i] * g[i]
-        root = np.sqrt(after)
-        sigma = (root - np.sqrt(before)) / alpha
-        linear = z[i] + g[i] - sigma * w[i]
-        z_out[i] = linear
-        n_out[i] = after
-        shrunk = max(abs(linear) - l1, zero)
-        size = shrunk / ((beta + root) / alpha + l2)
-        out[i] = -size if linear > zero else size
-
-
-@_jit
-def _sum(w: Any, g: Any, out: Any) -> None:
-    for i in range(g.size):
-        out[i] = w[i] + g[i]
-
-
-@_jit
-def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
-    """Elements [a, b) of values and slots, unchanged."""
-    out[a:b] = w[a:b]
-    if slots > 0:
-        o0[a:b] = s0[a:b]
-    if slots > 1:
-        o1[a:b] = s1[a:b]
-    if slots > 2:
-        o2[a:b] = s2[a:b]
-
-
-@_jit
-def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> Any:
-    """Scales, clips and decays one block of the gradient; returns the worst magnitude bits of the raw block."""
-    worst = _worst(g)
+@_part
+def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
+    """Scales, clips and decays one block of the gradient."""
     if scale != np.float32(1.0):
         for i in range(g.size):
             g[i] = scale * g[i]
@@ -222,7 +110,177 @@ def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> Any:
     if decay != np.float32(0.0):
         for i in range(g.size):
             g[i] = g[i] + decay * w[i]
+
+
+# The step functions return the largest `_size` that they wrote.
+
+
+@_part
+def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
+    worst = np.uint32(0)
+    for i in range(g.size):
+        out[i] = w[i] - lr * g[i]
+        worst = max(worst, _size(out[i]))
     return worst
+
+
+@_part
+def _sgd_direct(w: Any, g: Any, out: Any, lr: Any, scale: Any) -> Any:
+    """The same without scratch, for a float32 gradient that needs no clip and no decay: the commonest push."""
+    worst = np.uint32(0)
+    for i in range(g.size):
+        new = w[i] - lr * (scale * g[i])
+        worst = max(worst, max(_size(g[i]), _size(new)))
+        out[i] = new
+    return worst
+
+
+@_part
+def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
+    worst = np.uint32(0)
+    for i in range(g.size):
+        buf = mu * m[i] + g[i]
+        new = w[i] - lr * buf
+        m_out[i] = buf
+        out[i] = new
+        worst = max(worst, max(_size(buf), _size(new)))
+    return worst
+
+
+@_part
+def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
+    worst = np.uint32(0)
+    for i in range(g.size):
+        buf = mu * m[i] + g[i]
+        new = w[i] - lr * (g[i] + mu * buf)
+        m_out[i] = buf
+        out[i] = new
+        worst = max(worst, max(_size(buf), _size(new)))
+    return worst
+
+
+@_part
+def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> Any:
+    worst = np.uint32(0)
+    for i in range(g.size):
+        total = s[i] + g[i] * g[i]
+        new = w[i] - lr * (g[i] / (np.sqrt(total) + eps))
+        s_out[i] = total
+        out[i] = new
+        worst = max(worst, max(_size(total), _size(new)))
+    return worst
+
+
+@_part
+def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
+    """rmsprop's running mean square into s_out, and the root + eps that divides the gradient into `root`."""
+    worst = np.uint32(0)
+    for i in range(g.size):
+        square = alpha * s[i] + rest * (g[i] * g[i])
+        s_out[i] = square
+        root[i] = np.sqrt(square) + eps
+        worst = max(worst, _size(square))
+    return worst
+
+
+@_part
+def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
+    """The same, centred: the running mean's square is taken off."""
+    worst = np.uint32(0)
+    zero = np.float32(0.0)
+    for i in range(g.size):
+        square = alpha * s[i] + rest * (g[i] * g[i])
+        mean = alpha * a[i] + rest * g[i]
+        s_out[i] = square
+        a_out[i] = mean
+        # Rounding can bring the difference of near equals just below zero.
+        spread = square - mean * mean
+        root[i] = np.sqrt(spread if spread > zero else zero) + eps
+        worst = max(worst, max(_size(square), _size(mean)))
+    return worst
+
+
+@_part
+def _divided(w: Any, g: Any, root: Any, out: Any, lr: Any) -> Any:
+    worst = np.uint32(0)
+    for i in range(g.size):
+        new = w[i] - lr * (g[i] / root[i])
+        out[i] = new
+        worst = max(worst, _size(new))
+    return worst
+
+
+@_part
+def _divide(g: Any, root: Any) -> None:
+    for i in range(g.size):
+        g[i] = g[i] / root[i]
+
+
+@_part
+def _adam(
+    w: Any, m: Any, v: Any, g: Any, out: Any, m_out: Any, v_out: Any,
+    b1: Any, r1: Any, b2: Any, r2: Any, eps: Any, size: Any, grow: Any, keep: Any,
+) -> Any:  # fmt: skip
+    """size = lr / (1 - beta1^t), grow = 1 / sqrt(1 - beta2^t), keep = 1 - lr * decoupled weight decay."""
+    worst = np.uint32(0)
+    for i in range(g.size):
+        first = b1 * m[i] + r1 * g[i]
+        second = b2 * v[i] + r2 * (g[i] * g[i])
+        new = keep * w[i] - size * (first / (np.sqrt(second) * grow + eps))
+        m_out[i] = first
+        v_out[i] = second
+        out[i] = new
+        worst = max(worst, max(_size(first), max(_size(second), _size(new))))
+    return worst
+
+
+@_part
+def _ftrl(
+    w: Any, z: Any, n: Any, g: Any, out: Any, z_out: Any, n_out: Any, alpha: Any, beta: Any, l1: Any, l2: Any
+) -> Any:
+    """Per-coordinate FTRL-Proximal (McMahan et al. 2013, algorithm 1)."""
+    worst = np.uint32(0)
+    zero = np.float32(0.0)
+    for i in range(g.size):
+        after = n[i] + g[i] * g[i]
+        root = np.sqrt(after)
+        sigma = (root - np.sqrt(n[i])) / alpha
+        linear = z[i] + g[i] - sigma * w[i]
+        shrunk = max(abs(linear) - l1, zero)
+        size = shrunk / ((beta + root) / alpha + l2)
+        new = -size if linear > zero else size
+        z_out[i] = linear
+        n_out[i] = after
+        out[i] = new
+        worst = max(worst, max(_size(linear), max(_size(after), _size(new))))
+    return worst
+
+
+@_part
+def _sum(w: Any, g: Any, out: Any) -> Any:
+    worst = np.uint32(0)
+    for i in range(g.size):
+        out[i] = w[i] + g[i]
+        worst = max(worst, _size(out[i]))
+    return worst
+
+
+@_part
+def _copy(a: Any, out: Any) -> None:
+    for i in range(a.size):
+        out[i] = a[i]
+
+
+@_part
+def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
+    """Elements [a, b) of values and slots, unchanged."""
+    _copy(w[a:b], out[a:b])
+    if slots > 0:
+        _copy(s0[a:b], o0[a:b])
+    if slots > 1:
+        _copy(s1[a:b], o1[a:b])
+    if slots > 2:
+        _copy(s2[a:b], o2[a:b])
 
 
 @_jit
@@ -230,9 +288,9 @@ def step(
     kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
     g32: Any, g64: Any, g16: Any, code: int, out: Any, o0: Any, o1: Any, o2: Any,
 ) -> Any:  # fmt: skip
-    """One optimizer step over a partition; whether the gradient read and every value computed is finite.
+    """One optimizer step over a partition; returns whether the gradient read and every value computed is finite.
 
-    `spans` are the sorted, disjoint [start, stop) to step, `table` their numbers; all other elements are copied.
+    Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
@@ -243,57 +301,57 @@ def step(
     for k in range(spans.shape[0]):
         start, stop = spans[k, 0], spans[k, 1]
         if at < start:
-            _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
+            _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
         at = stop
-        scale, clip, decay = f(table[k, SCALE]), f(table[k, CLIP]), f(table[k, DECAY])
-        a, b, c = f(table[k, A]), f(table[k, B]), f(table[k, C])
+        r = spans[k, 2]
+        scale, clip, decay = f(table[r, SCALE]), f(table[r, CLIP]), f(table[r, DECAY])
+        a, b, c = f(table[r, A]), f(table[r, B]), f(table[r, C])
+        if kind == SGD and code == F32_CODE and decay == f(0.0) and clip == f(np.inf):
+            worst = max(worst, _sgd_direct(w[start:stop], g32[start:stop], out[start:stop], a, scale))
+            start = stop
         while start < stop:
             end = min(start + BLOCK, stop)
             g = scratch[: end - start]
-            _load(g32, g64, g16, code, start, g)
+            worst = max(worst, _load(g32, g64, g16, code, start, g))
             wb, ob = w[start:end], out[start:end]
-            worst = max(worst, _prepare(g, wb, scale, clip, decay))
+            _prepare(g, wb, scale, clip, decay)
             if kind == SGD:
-                _sgd(wb, g, ob, a)
+                new = _sgd(wb, g, ob, a)
             elif kind == MOMENTUM:
-                _momentum(wb, s0[start:end], g, ob, o0[start:end], a, h0)
+                new = _momentum(wb, s0[start:end], g, ob, o0[start:end], a, h0)
             elif kind == NESTEROV:
-                _nesterov(wb, s0[start:end], g, ob, o0[start:end], a, h0)
+                new = _nesterov(wb, s0[start:end], g, ob, o0[start:end], a, h0)
             elif kind == ADAGRAD:
-                _adagrad(wb, s0[start:end], g, ob, o0[start:end], a, h0)
+                new = _adagrad(wb, s0[start:end], g, ob, o0[start:end], a, h0)
             elif kind == RMSPROP:
                 root = roots[: end - start]
                 # h: alpha, 1 - alpha, eps, momentum, centred
                 if h4 != f(0.0):
-                    _variance(s0[start:end], s1[start:end], g, o0[start:end], o1[start:end], root, h0, h1, h2)
-                    worst = max(worst, _worst(o1[start:end]))
+                    old = _variance(s0[start:end], s1[start:end], g, o0[start:end], o1[start:end], root, h0, h1, h2)
                 else:
-                    _mean_square(s0[start:end], g, o0[start:end], root, h0, h1, h2)
+                    old = _mean_square(s0[start:end], g, o0[start:end], root, h0, h1, h2)
+                worst = max(worst, old)
                 if h3 == f(0.0):
-                    _divided(wb, g, root, ob, a)
-                elif h4 != f(0.0):
-                    _divided_momentum(wb, s2[start:end], g, root, ob, o2[start:end], a, h3)
+                    new = _divided(wb, g, root, ob, a)
                 else:
-                    _divided_momentum(wb, s1[start:end], g, root, ob, o1[start:end], a, h3)
+                    _divide(g, root)
+                    if h4 != f(0.0):
+                        new = _momentum(wb, s2[start:end], g, ob, o2[start:end], a, h3)
+                    else:
+                        new = _momentum(wb, s1[start:end], g, ob, o1[start:end], a, h3)
             elif kind == ADAM:
-                _adam(
+                new = _adam(
                     wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end],
                     h0, h1, h2, h3, h4, a, b, c,
                 )  # fmt: skip
             elif kind == FTRL:
-                _ftrl(wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end], a, h0, h1, h2)
+                new = _ftrl(wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end], a, h0, h1, h2)
             else:
-                _sum(wb, g, ob)
-            worst = max(worst, _worst(ob))
-            if slots > 0:
-                worst = max(worst, _worst(o0[start:end]))
-            if slots > 1:
-                worst = max(worst, _worst(o1[start:end]))
-            if slots > 2:
-                worst = max(worst, _worst(o2[start:end]))
+                new = _sum(wb, g, ob)
+            worst = max(worst, new)
             start = end
     if at < out.size:
-        _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
+        _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
     return worst < _INF_BITS
 
 
@@ -321,28 +379,29 @@ def add(first: Any, out: Any, g32: Any, g64: Any, g16: Any, code: int, start: in
 def finite(g32: Any, g64: Any, g16: Any, code: int) -> Any:
     """Whether a tensor holds no NaN and no infinity."""
     if code == F32_CODE:
-        for at in range(0, g32.size, BLOCK):
-            if _worst(g32[at : at + BLOCK]) >= _INF_BITS:
-                return False
+        worst = np.uint32(0)
+        for i in range(g32.size):
+            worst = max(worst, _size(g32[i]))
+        return worst < _INF_BITS
     elif code == F64_CODE:
         bits = g64.view(np.uint64)
-        worst = np.uint64(0)
+        widest = np.uint64(0)
         for i in range(bits.size):
-            worst = max(worst, bits[i] & np.uint64(0x7FFFFFFFFFFFFFFF))
-        return worst < np.uint64(0x7FF0000000000000)
-    else:
-        top = np.uint16(0x7C00) if code == F16_CODE else np.uint16(0x7F80)
-        most = np.uint16(0)
-        for i in range(g16.size):
-            most = max(most, np.uint16(g16[i] & np.uint16(0x7FFF)))
-        return most < top
-    return True
+            widest = max(widest, np.uint64(bits[i] & np.uint64(0x7FFFFFFFFFFFFFFF)))
+        return widest < np.uint64(0x7FF0000000000000)
+    top = np.uint16(0x7C00) if code == F16_CODE else np.uint16(0x7F80)
+    most = np.uint16(0)
+    for i in range(g16.size):
+        most = max(most, np.uint16(g16[i] & np.uint16(0x7FFF)))
+    return most < top
 
 
 @_jit
 def squares(g32: Any, g64: Any, g16: Any, code: int, size: int) -> float:
     """Sum of squares in float64, in 16 interleaved partial sums (so that it vectorises and keeps one order)."""
-    lanes = np.zeros(16, np.float64)
+    lanes = np.empty(16, np.float64)
+    for k in range(16):
+        lanes[k] = 0.0
     scratch = np.empty(BLOCK, np.float32)
     at = 0
     while at < size:
