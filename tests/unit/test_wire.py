@@ -1,0 +1,259 @@
+"""Frames, tensors and bounded reading: what goes in comes out, and bad bytes give nothing but a PsError."""
+
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.errors import RequestError
+from paramserver.types import PushId
+from paramserver.wire import frame, tensor
+from paramserver.wire.bounded import parse_json, unpack
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "frames"
+
+PUSH = frame.PushFrame(
+    "demo",
+    (frame.PushPart(0, (6, (1 << 32) | 3)), frame.PushPart(2, None, ((0, 1), (5, 7)))),
+    generation=4,
+    map_epoch=9,
+    timeline=0,
+    push_id=PushId("run-7f3a/w0", 2, 17),
+    clock=6,
+    weight=0.5,
+    norm=1.25,
+    pull=frame.PullSpec(((0, None),), 7, 5.0, "float16"),
+)
+PULL = frame.PullFrame("demo", ((0, None), (1, ((0, 3),))), 4, 9, 0, 7, 5.0, "bfloat16")
+PUSHED = frame.PushReply("applied", False, 7, 5, (1 << 32) | 3, 0, ((0, 7, (1 << 32) | 3, 5),))
+PULLED = frame.PullReply("demo", 4, 0, 7, (1 << 32) | 3, "float16", ((0, 7, (1 << 32) | 3),), PUSHED)
+FRAMES: dict[str, Any] = {"push": PUSH, "pull": PULL, "pushed": PUSHED, "pulled": PULLED}
+
+
+@pytest.mark.parametrize("name", sorted(FRAMES))
+def test_frames_are_the_bytes_that_the_golden_files_hold(name: str) -> None:
+    """A frame's bytes are those of the golden file, and reading them gives the same frame."""
+    golden = (GOLDEN / f"{name}.bin").read_bytes()
+
+    assert frame.encode_header(FRAMES[name].to_header()) == golden
+    header, offset = frame.decode_prefix(golden)
+    assert type(FRAMES[name]).from_header(header) == FRAMES[name]
+    assert offset == len(golden)
+    assert offset % frame.ALIGN == 0
+
+
+def test_the_example_of_the_protocol_page_is_a_real_frame() -> None:
+    """The hex dump in docs/protocol.md is the golden push of one whole partition."""
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    block = page.split("<!-- test: example -->\n```\n")[1].split("```")[0]
+    dump = bytes.fromhex("".join(line.split("|")[0] for line in block.splitlines()))
+
+    header, offset = frame.decode_prefix(dump)
+
+    push = frame.PushFrame.from_header(header)
+    assert (push.model, push.push_id, push.clock) == ("demo", PushId("w0", 1, 7), 6)
+    assert np.frombuffer(dump[offset:], "<f4").tolist() == [1.0, -2.0]
+
+
+def test_unknown_header_keys_are_ignored() -> None:
+    """A newer client may say more than this version understands."""
+    assert frame.PushFrame.from_header(PUSH.to_header() | {"colour": "blue"}) == PUSH
+
+
+def test_a_newer_frame_format_is_refused_by_name() -> None:
+    """A format this version does not know is refused with its number."""
+    data = bytearray(frame.encode_header(PUSH.to_header()))
+    data[2] = 2
+
+    with pytest.raises(RequestError, match="frame format 2"):
+        frame.decode_prefix(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"model": "../x"}, "malformed"),
+        ({"worker": None}, "invalid_field"),
+        ({"seq": -1}, "malformed"),
+        ({"seq": True}, "malformed"),
+        ({"parts": []}, "empty_push"),
+        ({"parts": [[0, None, None], [0, None, None]]}, "malformed"),
+        ({"parts": [[0, None]]}, "malformed"),
+        ({"parts": [[0, [1], None]]}, "malformed"),
+        ({"parts": [[0, None, [[3, 3]]]]}, "invalid_range"),
+        ({"parts": [[0, None, [[3, 5], [4, 6]]]]}, "invalid_range"),
+        ({"dtype": "int8"}, "malformed"),
+        ({"weight": float("nan")}, "malformed"),
+        ({"pull": {"parts": [["x", None]]}}, "malformed"),
+    ],
+)
+def test_a_wrong_header_is_refused(change: dict[str, Any], code: str) -> None:
+    """A header with a wrong field is refused with the code of what is wrong."""
+    with pytest.raises(RequestError) as caught:
+        frame.PushFrame.from_header(PUSH.to_header() | change)
+
+    assert caught.value.code == code
+
+
+@given(st.sampled_from(sorted(FRAMES)), st.integers(0, 400), st.binary(max_size=3))
+def test_damaged_frames_give_a_problem_or_a_frame(name: str, at: int, junk: bytes) -> None:
+    """Bytes changed or cut off anywhere give a RequestError or a frame, never another exception."""
+    data = frame.encode_header(FRAMES[name].to_header())
+    for damaged in (data[:at], data[:at] + junk + data[at + len(junk) :]):
+        try:
+            header, _ = frame.decode_prefix(damaged)
+            type(FRAMES[name]).from_header(header)
+        except RequestError:
+            continue
+
+
+def nested(depth: int, claimed: int) -> bytes:
+    return b"".join(b"\xdd" + struct.pack(">I", claimed) for _ in range(depth))
+
+
+def test_msgpack_bombs_are_refused_before_they_allocate() -> None:
+    """Nested headers that claim millions of items are refused by their claim, at once and without memory."""
+    tracemalloc.start()
+    bombs = [
+        nested(900, 65_536),
+        nested(12, 2**32 - 1),
+        nested(200, 1),
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc7\x08\x01" + bytes(8),
+    ]
+    for bomb in bombs:
+        with pytest.raises(RequestError):
+            unpack(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 1 << 20
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_msgpack_or_a_problem(data: bytes) -> None:
+    """Arbitrary bytes give a value or a RequestError."""
+    try:
+        unpack(data)
+    except RequestError:
+        return
+
+
+msgpack_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda c: st.lists(c, max_size=5) | st.dictionaries(st.text(), c, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(msgpack_values)
+def test_msgpack_round_trips(value: Any) -> None:
+    """Whatever fits the bounds comes back as it was."""
+    assert unpack(msgpack.packb(value), depth_max=64) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (b"[" * 100_000, "too_large"),
+        (b'{"a":1,"a":2}', "malformed"),
+        (b"NaN", "non_finite"),
+        (b"[1, -Infinity]", "non_finite"),
+        (b"\xff\xfe", "malformed"),
+        (b"9" * 10_000, "malformed"),
+        (b"", "malformed"),
+        (b"{} {}", "malformed"),
+    ],
+)
+def test_bad_json_is_refused(text: bytes, code: str) -> None:
+    """JSON outside RFC 8259, or nested too deep, is refused by code."""
+    with pytest.raises(RequestError) as caught:
+        parse_json(text)
+
+    assert caught.value.code == code
+
+
+floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.lists(floats32, min_size=2, max_size=2), max_size=4))
+def test_json_numbers_round_trip_as_float32(rows: list[list[float]]) -> None:
+    """A float32 array written as JSON reads back bit for bit."""
+    a = np.array(rows, np.float32).reshape(len(rows), 2) if rows else np.zeros((0,), np.float32)
+
+    back, dtype = tensor.from_json(tensor.to_json(a, "float32"), "w")
+
+    assert dtype == "float32"
+    assert back.tobytes() == a.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ([[1], [2, 3]], "invalid_shape"),
+        ([1, [2]], "invalid_shape"),
+        ("3", "malformed"),
+        ([None], "malformed"),
+        ([True], "malformed"),
+        ([1e39], "non_finite"),
+        ([10**400], "non_finite"),
+        ([[[[[[[[[1]]]]]]]]], "invalid_shape"),
+    ],
+)
+def test_json_that_is_no_tensor_is_refused(value: Any, code: str) -> None:
+    """Ragged lists, strings, nulls and numbers beyond float32 are refused by code, naming the tensor."""
+    with pytest.raises(RequestError) as caught:
+        tensor.from_json(value, "w")
+
+    assert caught.value.code == code
+    assert caught.value.members["where"] == "w"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"dtype": "float32", "shape": [2**40, 2**40], "data": b""},
+        {"dtype": "float32", "shape": [-1], "data": b"1234"},
+        {"dtype": "float32", "shape": [2], "data": b"1234"},
+        {"dtype": "object", "shape": [1], "data": b"1234"},
+        {"dtype": ">f4", "shape": [1], "data": b"1234"},
+        {"dtype": "float32", "shape": [1], "data": "1234"},
+        {"dtype": "float32", "shape": [1]},
+        [1],
+    ],
+)
+def test_msgpack_tensors_that_lie_are_refused(value: Any) -> None:
+    """A tensor whose shape, dtype and bytes disagree is refused."""
+    with pytest.raises(RequestError):
+        tensor.from_msgpack(value, "w")
+
+
+@given(st.lists(st.floats(width=32), max_size=20))
+def test_bfloat16_rounds_to_the_nearest(values: list[float]) -> None:
+    """bfloat16 keeps its own values exactly, and rounds others to one of the two neighbours, the nearer one."""
+    a = np.array(values, np.float32)
+    bits = tensor.f32_to_bf16(a)
+    back = tensor.bf16_to_f32(bits)
+
+    assert np.array_equal(tensor.f32_to_bf16(back), bits)
+    kept = np.isfinite(a) & np.isfinite(back)
+    down = (a.view(np.uint32) & 0xFFFF0000).view(np.float32)[kept].astype(np.float64)
+    exact, rounded = a[kept].astype(np.float64), back[kept].astype(np.float64)
+    assert np.all(np.abs(rounded - exact) <= np.abs(down - exact))
+
+
+def test_slice_checksums_are_zlibs() -> None:
+    """Anyone can recompute a slice's checksum with zlib: dtype name, ranges as u64 pairs, elements."""
+    a = np.arange(5, dtype=np.float32)
+
+    crc = tensor.slice_crc("float32", [(0, 2), (4, 7)], a)
+
+    assert crc == zlib.crc32(b"float32" + struct.pack("<4Q", 0, 2, 4, 7) + a.tobytes())
+    assert crc != tensor.slice_crc("float32", [(0, 3), (4, 6)], a)
