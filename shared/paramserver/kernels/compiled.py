@@ -7,8 +7,9 @@ compiled signature per entry point: dtype and optimizer are numbers, not types, 
 
 from typing import Any
 
+import numba
 import numpy as np
-from numba import njit, types
+from numba import types
 
 BLOCK = 2048
 """Elements of one block."""
@@ -35,17 +36,20 @@ _INF_BITS = np.uint32(0x7F800000)
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 
 
+_njit: Any = numba.njit  # which versions of numba publish types for it differs
+
+
 def _jit(function: Any) -> Any:
     """An entry point: releases the GIL, strict IEEE arithmetic, cached on disk where some folder can be written."""
     try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
+        return _njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # "cannot cache function: no locator available": a read-only installation without a home
-        return njit(nogil=True, error_model="numpy")(function)
+        return _njit(nogil=True, error_model="numpy")(function)
 
 
 def _part(function: Any) -> Any:
     """A loop that only entry points call: compiled into them, so it needs neither wrappers nor a cache of its own."""
-    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    return _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 @_part
@@ -117,6 +121,7 @@ def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
 
 @_part
 def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
+    """torch's SGD without momentum; decay is in g already, here and below."""
     worst = np.uint32(0)
     for i in range(g.size):
         out[i] = w[i] - lr * g[i]
@@ -137,6 +142,7 @@ def _sgd_direct(w: Any, g: Any, out: Any, lr: Any, scale: Any) -> Any:
 
 @_part
 def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
+    """torch's SGD with momentum, dampening 0."""
     worst = np.uint32(0)
     for i in range(g.size):
         buf = mu * m[i] + g[i]
@@ -149,6 +155,7 @@ def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) ->
 
 @_part
 def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
+    """torch's SGD with nesterov=True."""
     worst = np.uint32(0)
     for i in range(g.size):
         buf = mu * m[i] + g[i]
@@ -161,6 +168,7 @@ def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) ->
 
 @_part
 def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> Any:
+    """Adagrad (Duchi et al. 2011) as torch has it; lr holds lr_decay."""
     worst = np.uint32(0)
     for i in range(g.size):
         total = s[i] + g[i] * g[i]
