@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from paramserver.wire.tensor import bf16_to_f32
 
 from paramserver import kernels
-from paramserver.core.shard_io import AssignPart, AssignTask, PartitionState, Task, TaskResult, UpdateTask
-from paramserver.types import F32, AnyArray
+from paramserver.core.shard_io import AssignTask, PartitionState, Task, TaskResult, UpdateTask
+from paramserver.types import AnyArray
+from paramserver.wire.tensor import to_f32
 from paramserver_shard.buffers import BufferPool
 
 INLINE_ELEMENTS_MAX: Final = 1_000_000
@@ -27,6 +27,7 @@ def compute(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
 
 def _update(task: UpdateTask, pool: BufferPool) -> TaskResult:
     state, size = task.state, task.state.values.size
+    gradient: AnyArray
     if task.direct is not None:
         gradient, dtype = task.direct
     else:
@@ -44,10 +45,10 @@ def _assign(task: AssignTask, pool: BufferPool) -> TaskResult:
     state, part = task.state, task.part
     values = pool.take(state.values.size)
     if part.ranges is None:
-        values[:] = as_float32(part)
+        values[:] = to_f32(part.data, part.dtype)
     else:
         np.copyto(values, state.values)
-        source, at = as_float32(part), 0
+        source, at = to_f32(part.data, part.dtype), 0
         for start, stop in part.ranges:
             values[start:stop] = source[at : at + stop - start]
             at += stop - start
@@ -55,8 +56,3 @@ def _assign(task: AssignTask, pool: BufferPool) -> TaskResult:
         return TaskResult(None)
     slots = state.slots if part.slots is None else part.slots
     return TaskResult(PartitionState(values, slots, state.steps if part.steps is None else part.steps))
-
-
-def as_float32(part: AssignPart) -> F32 | AnyArray:
-    """The elements of an assignment as something NumPy assigns to float32 by value."""
-    return bf16_to_f32(part.data) if part.dtype == "bfloat16" else part.data

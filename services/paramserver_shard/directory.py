@@ -24,7 +24,11 @@ class KnownModel:
     state: str
     """`initializing` (first values are being uploaded) or `ready`."""
     owners: tuple[tuple[str, Token], ...]
-    """(shard, owner token) of each partition."""
+    """(shard, owner token) of each partition; ("", 0) where there is none now."""
+    cut: int | None
+    """sync: clock of the newest cut that all partitions have stored; its snapshots are never deleted."""
+    upload_token: str | None
+    """What uploads of initial values quote, while they are awaited."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -60,7 +64,7 @@ class Directory:
             self._take_model(document)
         elif kind == "gone":
             known = self.models.get(document["name"])
-            if known is not None and known.key.generation == document["generation"]:
+            if known is not None and known.key.generation <= document["generation"]:
                 del self.models[document["name"]]
         else:
             return
@@ -76,12 +80,15 @@ class Directory:
             layout = known.layout
         else:
             layout = Layout(ModelSpec.parse(document["spec"]))
+        upload = document.get("upload")
         self.models[name] = KnownModel(
             ModelKey(name, generation),
             layout,
             int(document["timeline"]),
             str(document["state"]),
-            tuple((str(shard), int(token)) for shard, token in document["owners"]),
+            tuple((str(o[0]), int(o[1])) if o else ("", 0) for o in document["owners"]),
+            None if document.get("cut") is None else int(document["cut"]),
+            upload["token"] if upload else None,
         )
 
     def address(self, shard: str) -> str:

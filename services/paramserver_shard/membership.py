@@ -7,9 +7,10 @@ connection it tells everything once more, so nothing is lost with a connection.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
+from urllib.parse import quote
 
 import httpx
 from redis.asyncio import Redis
@@ -29,6 +30,7 @@ from paramserver.limits import HEARTBEAT_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory
 from paramserver_shard.runtime import Runtime
+from paramserver_shard.telemetry import KEPT, LENT, PARTITIONS, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +52,14 @@ class SchedulerLink:
         """The scheduler in use."""
         return self._urls[0]
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All schedulers, the one in use first."""
+        return tuple(self._urls)
+
     def turn(self) -> None:
         """The next scheduler is used from now on."""
-        self._urls.append(self._urls.pop(0))
+        self._urls = [*self._urls[1:], self._urls[0]]
 
     async def request(self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer; each scheduler is asked once.
@@ -79,7 +86,7 @@ class SchedulerLink:
     async def feed(self, shard: str, epoch: int) -> AsyncIterator[dict[str, Any]]:
         """The documents of the feed, until the connection ends; raises PsError or httpx.HTTPError."""
         timeout = httpx.Timeout(REQUEST_S, read=FEED_SILENCE_S)
-        params = {"shard": shard, "epoch": epoch}
+        params: dict[str, str | int] = {"shard": shard, "epoch": epoch}
         async with self._client.stream("GET", f"{self.url}/internal/feed", params=params, timeout=timeout) as response:
             if not response.is_success:
                 await response.aread()
@@ -113,7 +120,7 @@ class Membership:
         redis: Redis,
         directory: Directory,
         runtime: Runtime,
-        metrics: Callable[[], dict[str, float]],
+        telemetry: Telemetry,
     ) -> None:
         self.name = name
         self.epoch = 0
@@ -127,7 +134,7 @@ class Membership:
         self._redis = redis
         self._directory = directory
         self._runtime = runtime
-        self._metrics = metrics
+        self._telemetry = telemetry
         self._loop = asyncio.get_running_loop()
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
@@ -143,6 +150,12 @@ class Membership:
         if self.epoch == 0 or self._loop.time() - seen_at > SERVE_WITHOUT_CONTACT_S:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
 
+    def unready(self) -> str:
+        """Why no requests should be sent here yet; empty when they may.  Does not ask Redis."""
+        if not self.epoch:
+            return "not a member of the cluster yet"
+        return "" if self.followed.is_set() else "the cluster map has not arrived yet"
+
     # -- what the core asks for
 
     def report(self) -> None:
@@ -152,10 +165,9 @@ class Membership:
         self._resync.set()
 
     async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
-        path = f"/internal/models/{effect.model.name}/worker"
-        params = {"worker": effect.worker, "generation": effect.model.generation}
+        path = f"/internal/models/{effect.model.name}/workers/{quote(effect.worker)}"
         try:
-            answer = await self.link.request("GET", path, params=params)
+            answer = await self.link.request("GET", path)
         except NotFoundError:
             return WorkerAnswered(effect.request, None)
         except PsError as error:
@@ -224,12 +236,23 @@ class Membership:
 
     def _heartbeat(self) -> dict[str, Any]:
         core = self._runtime.core
+        partitions = [list(p) for p in core.partitions()]
+        PARTITIONS.set(len(partitions))
         return {
             "epoch": self.epoch,
             "metrics": self._metrics(),
-            "partitions": [list(p) for p in core.partitions()],
+            "partitions": partitions,
             "cuts": [list(c) for c in core.cuts()],
         }
+
+    def _metrics(self) -> dict[str, Any]:
+        pool = self._runtime.pool
+        LENT.set(pool.lent_bytes)
+        KEPT.set(pool.kept_bytes)
+        metrics = self._telemetry.rates() | {"buffer_bytes": pool.lent_bytes + pool.kept_bytes}
+        if self._runtime.degraded:
+            metrics["degraded"] = self._runtime.degraded[:300]
+        return metrics
 
     async def _watch_redis(self) -> None:
         while True:
@@ -267,12 +290,9 @@ class Membership:
             await asyncio.gather(reading, waiting, return_exceptions=True)
 
     async def _read_feed(self) -> None:
-        """Takes in every document; the first ping says that all has been told once."""
         async for document in self.link.feed(self.name, self.epoch):
-            if document["type"] == "ping":
-                self.followed.set()
-            else:
-                self._take(document)
+            self._take(document)
+            self.followed.set()
 
     def _take(self, document: Mapping[str, Any]) -> None:
         self._directory.update(document)
@@ -294,7 +314,7 @@ class Membership:
             workers = {w: (int(e), int(r)) for w, (e, r) in document["workers"].items()}
             feed(RosterChanged(model, workers, int(document["live_workers"])))
         elif kind == "gone":
-            name = document.get("name") or document["model"]
+            name = document["name"]
             self._views.pop(name, None)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
 

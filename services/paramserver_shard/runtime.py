@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from paramserver.core.shard import ShardCore
 from redis.exceptions import RedisError
 
+from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     Applied,
     Apply,
@@ -48,7 +47,8 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, task_elements
-from paramserver_shard.snapshots import first_state, from_stored, to_stored
+from paramserver_shard.directory import Directory
+from paramserver_shard.snapshots import first_state, from_stored, set_later, to_stored
 from paramserver_shard.store import SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Runtime:
     """One shard's core with everything that acts for it."""
 
     def __init__(
-        self, core: ShardCore, pool: BufferPool, store: SnapshotStore, group: asyncio.TaskGroup, files_dir: Path | None
+        self, core: ShardCore, directory: Directory, pool: BufferPool, store: SnapshotStore, group: asyncio.TaskGroup
     ) -> None:
         self.core = core
         self.pool = pool
@@ -80,9 +80,9 @@ class Runtime:
         """Set before the first event."""
         self.degraded = ""
         """Why snapshots cannot be written now; empty when all is well."""
+        self._directory = directory
         self._store = store
         self._group = group
-        self._files_dir = files_dir
         self._loop = asyncio.get_running_loop()
         self._threads = os.cpu_count() or 1
         self._executor = ThreadPoolExecutor(self._threads, "compute")
@@ -122,7 +122,7 @@ class Runtime:
         future = self._open[request] = self._loop.create_future()
         self.feed(event(request))
         try:
-            outcome = future.result() if future.done() else await future
+            outcome: Outcome = future.result() if future.done() else await future
         except asyncio.CancelledError:
             self.feed(RequestGone(request))
             raise
@@ -221,7 +221,9 @@ class Runtime:
                 if not stored.newest:
                     log.error("partition %s: its newest snapshot is damaged; the one before is used", effect.key)
                 return from_stored(stored.head, stored.arrays)
-        work = partial(first_state, effect.spec, effect.layout, effect.key.index, self.pool.take, self._files_dir)
+            if set_later(effect.spec, effect.layout, effect.key.index):
+                raise problem("corrupt_state", f"partition {effect.key}: its first values were never stored")
+        work = partial(first_state, effect.spec, effect.layout, effect.key.index, self.pool.take)
         if effect.layout.partition_size(effect.key.index) <= INLINE_ELEMENTS_MAX // 16:
             return work()
         return await self.offload(work)
@@ -230,8 +232,11 @@ class Runtime:
         capture = effect.capture
         key, token, version = capture.key, capture.token, capture.version
         head, arrays = to_stored(capture)
+        cut = capture.clock if effect.cut else None
+        known = self._directory.models.get(key.model.name)
+        pinned = known.cut if known is not None and known.key == key.model else None
         try:
-            stored = await self._store.save(key, token, version, capture.clock if effect.cut else None, head, arrays)
+            stored = await self._store.save(key, token, version, cut, pinned, head, arrays)
         except PsError as error:
             log.error("partition %s cannot be snapshotted: %s", key, error)
             self.degraded = str(error)

@@ -36,12 +36,6 @@ redis.call('SET', KEYS[2], ARGV[2])
 redis.call('SREM', KEYS[3], ARGV[3])
 return 1
 """
-# KEYS: token, manifest, pending.  ARGV: owner token.  A model that is gone leaves nothing behind but its blocks.
-_DROP: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
-return 1
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +79,6 @@ class SnapshotStore:
         self._writing = asyncio.Lock()
         self._saves = 0
         self._switch = redis.register_script(_SWITCH)
-        self._drop = redis.register_script(_DROP)
 
     async def save(
         self,
@@ -93,12 +86,14 @@ class SnapshotStore:
         token: Token,
         version: int,
         cut: int | None,
+        pinned: int | None,
         head: Mapping[str, Any],
         arrays: Sequence[AnyArray],
     ) -> bool:
         """Stores one snapshot; False if `token` is no longer the partition's owner token (nothing was switched).
 
-        `cut` is the clock by which a cut is found again.  One snapshot is written at a time, within the budget.
+        `cut` is the clock by which a cut is found again; the cut at clock `pinned` is kept in any case.  One snapshot
+        is written at a time, within the budget.
         """
         async with self._writing:
             manifest = await self._manifest(key)
@@ -122,12 +117,14 @@ class SnapshotStore:
                 "bytes": stream_bytes,
                 "crc32": checksums,
             }
-            kept = [entry, *(e for e in manifest if e["name"] != name)][:KEPT]
+            older = [e for e in manifest if pinned is not None and e["cut"] == pinned] or manifest
+            kept = [entry, *older][:KEPT]
             switched = await self._switch(
                 keys=[_key(key, "token"), _key(key, "manifest"), _key(key, "pending")],
                 args=[_token_text(token), json.dumps(kept), f"{name}:{count}"],
             )
             if not switched:
+                await self._delete_blocks(key, name, count)
                 return False
             for old in manifest:
                 if all(old["name"] != e["name"] for e in kept):
@@ -150,15 +147,6 @@ class SnapshotStore:
             raise problem("corrupt_state", f"{which} partition {key} cannot be read back whole")
         return None
 
-    async def drop(self, key: PartitionKey, token: Token) -> None:
-        """Removes everything of a partition whose model is gone, unless another owner has taken it."""
-        manifest = await self._manifest(key)
-        await self._sweep(key, manifest)
-        keys = [_key(key, "token"), _key(key, "manifest"), _key(key, "pending")]
-        if await self._drop(keys=keys, args=[_token_text(token)]):
-            for entry in manifest:
-                await self._delete_blocks(key, str(entry["name"]), len(entry["crc32"]))
-
     async def _manifest(self, key: PartitionKey) -> list[dict[str, Any]]:
         text = await self._redis.get(_key(key, "manifest"))
         if text is None:
@@ -176,7 +164,7 @@ class SnapshotStore:
         at = 0
         for i, checksum in enumerate(entry["crc32"]):
             block = await self._redis.get(_key(key, f"snap:{entry['name']}:{i}"))
-            if block is None or zlib_ng.crc32(block) != checksum or at + len(block) > stream.size:
+            if not isinstance(block, bytes) or zlib_ng.crc32(block) != checksum or at + len(block) > stream.size:
                 return None
             stream[at : at + len(block)] = np.frombuffer(block, np.uint8)
             at += len(block)
@@ -218,7 +206,7 @@ def _token_text(token: Token) -> str:
 def _encode_head(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> bytes:
     packed = msgpack.packb({"format": FORMAT, "head": head, "arrays": [[a.dtype.str, a.nbytes] for a in arrays]})
     size = 4 + len(packed)
-    return struct.pack("<I", len(packed)) + packed + bytes(-size % _ALIGN)
+    return b"".join((struct.pack("<I", len(packed)), packed, bytes(-size % _ALIGN)))
 
 
 def _decode_head(stream: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[dict[str, Any], int]:
@@ -236,7 +224,7 @@ def _stream_bytes(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> int:
 def _blocks(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> Iterator[bytes]:
     """The stream in pieces of at most SNAPSHOT_BLOCK_BYTES."""
     block = bytearray()
-    for piece in (memoryview(_encode_head(head, arrays)), *(memoryview(a).cast("B") for a in arrays)):
+    for piece in (memoryview(_encode_head(head, arrays)), *(a.data.cast("B") for a in arrays)):
         at = 0
         while at < len(piece):
             room = SNAPSHOT_BLOCK_BYTES - len(block)

@@ -1,0 +1,114 @@
+"""The shard's HTTP face: every public route.  What a shard does not serve itself goes to the leading scheduler."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import unquote
+
+from fastapi import FastAPI, Request, Response
+from starlette.routing import Route
+
+from paramserver import __version__
+from paramserver.errors import problem
+from paramserver.limits import JSON_BODY_BYTES_MAX
+from paramserver_node import health, negotiate, problems
+from paramserver_node.forward import MARK, Forwarder
+from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.roles import role
+from paramserver_shard import openapi
+from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
+from paramserver_shard.endpoints import ChunkedResponse, FrameReader, Pull, Push, PushPull
+from paramserver_shard.frames import FrameService
+from paramserver_shard.internal import router as internal_router
+from paramserver_shard.membership import Membership
+from paramserver_shard.models import Models
+from paramserver_shard.names import NameService, push_document
+from paramserver_shard.runtime import Runtime
+from paramserver_shard.telemetry import Telemetry
+
+ALL_METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything that the routes use."""
+
+    membership: Membership
+    runtime: Runtime
+    models: Models
+    frames: FrameService
+    names: NameService
+    arrays: ArrayService
+    reader: FrameReader
+    forwarder: Forwarder
+    telemetry: Telemetry
+
+
+def make_app(services: Services) -> FastAPI:
+    """The ASGI app of one shard."""
+    s = services
+    app = FastAPI(
+        title="paramserver shard", version=__version__, summary="Pushes and pulls of parameters", docs_url="/docs"
+    )
+    problems.install(app)
+    app.add_middleware(NodeMiddleware)
+    for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
+        asgi = endpoint(s.membership, s.reader, s.frames, s.names, s.telemetry)
+        app.router.routes.append(Route(path, asgi, methods=["POST"], include_in_schema=False))
+    app.include_router(health.router("shard", s.membership.unready))
+    app.include_router(internal_router(s.membership, s.models, s.runtime, s.reader))
+    _add_arrays(app, s)
+    _add_forwarding(app, s)
+    openapi.describe(app)
+    return app
+
+
+def _add_arrays(app: FastAPI, s: Services) -> None:
+    @app.head("/pull/{model}/{name:path}", summary="Whether a parameter has changed", include_in_schema=False)
+    @app.get("/pull/{model}/{name:path}", summary="One parameter as a .npy file", responses=openapi.NPY_ANSWERS)
+    @role("reader")
+    async def get_array(request: Request, model: str, name: str) -> Response:
+        s.membership.check_serving()
+        head = request.method == "HEAD"
+        answer = await s.arrays.get(model, name, request.headers.get("if-none-match", ""), head=head)
+        headers = {
+            "etag": answer.etag,
+            "x-paramserver-version": str(answer.version),
+            "x-paramserver-incarnation": str(answer.incarnation),
+            "cache-control": "no-cache",
+        }
+        if answer.unchanged:
+            return Response(status_code=304, headers=headers)
+        s.telemetry.pulled(model, len(answer.body))
+        if head:
+            headers["content-length"] = str(len(answer.header) + answer.body_bytes)
+            return Response(b"", headers=headers, media_type=NPY_MEDIA)
+        return ChunkedResponse(b"".join((answer.header, answer.body)), headers=headers, media_type=NPY_MEDIA)
+
+    @app.put(
+        "/models/{m}/params/{name:path}",
+        summary="Assign a parameter's value, or upload its first one",
+        openapi_extra=openapi.ASSIGN_BODY,
+        responses=openapi.PUSH_ANSWERS,
+    )
+    @role("worker")
+    async def put_array(request: Request, m: str, name: str) -> Response:
+        s.membership.check_serving()
+        negotiate.check_accept(request)
+        if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
+            length = request.headers.get("content-length")
+            value: Any = read_npy(await negotiate.read_body(request.receive, JSON_BODY_BYTES_MAX, length))
+        else:
+            value = await negotiate.read(request, JSON_BODY_BYTES_MAX)
+        done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"))
+        return negotiate.respond(request, push_document(done))
+
+
+def _add_forwarding(app: FastAPI, s: Services) -> None:
+    @role("reader")
+    async def forward(request: Request) -> Response:
+        """The leading scheduler's answer; it checks roles itself."""
+        if MARK in request.headers:
+            raise problem("not_found", f"a shard does not serve {unquote(request.url.path)[:200]}")
+        return await s.forwarder.forward(request, s.membership.link.urls, mark=True, code="no_leader")
+
+    app.add_api_route("/{path:path}", forward, methods=ALL_METHODS, include_in_schema=False)

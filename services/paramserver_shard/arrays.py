@@ -1,0 +1,192 @@
+"""One parameter as a value: `GET|HEAD /pull/{model}/{name}` gives it as .npy, `PUT /models/{m}/params/{name}` sets it.
+
+The ETag is a hash of the model's generation and of owner token and version of each partition touched, so it is the same
+on every shard, and the same as long as the value is.
+"""
+
+import ast
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final
+
+import numpy as np
+
+from paramserver import kernels
+from paramserver.client.selection import Selection, select, unknown
+from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
+from paramserver.errors import problem
+from paramserver.types import AnyArray, DType
+from paramserver.wire.tensor import from_f32
+from paramserver_shard.directory import KnownModel
+from paramserver_shard.exchange import Exchange, GotPart, WantedPart
+from paramserver_shard.membership import SchedulerLink
+from paramserver_shard.models import Models
+from paramserver_shard.names import NameService, PullRequest, read_tensor
+
+NPY_MEDIA: Final = "application/x-npy"
+_MAGIC: Final = b"\x93NUMPY"
+_HEADER_BYTES_MAX: Final = 10_000
+_DTYPES: Final[dict[str, DType]] = {"<f2": "float16", "<f4": "float32", "<f8": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class NpyAnswer:
+    """A parameter ready to be sent; `body` is empty for HEAD and 304."""
+
+    etag: str
+    version: int
+    incarnation: int
+    header: bytes
+    """The .npy header."""
+    body: memoryview
+    body_bytes: int
+    unchanged: bool
+    """The client's copy is still good (304)."""
+
+
+class ArrayService:
+    """Reading and assigning single parameters."""
+
+    def __init__(self, models: Models, exchange: Exchange, names: NameService, link: SchedulerLink) -> None:
+        self._models = models
+        self._exchange = exchange
+        self._names = names
+        self._link = link
+
+    async def get(self, model: str, name: str, if_none_match: str, *, head: bool) -> NpyAnswer:
+        """The parameter, or only that it has not changed.  Raises PsError."""
+        known = await self._models.find(model)
+        selection = _one(known, name)
+        param = selection.params[0]
+        dtype = "float32" if param.dtype == "bfloat16" else param.dtype
+        header = npy_header(dtype, param.shape)
+        size = param.size * np.dtype(dtype).itemsize
+        if head or if_none_match:
+            # One element of each partition is enough to learn the versions.
+            probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
+            got = await self._exchange.pull(known, probe, timeline=None, min_version=0, wait_s=0.0)
+            parts = [got[p.partition] for p in selection.parts]
+            tag = etag(known, parts)
+            unchanged = _matches(if_none_match, tag)
+            if head or unchanged:
+                version, incarnation = _newest(parts)
+                return NpyAnswer(tag, version, incarnation, header, memoryview(b""), size, unchanged)
+        pulled = await self._names.fetch(known, PullRequest(selection, 0, 0.0, None))
+        tag = etag(known, pulled.parts)
+        body = from_f32(pulled.packed, dtype).data.cast("B")
+        return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, _matches(if_none_match, tag))
+
+    async def put(self, model: str, name: str, value: Any, upload_token: str | None) -> PushDone:
+        """Assigns a value (a JSON or msgpack tensor, or an array read from .npy); or uploads a first value.
+
+        Raises PsError.
+        """
+        known = await self._models.find(model)
+        selection = _one(known, name)
+        param = selection.params[0]
+        if isinstance(value, np.ndarray):
+            flat, dtype = _checked(name, value, param.shape)
+        else:
+            flat, dtype = read_tensor(name, value, param.shape)
+        uploading = known.state != "ready"
+        if uploading:
+            self._check_upload(known, name, upload_token)
+        done = await self._exchange.assign(known, assignment(known, selection, flat, dtype))
+        if uploading:
+            await self._link.request(
+                "POST", f"/internal/models/{known.key.name}/uploaded", {"name": name, "token": upload_token}
+            )
+        return done
+
+    def _check_upload(self, known: KnownModel, name: str, token: str | None) -> None:
+        if known.upload_token is None or name not in known.spec.uploads:
+            raise problem("initializing", f"model '{known.key.name}' is being initialized", hint="try again when it is")
+        if token != known.upload_token:
+            raise problem(
+                "upload_in_progress",
+                f"the initial values of model '{known.key.name}' are being uploaded",
+                hint="quote the upload_token of the reply to POST /models in the header X-Upload-Token",
+            )
+
+
+def assignment(known: KnownModel, selection: Selection, flat: AnyArray, dtype: DType) -> SetReceived:
+    """The event that assigns a packed vector, all partitions together; its values have been checked."""
+    parts = tuple(
+        AssignPart(p.partition, flat[p.start : p.stop], dtype, finite=True, ranges=p.ranges) for p in selection.parts
+    )
+    return SetReceived(0, known.key.name, parts, known.key.generation)
+
+
+def etag(known: KnownModel, parts: Sequence[GotPart]) -> str:
+    """The entity tag of a value made of these partitions, in quotes."""
+    numbers = [known.key.generation, *(n for p in parts for n in (p.partition, p.incarnation, p.version))]
+    digest = blake2b(b"".join(n.to_bytes(8, "little") for n in numbers), digest_size=12)
+    return f'"{digest.hexdigest()}"'
+
+
+def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The header of a .npy file, format 1.0, in C order."""
+    text = repr({"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}).encode()
+    size = len(_MAGIC) + 4 + len(text) + 1
+    padded = text + b" " * (-size % 64) + b"\n"
+    return _MAGIC + b"\x01\x00" + struct.pack("<H", len(padded)) + padded
+
+
+def read_npy(body: bytes | memoryview) -> AnyArray:
+    """The array in a .npy file of floats, in C order.  Raises RequestError (`malformed`, `invalid_dtype`)."""
+    view = memoryview(body)
+    if len(view) < 12 or bytes(view[:6]) != _MAGIC or view[6] not in (1, 2):
+        raise problem("malformed", "this is not a .npy file of format 1 or 2")
+    width = 2 if view[6] == 1 else 4
+    start = 8 + width
+    size = int.from_bytes(view[8:start], "little")
+    if size > _HEADER_BYTES_MAX or start + size > len(view):
+        raise problem("malformed", "the header of the .npy file is cut short or too long")
+    try:
+        fields = ast.literal_eval(bytes(view[start : start + size]).decode("latin1").strip())
+        descr, fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape) or fortran is not False:
+            raise ValueError("not an array in C order")
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as e:
+        raise problem("malformed", f"the header of the .npy file cannot be read: {e!r:.80}") from None
+    if not isinstance(descr, str) or descr not in _DTYPES:
+        raise problem("invalid_dtype", f"dtype {descr!r:.20} is not one of {', '.join(_DTYPES)}")
+    dtype, data = np.dtype(descr), view[start + size :]
+    count = 1
+    for n in shape:
+        count *= n
+    if count * dtype.itemsize != len(data):
+        raise problem("malformed", f"the .npy file holds {len(data)} bytes of values, its shape needs another number")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _checked(name: str, array: AnyArray, shape: tuple[int, ...]) -> tuple[AnyArray, DType]:
+    if array.shape != shape:
+        raise problem("invalid_shape", f"'{name}' has shape {list(array.shape)}, not {list(shape)}", where=name)
+    flat = np.array(array).reshape(-1)  # a copy, aligned: the body's bytes need not be
+    if not kernels.all_finite(flat):
+        raise problem("non_finite", f"'{name}' holds NaN or infinity", where=name)
+    return flat, _DTYPES[flat.dtype.str]
+
+
+def _one(known: KnownModel, name: str) -> Selection:
+    """A path names one parameter, never a pattern."""
+    if name not in known.layout.by_name:
+        raise unknown(known.layout, name)
+    return select(known.layout, [name])
+
+
+def _first(ranges: Sequence[tuple[int, int]] | None) -> tuple[int, int]:
+    start = ranges[0][0] if ranges else 0
+    return (start, start + 1)
+
+
+def _newest(parts: Sequence[GotPart]) -> tuple[int, int]:
+    return min(p.version for p in parts), max(p.incarnation for p in parts)
+
+
+def _matches(if_none_match: str, tag: str) -> bool:
+    candidates = [t.strip().removeprefix("W/") for t in if_none_match.split(",")]
+    return "*" in candidates or tag in candidates

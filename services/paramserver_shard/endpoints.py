@@ -1,0 +1,259 @@
+"""`POST /push`, `/pull` and `/pushpull` as plain ASGI endpoints: frames stream through them without a copy too many.
+
+A body is read to its end before anything is answered, and one that breaks off, or is longer or shorter than its header
+says, is refused without a trace.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, TypeVar
+
+import msgpack
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from paramserver.core.shard_io import PushDone
+from paramserver.errors import problem
+from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JSON_BODY_BYTES_MAX
+from paramserver.types import AnyArray
+from paramserver.wire.frame import MEDIA_TYPE, PREFIX_BYTES, PullFrame, decode_prefix, encode_header, header_end
+from paramserver.wire.tensor import from_f32, to_json, to_msgpack
+from paramserver_node import negotiate
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.frames import FrameBody, FrameService, push_reply
+from paramserver_shard.membership import Membership
+from paramserver_shard.names import NameService, Pulled, push_document
+
+JSON_ELEMENTS_MAX: Final = 4 << 20
+"""Elements that a JSON answer holds at most; msgpack and frames hold any number."""
+RECEIVING_BYTES_MAX: Final = 2 << 30
+"""Bytes of frame bodies that are being received at one time."""
+RECEIVE_S: Final = 60.0
+"""Longest time a body may take to arrive."""
+
+T = TypeVar("T")
+Sized = Callable[[dict[str, Any]], Awaitable[tuple[T, int]]]
+
+
+class FrameReader:
+    """Reads framed bodies into pooled memory."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._receiving = 0
+
+    async def read(self, receive: Receive, sized: Sized[T]) -> tuple[T, AnyArray]:
+        """What `sized` makes of the header, and the body, of exactly the length that `sized` says.
+
+        Raises RequestError for a body that breaks off or has another length, Unavailable when too many arrive at once.
+        """
+        try:
+            async with asyncio.timeout(RECEIVE_S):
+                return await self._read(receive, sized)
+        except TimeoutError:
+            raise problem("malformed", f"the body did not arrive within {RECEIVE_S:g} s") from None
+
+    async def _read(self, receive: Receive, sized: Sized[T]) -> tuple[T, AnyArray]:
+        data, more = await _next(receive)
+        while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
+            chunk, more = await _next(receive)
+            data += chunk
+        header, offset = decode_prefix(data)
+        frame, size = await sized(header)
+        if size > BODY_BYTES_MAX:
+            raise problem("too_large", f"the body has {size} bytes; at most {BODY_BYTES_MAX} are taken")
+        if self._receiving + size > RECEIVING_BYTES_MAX:
+            raise problem("too_many_requests", "this shard is receiving as much as it can hold")
+        self._receiving += size
+        try:
+            body = self._pool.take_bytes(size)
+            view = body.data
+            chunk, at = data[offset:], 0
+            while True:
+                end = at + len(chunk)
+                if end > size:
+                    raise problem("malformed", f"the body is longer than the {size} bytes that its header announces")
+                view[at:end] = chunk
+                at = end
+                if not more:
+                    break
+                chunk, more = await _next(receive)
+        finally:
+            self._receiving -= size
+        if at != size:
+            raise problem("malformed", f"the body has {at} bytes, its header announces {size}")
+        return frame, body
+
+
+async def _next(receive: Receive) -> tuple[bytes, bool]:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise problem("malformed", "the body was cut off")
+    return message.get("body", b""), bool(message.get("more_body", False))
+
+
+class _Endpoint:
+    """One of the three routes: frames one way, JSON and msgpack the other."""
+
+    paramserver_role = "worker"
+
+    def __init__(self, membership: Membership, reader: FrameReader, frames: FrameService, names: NameService) -> None:
+        self._membership = membership
+        self._reader = reader
+        self._frames = frames
+        self._names = names
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._membership.check_serving()
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                if value == MEDIA_TYPE.encode():
+                    await self.by_frame(receive, send)
+                    return
+                break
+        request = Request(scope, receive)
+        negotiate.check_accept(request)
+        body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
+        response = await self.by_name(request, body)
+        await response(scope, receive, send)
+
+    async def by_frame(self, receive: Receive, send: Send) -> None:
+        """Answers a frame with a frame."""
+        raise NotImplementedError
+
+    async def by_name(self, request: Request, body: Any) -> Response:
+        """Answers a JSON or msgpack body."""
+        raise NotImplementedError
+
+
+class Push(_Endpoint):
+    """POST /push"""
+
+    async def by_frame(self, receive: Receive, send: Send) -> None:
+        (known, frame), body = await self._reader.read(receive, self._frames.sized_push)
+        done = await self._frames.push(known, frame, body)
+        self._telemetry.pushed(done, body.size)
+        await _send(send, 200 if done.state == "applied" else 202, encode_header(push_reply(done).to_header()))
+
+    async def by_name(self, request: Request, body: Any) -> Response:
+        done = await self._names.push(body, idempotency_key(request))
+        self._telemetry.pushed(done, _length(request))
+        return negotiate.respond(request, push_document(done), 200 if done.state == "applied" else 202)
+
+
+class Pull(_Endpoint):
+    """POST /pull"""
+
+    paramserver_role = "reader"
+
+    async def by_frame(self, receive: Receive, send: Send) -> None:
+        frame, _ = await self._reader.read(receive, _sized_pull)
+        answer = await self._frames.pull(frame)
+        self._telemetry.pulled(frame.model, answer.body_bytes)
+        await _send_body(send, 200, answer)
+
+    async def by_name(self, request: Request, body: Any) -> Response:
+        pulled, dtype = await self._names.pull(body)
+        self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes)
+        return pull_response(request, pulled, dtype, None)
+
+
+class PushPull(_Endpoint):
+    """POST /pushpull"""
+
+    async def by_frame(self, receive: Receive, send: Send) -> None:
+        (known, frame), body = await self._reader.read(receive, self._frames.sized_push)
+        done, answer = await self._frames.pushpull(known, frame, body)
+        self._telemetry.pushed(done, body.size)
+        self._telemetry.pulled(frame.model, answer.body_bytes)
+        await _send_body(send, 200, answer)
+
+    async def by_name(self, request: Request, body: Any) -> Response:
+        done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request))
+        self._telemetry.pushed(done, _length(request))
+        self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes)
+        return pull_response(request, pulled, dtype, done)
+
+
+async def _sized_pull(header: dict[str, Any]) -> tuple[PullFrame, int]:
+    return PullFrame.from_header(header), 0
+
+
+async def _send(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_body(send: Send, status: int, answer: FrameBody) -> None:
+    first = answer.header()
+    size = len(first) + answer.body_bytes
+    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(size).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    for message in _messages(answer.chunks(first), size):
+        await send(message)
+
+
+def _messages(chunks: Iterator[bytes], size: int) -> Iterator[Message]:
+    for chunk in chunks:
+        size -= len(chunk)
+        yield {"type": "http.response.body", "body": chunk, "more_body": size > 0}
+
+
+class ChunkedResponse(Response):
+    """A response of one big body, sent in pieces: servers copy what they get, and a piece is a bounded copy."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        view = memoryview(self.body)
+        size = len(view)
+        if scope["method"] == "HEAD":
+            size = 0
+        for at in range(0, max(size, 1), CHUNK_BYTES):
+            piece = bytes(view[at : at + CHUNK_BYTES]) if size else b""
+            await send({"type": "http.response.body", "body": piece, "more_body": at + CHUNK_BYTES < size})
+
+
+def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: PushDone | None) -> Response:
+    """The answer to a pull by name, in the media type that the client accepts."""
+    as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
+    if not as_msgpack and pulled.packed.size > JSON_ELEMENTS_MAX:
+        raise problem(
+            "too_large",
+            f"{pulled.packed.size} numbers do not fit in a JSON answer",
+            hint="accept application/msgpack, or name fewer parameters or ranges",
+        )
+    encode = to_msgpack if as_msgpack else to_json
+    own = pulled.known.layout.by_name
+    params: dict[str, Any] = {}
+    for name, array in pulled.params().items():
+        as_dtype = dtype or own[name].dtype
+        params[name] = encode(from_f32(array, as_dtype), as_dtype)
+    document: dict[str, Any] = {} if push is None else push_document(push)
+    if push is not None:
+        document["push"] = push_document(push)
+    document |= {
+        "model": pulled.known.key.name,
+        "version": pulled.version,
+        "incarnation": pulled.incarnation,
+        "timeline": pulled.known.timeline,
+        "params": params,
+    }
+    if as_msgpack:
+        return ChunkedResponse(msgpack.packb(document), media_type=negotiate.MSGPACK)
+    return ChunkedResponse(JSONResponse(document).body, media_type=negotiate.JSON)
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The `Idempotency-Key` of a plain client, in its length checked."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= 256:
+        raise problem("invalid_field", "Idempotency-Key must be of 1 to 256 bytes", where="Idempotency-Key")
+    return key
+
+
+def _length(request: Request) -> int:
+    text = request.headers.get("content-length", "")
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,0 +1,262 @@
+"""Takes a request's parts to the shards that own them, this one included, and puts the answers together.
+
+Parts of another shard travel once, as a marked frame.  When an owner has changed (421), the parts that were refused go
+once more after the map has been refreshed; then the answer is 503.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar, cast
+
+import numpy as np
+
+from paramserver.core.layout import Range
+from paramserver.core.shard_io import (
+    AssignPart,
+    PartVersion,
+    PullReceived,
+    PushDone,
+    PushPart,
+    PushReceived,
+    SetReceived,
+)
+from paramserver.errors import PsError, StaleMapError, problem
+from paramserver.types import F32, AnyArray, PushState
+from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
+from paramserver.wire.frame import PushPart as FramePart
+from paramserver.wire.state import SetFrame, SetPart
+from paramserver.wire.tensor import slice_crc
+from paramserver_shard.directory import Directory, KnownModel
+from paramserver_shard.peers import PeerClient
+from paramserver_shard.runtime import Runtime
+
+MAP_REFRESH_S: Final = 1.0
+"""How long a refused request waits for a newer map before it tries once more."""
+
+Part = TypeVar("Part")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPart:
+    """What is asked of one partition."""
+
+    partition: int
+    ranges: tuple[Range, ...] | None
+    """Relative to the partition; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GotPart:
+    """What one partition gave."""
+
+    partition: int
+    version: int
+    incarnation: int
+    pieces: tuple[F32, ...]
+    """The elements of each range asked for; read-only by agreement."""
+
+
+class Exchange:
+    """Sends parts of pushes, pulls and assignments to their owners."""
+
+    def __init__(self, directory: Directory, runtime: Runtime, peers: PeerClient) -> None:
+        self._directory = directory
+        self._runtime = runtime
+        self._peers = peers
+
+    async def push(self, known: KnownModel, command: PushReceived) -> PushDone:
+        """Applies a checked push on every owner.  Several shards are not one unit: see semantics 2."""
+        with_crc = command.push_id is not None or command.key is not None
+
+        async def local(now: KnownModel, parts: Sequence[PushPart]) -> PushDone:
+            if with_crc:
+                parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
+            return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
+
+        async def remote(now: KnownModel, shard: str, parts: Sequence[PushPart]) -> PushDone:
+            dtype = parts[0].dtype
+            frame = PushFrame(
+                model=command.model,
+                generation=now.key.generation,
+                timeline=command.timeline,
+                push_id=command.push_id,
+                key=command.key,
+                clock=command.clock,
+                parts=[FramePart(p.partition, p.base, p.ranges) for p in parts],
+                dtype=dtype,
+                weight=command.weight,
+                norm=command.norm,
+                ack=command.ack,
+                forwarded=True,
+            )
+            url = f"{self._directory.address(shard)}/push"
+            header, _ = await self._peers.call(url, frame.to_header(), [p.data for p in parts])
+            return push_done(now, PushReply.from_header(header))
+
+        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote)
+        return merged_push(known, done)
+
+    async def pull(
+        self, known: KnownModel, wanted: Sequence[WantedPart], *, timeline: int | None, min_version: int, wait_s: float
+    ) -> dict[int, GotPart]:
+        """The present values of these partitions, each by its index."""
+
+        async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
+            indices = tuple(p.partition for p in parts)
+            done = await self._runtime.pull(
+                lambda request: PullReceived(
+                    request, now.key.name, indices, now.key.generation, timeline, min_version, wait_s
+                )
+            )
+            return [
+                GotPart(got.partition, got.version, got.incarnation, cut(got.state.values, want.ranges))
+                for want, got in zip(parts, done.parts, strict=True)
+            ]
+
+        async def remote(now: KnownModel, shard: str, parts: Sequence[WantedPart]) -> list[GotPart]:
+            frame = PullFrame(
+                model=now.key.name,
+                parts=[(p.partition, p.ranges) for p in parts],
+                generation=now.key.generation,
+                timeline=timeline,
+                min_version=min_version,
+                wait_s=wait_s,
+                forwarded=True,
+            )
+            url = f"{self._directory.address(shard)}/pull"
+            header, body = await self._peers.call(url, frame.to_header(), [], timeout_s=wait_s + 10.0)
+            return _got(now, parts, PullReply.from_header(header), body)
+
+        answers = await self._spread(known, wanted, lambda p: p.partition, local, remote)
+        return {part.partition: part for answer in answers for part in answer}
+
+    async def assign(self, known: KnownModel, command: SetReceived) -> PushDone:
+        """Assigns values on every owner."""
+
+        async def local(_: KnownModel, parts: Sequence[AssignPart]) -> PushDone:
+            return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
+
+        async def remote(now: KnownModel, shard: str, parts: Sequence[AssignPart]) -> PushDone:
+            set_parts = tuple(SetPart(p.partition, p.data.size, p.ranges, p.dtype) for p in parts)
+            frame = SetFrame(command.model, now.key.generation, set_parts, command.restore)
+            url = f"{self._directory.address(shard)}/internal/set/{command.model}"
+            header, _ = await self._peers.call(url, frame.to_header(), [p.data for p in parts])
+            return push_done(now, PushReply.from_header(header))
+
+        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote)
+        return merged_push(known, done)
+
+    async def _spread(
+        self,
+        known: KnownModel,
+        parts: Sequence[Part],
+        index: Callable[[Part], int],
+        local: Callable[[KnownModel, Sequence[Part]], Awaitable[Answer]],
+        remote: Callable[[KnownModel, str, Sequence[Part]], Awaitable[Answer]],
+    ) -> list[Answer]:
+        """The answers of all owners; parts refused with 421 are sent once more by the newer map."""
+        answers: list[Answer] = []
+        for attempt in (1, 2):
+            groups: dict[str, list[Part]] = {}
+            for part in parts:
+                groups.setdefault(known.owners[index(part)][0], []).append(part)
+            results = await asyncio.gather(
+                *(
+                    local(known, group) if shard == self._directory.shard else remote(known, shard, group)
+                    for shard, group in groups.items()
+                ),
+                return_exceptions=True,
+            )
+            refused: list[Part] = []
+            errors: list[BaseException] = []
+            for group, result in zip(groups.values(), results, strict=True):
+                if isinstance(result, StaleMapError):
+                    refused += group
+                elif isinstance(result, BaseException):
+                    errors.append(result)
+                else:
+                    answers.append(result)
+            if errors:
+                raise worst(errors)
+            if not refused:
+                return answers
+            parts = refused
+            if attempt == 1:
+                await self._directory.changed(MAP_REFRESH_S)
+                newer = self._directory.models.get(known.key.name)
+                if newer is None or newer.key != known.key:
+                    raise problem("model_replaced", f"model '{known.key.name}' was deleted or created anew")
+                known = newer
+        raise problem("unavailable", "partitions are moving between shards; nothing answers for them yet")
+
+
+def worst(errors: Sequence[BaseException]) -> BaseException:
+    """The one to tell: what nobody foresaw, then what no repetition mends, then the rest."""
+
+    def order(error: BaseException) -> int:
+        if not isinstance(error, PsError):
+            return 0
+        return 2 if error.retryable else 1
+
+    return min(errors, key=order)
+
+
+def with_checksum(part: PushPart, size: int) -> PushPart:
+    """The part with the checksum of its slice, by which a repeated push id is recognised as the same push."""
+    ranges = part.ranges if part.ranges is not None else ((0, size),)
+    return replace(part, crc=slice_crc(part.dtype, ranges, part.data))
+
+
+def push_done(known: KnownModel, reply: PushReply) -> PushDone:
+    """The outcome that another shard's reply tells."""
+    return PushDone(
+        known.key,
+        reply.timeline,
+        cast(PushState, reply.state),
+        reply.duplicate,
+        reply.version,
+        reply.durable_version,
+        reply.incarnation,
+        tuple(PartVersion(*part) for part in reply.parts),
+        reply.late,
+    )
+
+
+def merged_push(known: KnownModel, done: Sequence[PushDone]) -> PushDone:
+    """One outcome for the whole push."""
+    if len(done) == 1:
+        return done[0]
+    return PushDone(
+        known.key,
+        max(d.timeline for d in done),
+        next((d.state for d in done if d.state != "applied"), "applied"),
+        all(d.duplicate for d in done),
+        min(d.version for d in done),
+        min(d.durable_version for d in done),
+        max(d.incarnation for d in done),
+        tuple(part for d in done for part in d.parts),
+        late=any(d.late for d in done),
+        lag_unknown=any(d.lag_unknown for d in done),
+    )
+
+
+def cut(values: F32, ranges: Sequence[Range] | None) -> tuple[F32, ...]:
+    """The elements of each range, as views; None is one range of all."""
+    return (values,) if ranges is None else tuple(values[a:b] for a, b in ranges)
+
+
+def _got(known: KnownModel, parts: Sequence[WantedPart], reply: PullReply, body: AnyArray) -> list[GotPart]:
+    values = body.view(np.float32)
+    out: list[GotPart] = []
+    at = 0
+    for want, (partition, version, incarnation) in zip(parts, reply.parts, strict=True):
+        pieces: list[F32] = []
+        for start, stop in want.ranges if want.ranges is not None else ((0, known.layout.partition_size(partition)),):
+            pieces.append(values[at : at + stop - start])
+            at += stop - start
+        out.append(GotPart(partition, version, incarnation, tuple(pieces)))
+    if at != values.size:
+        raise problem("unavailable", "another shard answered with a body of the wrong length")
+    return out

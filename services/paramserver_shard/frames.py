@@ -1,0 +1,213 @@
+"""The binary way of `/push`, `/pull` and `/pushpull`: what the SDK sends straight to the owner of each partition.
+
+A body is streamed into one pooled buffer at its final place, so each byte is copied once; gradients are views of that
+buffer.  Values go out in chunks of at most 1 MiB, straight from the immutable version, so a pull never blocks a push.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from paramserver import kernels
+from paramserver.core.layout import Range
+from paramserver.core.shard_io import PullReceived, PushDone, PushPart, PushReceived
+from paramserver.errors import PsError, problem
+from paramserver.limits import CHUNK_BYTES
+from paramserver.types import F32, ITEMSIZE, AnyArray, DType
+from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
+from paramserver.wire.tensor import NUMPY_DTYPE, from_f32
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX
+from paramserver_shard.directory import Directory, KnownModel
+from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut, with_checksum
+from paramserver_shard.models import Models
+from paramserver_shard.names import after_push
+from paramserver_shard.runtime import Runtime
+
+
+class FrameService:
+    """Pushes and pulls of whole partitions, or ranges of them, that the client has addressed itself."""
+
+    def __init__(self, directory: Directory, models: Models, runtime: Runtime, exchange: Exchange) -> None:
+        self._directory = directory
+        self._models = models
+        self._runtime = runtime
+        self._exchange = exchange
+
+    async def sized_push(self, header: Mapping[str, Any]) -> tuple[tuple[KnownModel, PushFrame], int]:
+        """The push that a header announces and the bytes its body must have.  Raises PsError."""
+        frame = PushFrame.from_header(header)
+        known = await self._models.find(frame.model, frame.generation)
+        elements = sum(self._elements(known, p.partition, p.ranges) for p in frame.parts)
+        return (known, frame), elements * ITEMSIZE[frame.dtype]
+
+    async def push(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> PushDone:
+        """Applies a push whose body has arrived whole (uint8, of the announced length)."""
+        command = PushReceived(
+            0,
+            frame.model,
+            (),
+            known.key.generation,
+            frame.timeline,
+            frame.push_id,
+            frame.key,
+            frame.clock,
+            frame.weight,
+            frame.norm,
+            frame.ack,
+        )
+        here = self._all_here(known, (p.partition for p in frame.parts))
+        with_crc = here and (frame.push_id is not None or frame.key is not None)
+        work = partial(_parts, known, frame, body, with_crc)
+        small = body.size <= 4 * INLINE_ELEMENTS_MAX
+        parts = work() if small else await self._runtime.offload(work)
+        if here or frame.forwarded or frame.map_epoch is not None:
+            return await self._runtime.push(lambda request: replace(command, request=request, parts=parts))
+        # Sent through some node by a client without a map: this shard splits it.
+        bad = [p.partition for p in parts if not p.finite]
+        if bad:
+            raise problem("non_finite", f"the gradient holds NaN or infinity in partition {bad[0]}")
+        return await self._exchange.push(known, replace(command, parts=parts))
+
+    async def pull(self, frame: PullFrame) -> "FrameBody":
+        """The values that a pull frame asks for.  Raises PsError."""
+        known = await self._models.find(frame.model, frame.generation)
+        spec = PullSpec(frame.parts, frame.min_version, frame.wait_s, frame.dtype)
+        self._check_pull(known, spec)
+        split = not frame.forwarded and frame.map_epoch is None
+        return await self._pull(known, spec, frame.timeline, split=split)
+
+    async def pushpull(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> tuple[PushDone, "FrameBody"]:
+        """A push, then the pull that it carries."""
+        if frame.pull is None:
+            raise problem("malformed", "frame header: a pushpull carries what to pull")
+        self._check_pull(known, frame.pull)
+        done = await self.push(known, frame, body)
+        try:
+            split = not frame.forwarded and frame.map_epoch is None
+            answer = await self._pull(known, frame.pull, frame.timeline, split=split)
+        except PsError as error:
+            raise after_push(error, done) from error
+        answer.push = push_reply(done)
+        return done, answer
+
+    async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
+        """`split`: partitions of other shards are fetched; otherwise they are refused with 421."""
+        indices = tuple(p for p, _ in spec.parts)
+        if not split or self._all_here(known, indices):
+            done = await self._runtime.pull(
+                lambda request: PullReceived(
+                    request, known.key.name, indices, known.key.generation, timeline, spec.min_version, spec.wait_s
+                )
+            )
+            parts = [
+                GotPart(got.partition, got.version, got.incarnation, cut(got.state.values, ranges))
+                for (_, ranges), got in zip(spec.parts, done.parts, strict=True)
+            ]
+            return FrameBody(known, spec.dtype, done.timeline, parts)
+        wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
+        fetched = await self._exchange.pull(
+            known, wanted, timeline=timeline, min_version=spec.min_version, wait_s=spec.wait_s
+        )
+        return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
+
+    def _check_pull(self, known: KnownModel, spec: PullSpec) -> None:
+        for partition, ranges in spec.parts:
+            self._elements(known, partition, ranges)
+        if not spec.parts:
+            raise problem("malformed", "frame header: the pull names no partition")
+
+    def _elements(self, known: KnownModel, partition: int, ranges: Sequence[Range] | None) -> int:
+        """Elements of a part; raises RequestError where it is not within the model."""
+        if not 0 <= partition < known.spec.partitions:
+            raise problem("invalid_range", f"model '{known.key.name}' has no partition {partition}")
+        size = known.layout.partition_size(partition)
+        if ranges is None:
+            return size
+        if ranges and ranges[-1][1] > size:  # sorted and disjoint: the frame's reader has seen to that
+            raise problem("invalid_range", f"partition {partition} has {size} elements; {ranges[-1]} lies outside")
+        return sum(stop - start for start, stop in ranges)
+
+    def _all_here(self, known: KnownModel, partitions: Iterable[int]) -> bool:
+        return all(known.owners[p][0] == self._directory.shard for p in partitions)
+
+
+def _parts(known: KnownModel, frame: PushFrame, body: AnyArray, with_crc: bool) -> tuple[PushPart, ...]:
+    """The parts as views of the body, each tested for finite values and, if need be, with its checksum."""
+    out: list[PushPart] = []
+    dtype = cast(DType, frame.dtype)
+    stored, itemsize = NUMPY_DTYPE[dtype], ITEMSIZE[dtype]
+    at = 0
+    for part in frame.parts:
+        size = known.layout.partition_size(part.partition)
+        count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
+        data = body[at : at + count * itemsize].view(stored)
+        at += count * itemsize
+        ranges = None if part.ranges is None or count == size else tuple(part.ranges)
+        made = PushPart(part.partition, data, dtype, 0, kernels.all_finite(data, dtype), ranges, part.base)
+        out.append(with_checksum(made, size) if with_crc else made)
+    return tuple(out)
+
+
+def push_reply(done: PushDone) -> PushReply:
+    """The frame that answers a push."""
+    return PushReply(
+        state=done.state,
+        duplicate=done.duplicate,
+        version=done.version,
+        durable_version=done.durable_version,
+        incarnation=done.incarnation,
+        timeline=done.timeline,
+        parts=tuple((p.partition, p.version, p.incarnation, p.durable_version) for p in done.parts),
+        late=done.late,
+    )
+
+
+class FrameBody:
+    """A pull's answer: its header, and its values in chunks."""
+
+    def __init__(self, known: KnownModel, dtype: str, timeline: int, parts: Sequence[GotPart]) -> None:
+        self.push: PushReply | None = None
+        self._known = known
+        self._dtype = dtype
+        self._timeline = timeline
+        self._parts = parts
+
+    def header(self) -> bytes:
+        """The frame up to its body."""
+        reply = PullReply(
+            model=self._known.key.name,
+            generation=self._known.key.generation,
+            timeline=self._timeline,
+            version=min((p.version for p in self._parts), default=0),
+            incarnation=max((p.incarnation for p in self._parts), default=0),
+            dtype=self._dtype,
+            parts=tuple((p.partition, p.version, p.incarnation) for p in self._parts),
+            push=self.push,
+        )
+        return encode_header(reply.to_header())
+
+    @property
+    def body_bytes(self) -> int:
+        """Length of the body."""
+        return ITEMSIZE[self._dtype] * sum(piece.size for part in self._parts for piece in part.pieces)
+
+    def chunks(self, first: bytes) -> Iterator[bytes]:
+        """`first` and the body, as pieces of at most 1 MiB; short ones are joined."""
+        waiting: list[bytes | memoryview] = [first]
+        size = len(first)
+        step = CHUNK_BYTES // ITEMSIZE[self._dtype]
+        for part in self._parts:
+            for piece in part.pieces:
+                for at in range(0, piece.size, step):
+                    data = _bytes(piece[at : at + step], self._dtype)
+                    if size + len(data) > CHUNK_BYTES:
+                        yield waiting[0] if len(waiting) == 1 and isinstance(waiting[0], bytes) else b"".join(waiting)
+                        waiting, size = [], 0
+                    waiting.append(data)
+                    size += len(data)
+        yield b"".join(waiting)
+
+
+def _bytes(values: F32, dtype: str) -> memoryview:
+    return from_f32(values, dtype).data.cast("B")

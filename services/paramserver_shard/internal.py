@@ -1,0 +1,121 @@
+"""Routes between nodes: a partition's whole state for a checkpoint, values from a restore or an upload."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from paramserver import kernels
+from paramserver.core.shard_io import AssignPart, CaptureReceived, SetReceived
+from paramserver.errors import problem
+from paramserver.limits import BODY_BYTES_MAX
+from paramserver.types import F32, AnyArray, DType
+from paramserver.wire.frame import MEDIA_TYPE, encode_header
+from paramserver.wire.state import SetFrame, StateFrame
+from paramserver.wire.tensor import NUMPY_DTYPE
+from paramserver_node.roles import role
+from paramserver_shard.directory import KnownModel
+from paramserver_shard.endpoints import ChunkedResponse, FrameReader
+from paramserver_shard.frames import push_reply
+from paramserver_shard.membership import Membership
+from paramserver_shard.models import Models
+from paramserver_shard.runtime import Runtime
+
+
+def router(membership: Membership, models: Models, runtime: Runtime, reader: FrameReader) -> APIRouter:
+    """The internal routes of a shard."""
+    routes = APIRouter(prefix="/internal", tags=["internal"])
+
+    @routes.get("/state/{model}/{index}", summary="One partition's values, optimizer state and step counts")
+    @role("node")
+    async def state(model: str, index: int, version: int | None = None) -> Response:
+        membership.check_serving()
+        known = await models.find(model)
+        if not 0 <= index < known.spec.partitions:
+            raise problem("invalid_range", f"model '{model}' has no partition {index}")
+        capture = await runtime.capture(
+            lambda request: CaptureReceived(request, model, index, known.key.generation, version)
+        )
+        values, slots = capture.state.values, capture.state.slots
+        frame = StateFrame(
+            model,
+            known.key.generation,
+            index,
+            capture.version,
+            capture.clock,
+            capture.token,
+            values.size,
+            len(slots),
+            capture.state.steps,
+        )
+        parts = [encode_header(frame.to_header()), *(a.tobytes() for a in (values, *slots))]
+        return ChunkedResponse(b"".join(parts), media_type=MEDIA_TYPE)
+
+    @routes.post("/set/{model}", summary="Assign values to partitions of this shard")
+    @role("node")
+    async def assign(model: str, request: Request) -> Response:
+        membership.check_serving()
+
+        async def sized(header: dict[str, Any]) -> tuple[tuple[KnownModel, SetFrame], int]:
+            frame = SetFrame.from_header(header)
+            known = await models.find(model, frame.generation)
+            check_frame(known, frame)
+            return (known, frame), frame.body_bytes()
+
+        (known, frame), body = await reader.read(request.receive, sized)
+        command = SetReceived(0, model, assignments(frame, body), known.key.generation, frame.restore)
+        done = await runtime.push(lambda number: replace(command, request=number))
+        return Response(encode_header(push_reply(done).to_header()), media_type=MEDIA_TYPE)
+
+    return routes
+
+
+def check_frame(known: KnownModel, frame: SetFrame) -> None:
+    """Raises RequestError where a frame's parts do not fit the model."""
+    for part in frame.parts:
+        if not part.partition < known.spec.partitions:
+            raise problem("invalid_range", f"model '{known.key.name}' has no partition {part.partition}")
+        size, at, count = known.layout.partition_size(part.partition), 0, 0
+        for start, stop in part.ranges if part.ranges is not None else ((0, size),):
+            if not at <= start < stop <= size:
+                raise problem("invalid_range", f"partition {part.partition}: [{start}, {stop}) is not within it")
+            count, at = count + stop - start, stop
+        segments = len(known.layout.segments[part.partition])
+        if count != part.count or (part.slots and part.size != size) or part.slots > 8:
+            raise problem("malformed", f"partition {part.partition}: the numbers of elements do not agree")
+        if part.steps is not None and len(part.steps) != segments:
+            raise problem("malformed", f"partition {part.partition} has {segments} segments, not {len(part.steps)}")
+    if not frame.parts or len({p.partition for p in frame.parts}) != len(frame.parts):
+        raise problem("malformed", "a set frame names at least one partition and each at most once")
+    if frame.body_bytes() > BODY_BYTES_MAX:
+        raise problem("too_large", f"the body has {frame.body_bytes()} bytes; at most {BODY_BYTES_MAX} are taken")
+
+
+def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:
+    """The parts of a frame as views of its body."""
+    out: list[AssignPart] = []
+    at = 0
+    for part in frame.parts:
+        dtype = NUMPY_DTYPE[part.dtype]
+        data = body[at : at + part.count * dtype.itemsize].view(dtype)
+        at += part.count * dtype.itemsize
+        slots: list[F32] = []
+        for _ in range(part.slots):
+            # Memory of their own: the partition keeps them, and not the whole body.
+            slots.append(np.array(body[at : at + 4 * part.size].view(np.float32)))
+            at += 4 * part.size
+        finite = kernels.all_finite(data, part.dtype) and all(map(kernels.all_finite, slots))
+        keeps_slots = part.steps is None and not part.slots
+        out.append(
+            AssignPart(
+                part.partition,
+                data,
+                cast(DType, part.dtype),
+                finite,
+                part.ranges,
+                None if keeps_slots else tuple(slots),
+                part.steps,
+            )
+        )
+    return tuple(out)

@@ -1,0 +1,130 @@
+"""The command `paramserver-shard`: one shard process."""
+
+import asyncio
+import logging
+import socket
+import sys
+from typing import Annotated
+
+import typer
+import uvloop
+
+from paramserver import __version__, kernels
+from paramserver.core.shard import ShardCore
+from paramserver.errors import PsError
+from paramserver.limits import MIB
+from paramserver_node import log as node_log
+from paramserver_node import redis as node_redis
+from paramserver_node.forward import Forwarder
+from paramserver_node.server import serve_granian, stop_on_signals
+from paramserver_node.settings import ShardSettings
+from paramserver_shard.app import Services, make_app
+from paramserver_shard.arrays import ArrayService
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.directory import Directory
+from paramserver_shard.endpoints import FrameReader
+from paramserver_shard.exchange import Exchange
+from paramserver_shard.frames import FrameService
+from paramserver_shard.membership import Membership, SchedulerLink
+from paramserver_shard.models import Models
+from paramserver_shard.names import NameService
+from paramserver_shard.peers import PeerClient
+from paramserver_shard.runtime import Runtime
+from paramserver_shard.store import SnapshotStore
+from paramserver_shard.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+EPILOG = """Examples:
+
+  paramserver-shard --name shard-0 --port 8701 --scheduler http://127.0.0.1:8700 --redis redis://127.0.0.1:6379/0
+
+  PARAMSERVER_SCHEDULER=http://10.0.0.5:8700 paramserver-shard --host 0.0.0.0 --advertise http://10.0.0.7:8701
+"""
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog=EPILOG)
+def shard(
+    name: Annotated[str | None, typer.Option(help="Stable identity; default: host name and port.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port for HTTP/1.1 and HTTP/2.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="URL of the scheduler; several separated by commas.")] = None,
+    redis: Annotated[str | None, typer.Option(help="URL of the Redis that holds the snapshots.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="URLs under which others reach this shard; default: what it listens on.")
+    ] = None,
+    snapshot_mib_per_s: Annotated[float | None, typer.Option(help="Budget of snapshot writes.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+) -> None:
+    """Own partitions of models: serve pushes and pulls, and snapshot them to Redis.
+
+    Each option is also a variable PARAMSERVER_... and a line of paramserver.toml; a flag wins.
+    """
+    flags = {k: v for k, v in locals().items() if v is not None}
+    try:
+        settings = ShardSettings.load(flags)
+    except PsError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    node_log.setup(settings.log_level)
+    try:
+        uvloop.run(serve(settings))
+    except OSError as error:
+        typer.echo(f"cannot serve on {settings.host}:{settings.port}: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+async def serve(settings: ShardSettings) -> None:
+    """Runs one shard until SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    name = settings.name or f"{socket.gethostname()}-{settings.port}"
+    addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
+    addresses = addresses or [f"http://{settings.host}:{settings.port}"]
+
+    pool = BufferPool()
+    redis = node_redis.connect(settings.redis)
+    store = SnapshotStore(redis, pool, loop.time, settings.snapshot_mib_per_s * MIB)
+    link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()])
+    directory = Directory(name)
+    telemetry = Telemetry(loop.time)
+    forwarder = Forwarder()
+    try:
+        async with asyncio.TaskGroup() as group:
+            runtime = Runtime(ShardCore(), directory, pool, store, group)
+            membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry)
+            runtime.peers = membership
+            models = Models(directory, link)
+            exchange = Exchange(directory, runtime, PeerClient(pool))
+            names = NameService(models, exchange)
+            services = Services(
+                membership,
+                runtime,
+                models,
+                FrameService(directory, models, runtime, exchange),
+                names,
+                ArrayService(models, exchange, names, link),
+                FrameReader(pool),
+                forwarder,
+                telemetry,
+            )
+            serving = group.create_task(serve_granian(make_app(services), settings.host, settings.port, stop))
+            await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
+            joined = group.create_task(membership.run())
+            await serving
+            await membership.leave()
+            joined.cancel()
+            runtime.close()
+    finally:
+        await forwarder.aclose()
+        await link.aclose()
+        await redis.aclose()
+
+
+if __name__ == "__main__":
+    app()

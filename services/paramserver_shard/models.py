@@ -1,0 +1,53 @@
+"""Finds the model that a request names: in the directory, else by asking the scheduler."""
+
+from typing import Final
+
+from paramserver.core.fields import check_model_name
+from paramserver.errors import NotFoundError, problem
+from paramserver_shard.directory import Directory, KnownModel
+from paramserver_shard.membership import SchedulerLink
+
+NEWS_S: Final = 2.0
+"""How long a model that the scheduler knows may take to arrive by the feed."""
+
+
+class Models:
+    """The models of the cluster, as routes see them."""
+
+    def __init__(self, directory: Directory, link: SchedulerLink) -> None:
+        self._directory = directory
+        self._link = link
+
+    async def find(self, name: str, generation: int | None = None) -> KnownModel:
+        """The model of that name, and of that generation if one is given.
+
+        Raises NotFoundError (`unknown_model`) when the scheduler says that there is none, FencedError
+        (`model_replaced`) for an older generation, Unavailable when nobody can say.
+        """
+        known = self._directory.models.get(name)
+        if known is None or (generation is not None and generation > known.key.generation):
+            known = await self._ask(name, generation)
+        if generation is not None and generation != known.key.generation:
+            raise problem(
+                "model_replaced",
+                f"model '{name}' is generation {known.key.generation} now, not {generation}",
+                hint="open the model again",
+                generation=known.key.generation,
+            )
+        return known
+
+    async def _ask(self, name: str, generation: int | None) -> KnownModel:
+        """Asks the scheduler, then waits for the feed to tell what it knows already."""
+        check_model_name(name)
+        try:
+            await self._link.request("GET", f"/models/{name}")
+        except NotFoundError:
+            self._directory.models.pop(name, None)
+            raise
+        for _ in range(20):
+            known = self._directory.models.get(name)
+            if known is not None and (generation is None or known.key.generation >= generation):
+                return known
+            if not await self._directory.changed(NEWS_S):
+                break
+        raise problem("initializing", f"model '{name}' is being set up on this shard")

@@ -1,0 +1,305 @@
+"""Pushes and pulls by parameter name, in JSON or msgpack: any shard answers for the whole model.
+
+A request is checked as a whole (names, shapes, dtypes, ranges, finite values, fields) before any part of it is applied
+here or sent on, so one that is refused for its content has changed nothing anywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from paramserver import kernels, limits
+from paramserver.client.selection import Selection, select, unknown
+from paramserver.core.fields import Reader
+from paramserver.core.shard_io import PushDone, PushPart, PushReceived
+from paramserver.errors import PsError, combined, problem
+from paramserver.types import F32, ITEMSIZE, AnyArray, DType, PushId
+from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32
+from paramserver_shard.directory import KnownModel
+from paramserver_shard.exchange import Exchange, GotPart, WantedPart
+from paramserver_shard.models import Models
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """What a pull by name asks for."""
+
+    selection: Selection
+    min_version: int
+    wait_s: float
+    dtype: DType | None
+    """None: each parameter's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """The answer to a pull by name."""
+
+    known: KnownModel
+    selection: Selection
+    version: int
+    incarnation: int
+    packed: F32
+    """All elements asked for, end to end."""
+    parts: Sequence[GotPart]
+
+    def params(self) -> dict[str, F32]:
+        """Each parameter asked for, in its shape; 1-D where only ranges of it were."""
+        chosen, at = self.selection, self.selection.offsets
+        return {p.name: self.packed[at[i] : at[i + 1]].reshape(chosen.shape(i)) for i, p in enumerate(chosen.params)}
+
+
+class NameService:
+    """`/push`, `/pull` and `/pushpull` by parameter name."""
+
+    def __init__(self, models: Models, exchange: Exchange) -> None:
+        self._models = models
+        self._exchange = exchange
+
+    async def push(self, body: Any, key: str | None) -> PushDone:
+        """Applies a push; `key` is the `Idempotency-Key`.  Raises PsError."""
+        known, reader = await self._open(body)
+        command = self._read_push(known, reader, key)
+        _finish(reader)
+        return await self._exchange.push(known, command)
+
+    async def pull(self, body: Any) -> tuple[Pulled, DType | None]:
+        """The values asked for, and the dtype if one was.  Raises PsError."""
+        known, reader = await self._open(body)
+        request = _read_pull(known, reader)
+        _finish(reader)
+        return await self.fetch(known, request), request.dtype
+
+    async def pushpull(self, body: Any, key: str | None) -> tuple[PushDone, Pulled, DType | None]:
+        """A push, then a pull; `ranges` are the push's, and the pull returns all of the names it asks for."""
+        known, reader = await self._open(body)
+        command = self._read_push(known, reader, key)
+        request = _read_pull(known, reader, ranged=False)
+        _finish(reader)
+        done = await self._exchange.push(known, command)
+        try:
+            return done, await self.fetch(known, request), request.dtype
+        except PsError as error:
+            raise after_push(error, done) from error
+
+    async def fetch(self, known: KnownModel, request: PullRequest) -> Pulled:
+        """Collects the elements of a selection from all owners."""
+        selection = request.selection
+        wanted = [WantedPart(p.partition, p.ranges) for p in selection.parts]
+        got = await self._exchange.pull(
+            known, wanted, timeline=None, min_version=request.min_version, wait_s=request.wait_s
+        )
+        packed = np.empty(selection.size, np.float32)
+        for part in selection.parts:
+            at = part.start
+            for piece in got[part.partition].pieces:
+                packed[at : at + piece.size] = piece
+                at += piece.size
+        parts = [got[p.partition] for p in selection.parts]
+        version = min(p.version for p in parts)
+        return Pulled(known, selection, version, max(p.incarnation for p in parts), packed, parts)
+
+    async def _open(self, body: Any) -> tuple[KnownModel, Reader]:
+        if not isinstance(body, Mapping):
+            raise problem("malformed", f"the body must be an object, not {type(body).__name__}")
+        model = body.get("model")
+        if not isinstance(model, str):
+            raise problem("invalid_field", "model: the name of a model is needed", where="model")
+        reader = Reader(body, "", [])
+        reader.known.append("model")
+        return await self._models.find(model), reader
+
+    def _read_push(self, known: KnownModel, r: Reader, key: str | None) -> PushReceived:
+        """The push that the fields describe, checked; wrong ones are collected in the reader."""
+        errors = r.errors
+        push_id = _push_id(r)
+        clock = r.optional_integer("clock", 0)
+        base_version = r.optional_integer("base_version", 0)
+        weight = r.number("weight", 1.0, 0.0)
+        ack = r.data.get("ack")
+        r.known.append("ack")
+        if ack not in (None, "applied", "journaled", "fsynced"):
+            r.fail("ack", "must be applied, journaled or fsynced")
+        elif ack not in (None, "applied"):
+            errors.append(problem("not_built", f"ack '{ack}' is not offered", hint="use ack 'applied'"))
+        ranges = _read_ranges(r)
+        grads = r.take("grads", {}, lambda v: isinstance(v, Mapping), "an object of tensors by name")
+        selection, tensors = _read_tensors(known, grads, ranges, errors, "grads")
+        if not grads and not errors:
+            raise problem("empty_push", "the push holds no gradients", hint='"grads": {"NAME": [...]}')
+        if errors:
+            raise combined(errors)
+        vector, dtype = packed(selection, tensors)
+        parts = []
+        for part in selection.parts:
+            base = None if base_version is None else (base_version, known.owners[part.partition][1])
+            data = vector[part.start : part.stop]
+            parts.append(PushPart(part.partition, data, dtype, 0, True, part.ranges, base))
+        clips = known.spec.optimizer.clip_norm is not None
+        return PushReceived(
+            0,
+            known.key.name,
+            tuple(parts),
+            known.key.generation,
+            None,
+            push_id,
+            None if push_id is not None else key,
+            clock,
+            weight,
+            kernels.norm2(vector, dtype) if clips else None,
+            ack,
+        )
+
+
+def after_push(error: PsError, done: PushDone) -> PsError:
+    """The error of a pull whose push had been accepted: it says so, lest the push be sent again without its id."""
+    return problem(
+        error.code,
+        error.detail,
+        hint=error.hint,
+        retry_after_s=error.retry_after_s,
+        errors=error.errors,
+        **{**error.members, "push": push_document(done)},
+    )
+
+
+def push_document(done: PushDone) -> dict[str, Any]:
+    """What a push is answered with."""
+    document: dict[str, Any] = {
+        "model": done.model.name,
+        "version": done.version,
+        "state": done.state,
+        "duplicate": done.duplicate,
+        "durable_version": done.durable_version,
+        "incarnation": done.incarnation,
+        "timeline": done.timeline,
+    }
+    if done.late:
+        document["late"] = True
+    return document
+
+
+def _finish(r: Reader) -> None:
+    r.done()
+    if r.errors:
+        raise combined(r.errors)
+
+
+def _push_id(r: Reader) -> PushId | None:
+    given = [n for n in ("worker", "epoch", "seq") if r.data.get(n) is not None]
+    worker = r.take(
+        "worker", None, lambda v: v is None or (isinstance(v, str) and worker_ok(v)), "1 to 128 bytes of text"
+    )
+    epoch, seq = r.optional_integer("epoch", 0), r.optional_integer("seq", 0)
+    if given and len(given) < 3:
+        r.fail("worker", "worker, epoch and seq come together or not at all")
+    if worker is None or epoch is None or seq is None:
+        return None
+    return PushId(worker, epoch, seq)
+
+
+def worker_ok(name: str) -> bool:
+    """Whether a worker may be called so."""
+    try:
+        return 0 < len(name.encode()) <= limits.WORKER_NAME_BYTES_MAX and name.isprintable()
+    except UnicodeEncodeError:
+        return False
+
+
+def _read_ranges(r: Reader) -> dict[str, list[tuple[int, int]]]:
+    def pair_ok(pair: Any) -> bool:
+        return (
+            isinstance(pair, list | tuple)
+            and len(pair) == 2
+            and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+        )
+
+    def ok(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(
+            isinstance(name, str) and isinstance(pairs, list | tuple) and all(map(pair_ok, pairs))
+            for name, pairs in value.items()
+        )
+
+    value = r.take("ranges", {}, ok, "an object of lists of [start, stop] by name")
+    return {name: [(int(a), int(b)) for a, b in pairs] for name, pairs in value.items()}
+
+
+def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequest:
+    def names_ok(value: Any) -> bool:
+        return (
+            isinstance(value, list | tuple)
+            and len(value) <= limits.PARAMS_PER_MODEL_MAX
+            and all(isinstance(n, str) and 0 < len(n) <= limits.PARAM_NAME_BYTES_MAX for n in value)
+        )
+
+    names = r.take("names", None, lambda v: v is None or names_ok(v), "a list of parameter names or patterns")
+    min_version = r.integer("min_version", 0)
+    wait_s = r.number("wait_s", 0.0, 0.0, limits.WAIT_S_MAX)
+    dtype = r.data.get("dtype")
+    r.known.append("dtype")
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in ITEMSIZE):
+        r.errors.append(problem("invalid_dtype", f"dtype {dtype!r:.40} is not one of {', '.join(ITEMSIZE)}"))
+    ranges = _read_ranges(r) if ranged else {}
+    if names is not None and not names:
+        r.fail("names", "is empty; leave it out to pull everything")
+    if r.errors:
+        raise combined(r.errors)
+    return PullRequest(select(known.layout, names, ranges), min_version, wait_s, dtype)
+
+
+def _read_tensors(
+    known: KnownModel,
+    values: Mapping[Any, Any],
+    ranges: Mapping[str, Sequence[tuple[int, int]]],
+    errors: list[PsError],
+    where: str,
+) -> tuple[Selection, list[tuple[AnyArray, DType]]]:
+    """The selection that named tensors make, and each of them 1-D in its dtype; errors are collected."""
+    try:
+        names = [n for n in values if isinstance(n, str)]
+        errors += [unknown(known.layout, n) for n in names if n not in known.layout.by_name]
+        known_names = [n for n in names if n in known.layout.by_name]
+        stray = [n for n in ranges if n not in values]
+        errors += [problem("invalid_range", f"ranges name '{n}', which {where} lacks", where=n) for n in stray]
+        used = {n: r for n, r in ranges.items() if n in known_names}
+        selection = select(known.layout, known_names, used)
+    except PsError as error:
+        errors.append(error)
+        return select(known.layout, []), []
+    tensors: list[tuple[AnyArray, DType]] = []
+    for i, param in enumerate(selection.params):
+        try:
+            tensors.append(read_tensor(param.name, values[param.name], selection.shape(i)))
+        except PsError as error:
+            errors.append(error)
+    return selection, tensors
+
+
+def packed(selection: Selection, tensors: Sequence[tuple[AnyArray, DType]]) -> tuple[AnyArray, DType]:
+    """All tensors end to end, in the dtype they share, else in float32."""
+    dtypes = {dtype for _, dtype in tensors}
+    dtype: DType = dtypes.pop() if len(dtypes) == 1 else "float32"
+    if len(tensors) == 1:
+        return tensors[0][0], dtype
+    out = np.empty(selection.size, NUMPY_DTYPE[dtype])
+    for (array, own), at in zip(tensors, selection.offsets, strict=False):
+        out[at : at + array.size] = array if own == dtype else to_f32(array, own)
+    return out, dtype
+
+
+def read_tensor(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, DType]:
+    """A tensor of a JSON or msgpack body, 1-D, in its dtype, checked for its shape and for finite values.
+
+    Raises RequestError: `invalid_shape`, `invalid_dtype`, `non_finite`, `malformed`.
+    """
+    array, named = (from_msgpack if isinstance(value, Mapping) else from_json)(value, name)
+    dtype = cast(DType, named)
+    if array.shape != shape:
+        have, want = list(array.shape), list(shape)
+        raise problem("invalid_shape", f"'{name}' has shape {have}, not {want}", where=name)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if not kernels.all_finite(flat, dtype):
+        raise problem("non_finite", f"'{name}' holds NaN or infinity", where=name)
+    return flat, dtype

@@ -1,0 +1,94 @@
+"""Sends frames to other shards over HTTP/2 with prior knowledge, one connection to each."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+from pyreqwest.client import ClientBuilder
+from pyreqwest.exceptions import PyreqwestError
+
+from paramserver.errors import from_document, problem
+from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES
+from paramserver.types import AnyArray
+from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+from paramserver_shard.buffers import U8, BufferPool
+
+TIMEOUT_S: Final = 10.0
+CONNECT_S: Final = 2.0
+
+
+class PeerClient:
+    """The client side of shard-to-shard requests."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._client = (
+            ClientBuilder()
+            .http2_prior_knowledge()
+            .http2_max_frame_size(CHUNK_BYTES)
+            .http2_initial_stream_window_size(16 * CHUNK_BYTES)
+            .http2_initial_connection_window_size(16 * CHUNK_BYTES)
+            .connect_timeout(timedelta(seconds=CONNECT_S))
+            .no_proxy()
+            .build()
+        )
+
+    async def call(
+        self, url: str, header: Mapping[str, Any], body: Sequence[AnyArray], *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[Mapping[str, Any], U8]:
+        """POSTs one frame; the header and the body of the frame that answers.
+
+        Raises the PsError that the other shard answered, or Unavailable when it gave no answer.
+        """
+        prefix = encode_header(header)
+        size = len(prefix) + sum(a.nbytes for a in body)
+        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(timedelta(seconds=timeout_s))
+        if size <= CHUNK_BYTES:
+            request = request.body_bytes(b"".join((prefix, *(a.data.cast("B") for a in body))))
+        else:
+            request = request.header("content-length", str(size)).body_stream(_stream(prefix, body))
+        try:
+            async with request.build_streamed() as response:
+                declared = int(response.get_header("content-length") or 0)
+                if declared > BODY_BYTES_MAX:
+                    raise problem("unavailable", f"{url} answered with {declared} bytes")
+                received = self._pool.take_bytes(declared) if declared else np.empty(0, np.uint8)
+                view, at = received.data, 0
+                while (chunk := await response.body_reader.read_chunk()) is not None:
+                    if at + len(chunk) > declared:
+                        raise problem("unavailable", f"{url} answered with more than it declared")
+                    view[at : at + len(chunk)] = chunk
+                    at += len(chunk)
+                status = response.status
+        except PyreqwestError as e:
+            raise problem("unavailable", f"another shard does not answer: {e}") from e
+        if status >= 300:
+            raise _refusal(status, bytes(view[:at]))
+        if at != declared:
+            raise problem("unavailable", f"{url} broke off its answer")
+        head, offset = decode_prefix(view)
+        return head, received[offset:]
+
+    async def aclose(self) -> None:
+        """Nothing to do: connections end with the process."""
+
+
+def _stream(prefix: bytes, body: Sequence[AnyArray]) -> Iterator[bytes]:
+    yield prefix
+    for array in body:
+        view = array.data.cast("B")
+        for at in range(0, len(view), CHUNK_BYTES):
+            yield bytes(view[at : at + CHUNK_BYTES])
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        document = {}
+    error = from_document({"status": status, **(document if isinstance(document, dict) else {})})
+    if error.status >= 500 and not error.retryable:
+        return problem("unavailable", f"another shard failed: {error.detail}")
+    return error
