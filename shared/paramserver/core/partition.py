@@ -6,8 +6,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paramserver.core.layout import Segment
-from paramserver.core.optimizer import initial_slots, slot_names
-from paramserver.core.shard_io import Capture, Contribution, HeldPart, LoadedState, PartitionState, PartVersion
+from paramserver.core.optimizer import ftrl_z, initial_slots, slot_names
+from paramserver.core.shard_io import (
+    AssignPart,
+    Capture,
+    Contribution,
+    HeldPart,
+    LoadedState,
+    PartitionState,
+    PartVersion,
+    Source,
+)
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import Basis
 from paramserver.core.window import PushMemory
@@ -33,6 +42,8 @@ class Partition:
     """The settings in force here; changed between two operations."""
     revision: int
     live_workers: int
+    source: Source = "init"
+    """Where its first state comes from."""
     state: PartitionState | None = None
     """None until it is loaded."""
     version: int = 0
@@ -54,8 +65,6 @@ class Partition:
     """Whether a commit is among the operations."""
     pulls: list["WaitingPull"] = field(default_factory=list)
     """Pulls that wait for a version of this partition."""
-    changed_at: float | None = None
-    """Since when its version differs from the snapshot written last."""
     cut: Capture | None = None
     """The newest cut, held for checkpoints."""
     cut_stored: int | None = None
@@ -74,7 +83,8 @@ class Partition:
         self.memory = PushMemory.restore(loaded.memory)
         self.buffered, self.arrivals = list(loaded.held), len(loaded.held)
         names = list(slot_names(self.spec.optimizer))
-        if len(loaded.state.slots) != len(names) or loaded.memory.get("slots", names) != names:
+        same = len(loaded.state.slots) == len(names) and loaded.memory.get("slots", names) == names
+        if not same or (not loaded.stored and self.spec.optimizer.name == "ftrl"):
             self._fresh_slots()
 
     def adopt(self, spec: ModelSpec, revision: int, live_workers: int) -> None:
@@ -110,11 +120,16 @@ class Partition:
         """Where it stands, for a reply that quotes `version` or the present one."""
         return PartVersion(self.index, self.version if version is None else version, self.token, self.durable_version)
 
-    def flip(self, state: PartitionState, now: float) -> None:
-        """The next version becomes the present one."""
-        self.state = state
-        self.version += 1
-        self.changed_at = now if self.changed_at is None else self.changed_at
+    def assigned(self, part: AssignPart, state: PartitionState) -> PartitionState:
+        """The result of an assignment, with the optimizer state that follows from the values where one does (ftrl)."""
+        optimizer = self.spec.optimizer
+        if optimizer.name != "ftrl" or part.slots is not None:
+            return state
+        z, n = state.slots
+        z = z.copy()
+        for start, stop in part.ranges or ((0, self.size),):
+            z[start:stop] = ftrl_z(optimizer, state.values[start:stop], n[start:stop])
+        return PartitionState(state.values, (z, n), state.steps)
 
     # --- what is accepted and not applied
 

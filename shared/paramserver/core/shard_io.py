@@ -6,93 +6,21 @@ written after they were handed over.  A `request` is a number that the runtime c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import SegmentStep
+from paramserver.core.partition_state import Capture as Capture
+from paramserver.core.partition_state import HeldPart as HeldPart
+from paramserver.core.partition_state import LoadedState as LoadedState
+from paramserver.core.partition_state import PartitionState as PartitionState
 from paramserver.core.spec import ModelSpec, OptimizerSpec
 from paramserver.errors import PsError
 from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, PushId, PushState, Token
 
 Request: TypeAlias = int
 """The runtime's number of one request that waits for an outcome."""
-
-# --- the values of a partition
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionState:
-    """The numbers of one partition at one version: replaced, never written."""
-
-    values: F32
-    """The parameters, of the partition's length."""
-    slots: tuple[F32, ...]
-    """The optimizer's state: `kernels.slot_count(optimizer)` arrays of the partition's length."""
-    steps: tuple[int, ...]
-    """Updates that touched it, for each `Segment` of the partition in the model's `Layout`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and slots."""
-        return self.values.nbytes + sum(s.nbytes for s in self.slots)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldPart:
-    """A gradient that was accepted and is not applied yet (sync: staged; buffered: held)."""
-
-    worker: str
-    """Empty for a push without an id."""
-    epoch: int
-    clock: int
-    """sync: the iteration it belongs to; buffered: -1."""
-    seq: int
-    """Order within (worker, clock); buffered: order of arrival."""
-    base: tuple[int, int] | None
-    """(version, incarnation) the gradient was computed from."""
-    scale: float
-    """Weight times the factor of norm clipping."""
-    ranges: tuple[Range, ...] | None
-    """Ranges relative to the partition that `data` holds end to end; None: the whole partition."""
-    data: AnyArray
-    """1-D, of `dtype`; bfloat16 as uint16."""
-    dtype: DType
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """One partition at one moment, ready to be written away: it shares the live buffers, which never change."""
-
-    key: PartitionKey
-    token: Token
-    version: int
-    clock: int
-    """sync: commits applied, so the next commit's `t`; the number a cut is known by."""
-    state: PartitionState
-    memory: Mapping[str, Any]
-    """Windows and idempotency keys: plain lists, strings and integers, to be stored as one msgpack map."""
-    held: tuple[HeldPart, ...] = ()
-    """Accepted gradients that are not in the values yet (buffered mode); lost parts would be counted as applied."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays, which is what a snapshot's budget counts."""
-        return self.state.nbytes + sum(h.data.nbytes for h in self.held)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedState:
-    """What a partition starts from: the fields of a stored `Capture`, or drawn initial values at version 0."""
-
-    state: PartitionState
-    version: int = 0
-    clock: int = 0
-    memory: Mapping[str, Any] = field(default_factory=dict)
-    held: tuple[HeldPart, ...] = ()
-    stored: bool = False
-    """Whether it came from a stored snapshot, so that this version is durable already."""
-
 
 # --- the events
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from paramserver import limits
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.types import PushId
 
 _EMPTY = -1
@@ -163,7 +163,7 @@ class PushMemory:
         return sum(w.nbytes for w in self._windows.values()) + 32 * len(self._keys)
 
 
-def fenced(worker: str, epoch: int, newest: int) -> Exception:
+def fenced(worker: str, epoch: int, newest: int) -> PsError:
     """The error for a push of a lower epoch than the newest known."""
     return problem(
         "fenced",

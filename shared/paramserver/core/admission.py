@@ -1,0 +1,159 @@
+"""Whether a push or an assignment may be taken up at all: its content and its worker; pure checks."""
+
+from math import isfinite
+
+import numpy as np
+
+from paramserver import limits
+from paramserver.core.layout import Layout, Range
+from paramserver.core.optimizer import slot_count
+from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
+from paramserver.core.spec import ModelSpec
+from paramserver.core.window import fenced
+from paramserver.errors import problem
+from paramserver.types import PushId
+
+_NUMBER_MAX = 1 << 53
+_NUMPY = {
+    "float16": (np.float16, np.uint16),
+    "bfloat16": (np.uint16,),
+    "float32": (np.float32,),
+    "float64": (np.float64,),
+}
+
+
+def check_push(event: PushReceived, spec: ModelSpec, layout: Layout) -> None:
+    """Raises RequestError when no partition of the push could take it, whatever the state."""
+    if not event.parts:
+        raise problem("empty_push", "the push holds no gradients")
+    if event.ack not in (None, "applied"):
+        raise problem("not_built", f"ack '{event.ack}' is not offered", hint="use ack 'applied'")
+    if not isfinite(event.weight) or abs(event.weight) > 1e38:
+        raise problem("invalid_field", f"weight: must be a finite number, not {event.weight!r}")
+    if event.push_id is not None:
+        _check_id(event.push_id)
+    if event.key is not None and not 0 < len(event.key.encode()) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
+        raise problem("invalid_field", f"Idempotency-Key: must have 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
+    if event.clock is not None and not 0 <= event.clock <= _NUMBER_MAX:
+        raise problem("invalid_field", f"clock: must be from 0 to {_NUMBER_MAX}, not {event.clock}")
+    if event.norm is not None and not (isfinite(event.norm) and event.norm >= 0.0):
+        raise problem("non_finite", "the gradient's norm is not a finite number")
+    _check_parts(event.parts, layout)
+
+
+def _check_id(push_id: PushId) -> None:
+    if not 0 < len(push_id.worker.encode()) <= limits.WORKER_NAME_BYTES_MAX:
+        raise problem("invalid_field", f"worker: must have 1 to {limits.WORKER_NAME_BYTES_MAX} bytes")
+    for name, value in (("epoch", push_id.epoch), ("seq", push_id.seq)):
+        if not 0 <= value <= _NUMBER_MAX:
+            raise problem("invalid_field", f"{name}: must be from 0 to {_NUMBER_MAX}, not {value}")
+
+
+def check_set(event: SetReceived, spec: ModelSpec, layout: Layout) -> None:
+    """Raises RequestError when the assignment does not fit the model."""
+    if not event.parts:
+        raise problem("empty_push", "the assignment holds no values")
+    _check_parts(event.parts, layout)
+    for part in event.parts:
+        size, segments = layout.partition_size(part.partition), layout.segments[part.partition]
+        if part.slots is not None and [s.size for s in part.slots] != [size] * slot_count(spec.optimizer):
+            raise problem("invalid_shape", f"partition {part.partition}: the optimizer's state does not fit")
+        if part.steps is not None and len(part.steps) != len(segments):
+            raise problem("invalid_shape", f"partition {part.partition}: needs {len(segments)} step counts")
+
+
+def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: Layout) -> None:
+    count = layout.spec.partitions
+    seen: set[int] = set()
+    for part in parts:
+        if not 0 <= part.partition < count:
+            raise problem("invalid_range", f"partition {part.partition}: the model has {count}")
+        if part.partition in seen:
+            raise problem("invalid_range", f"partition {part.partition} is named twice")
+        seen.add(part.partition)
+        if part.dtype not in _NUMPY:
+            raise problem("invalid_dtype", f"dtype '{part.dtype}' is not one of {', '.join(_NUMPY)}")
+        assert part.data.ndim == 1, "the runtime decodes to flat arrays"
+        assert part.data.dtype in _NUMPY[part.dtype], "of the dtype it names"
+        size = layout.partition_size(part.partition)
+        want = size if part.ranges is None else _elements(part.ranges, size, part.partition)
+        if part.data.size != want:
+            raise problem("invalid_shape", f"partition {part.partition}: {part.data.size} elements came, not {want}")
+    for part in parts:
+        if not part.finite:
+            raise problem("non_finite", f"partition {part.partition} holds NaN or infinity", hint="nothing was changed")
+
+
+def _elements(ranges: tuple[Range, ...], size: int, partition: int) -> int:
+    if not ranges or len(ranges) > limits.RANGES_PER_PUSH_MAX:
+        raise problem("invalid_range", f"partition {partition}: 1 to {limits.RANGES_PER_PUSH_MAX} ranges are allowed")
+    at = 0
+    for start, stop in ranges:
+        if not at <= start < stop <= size:
+            raise problem(
+                "invalid_range",
+                f"partition {partition}: [{start}, {stop}) is empty, overlaps, is out of order or beyond {size}",
+            )
+        at = stop
+    return sum(stop - start for start, stop in ranges)
+
+
+def clip_factor(event: PushReceived, spec: ModelSpec) -> float:
+    """What the whole gradient is multiplied by so that its 2-norm does not exceed `clip_norm`."""
+    bound = spec.optimizer.clip_norm
+    if bound is None:
+        return 1.0
+    if event.norm is None:
+        raise problem(
+            "invalid_field",
+            "norm: is needed, the model clips by norm",
+            hint="send the 2-norm of the whole gradient, or push by name",
+        )
+    return bound / event.norm if event.norm > bound else 1.0
+
+
+def must_ask(event: PushReceived, mode: str, workers: dict[str, tuple[int, int]], known: bool) -> bool:
+    """Whether the scheduler has to be asked about the push's worker before it is judged.
+
+    Ids with a '/' are the scheduler's.  In async and buffered one that pushed here before is `known`; in ssp and sync
+    the roster decides.  The roster may lag behind a join.
+    """
+    if event.push_id is None or "/" not in event.push_id.worker:
+        return False
+    member = workers.get(event.push_id.worker)
+    if member is not None:
+        return event.push_id.epoch > member[0]
+    return mode in ("ssp", "sync") or not known
+
+
+def check_worker(
+    event: PushReceived, mode: str, workers: dict[str, tuple[int, int]], answer: WorkerAnswered | None
+) -> None:
+    """Raises PsError unless the push's worker may push in this mode."""
+    joined = mode in ("ssp", "sync")
+    push_id = event.push_id
+    if push_id is None or "/" not in push_id.worker:
+        if joined:
+            raise problem(
+                "worker_required", f"mode {mode} takes pushes of joined workers", hint="POST /models/{m}/workers first"
+            )
+        return
+    member = workers.get(push_id.worker)
+    if member is not None and member[0] == push_id.epoch:
+        return
+    if member is not None and member[0] > push_id.epoch:
+        raise fenced(push_id.worker, push_id.epoch, member[0])
+    if answer is None:
+        if joined:
+            raise problem("loading", f"worker '{push_id.worker}' has just left the roster", hint="send it again")
+        return
+    if answer.error is not None:
+        raise answer.error
+    if answer.epoch is None:
+        raise problem("reserved_worker", f"worker '{push_id.worker}' never joined", hint="take a name without '/'")
+    if answer.epoch < push_id.epoch:
+        raise problem("unknown_worker", f"worker '{push_id.worker}' never had epoch {push_id.epoch}")
+    if answer.epoch > push_id.epoch:
+        raise fenced(push_id.worker, push_id.epoch, answer.epoch)
+    if joined and not answer.live:
+        raise problem("fenced", f"worker '{push_id.worker}' is no longer live", hint="join again", epoch=answer.epoch)

@@ -1,0 +1,54 @@
+"""The lines in which operations wait for partitions: in order of arrival in each, all partitions or none."""
+
+from collections import deque
+
+from paramserver.core.operation import Operation
+from paramserver.core.partition import Partition
+
+
+class Lines:
+    """Who is next.  An operation is put into the lines of all its partitions at once, so no two wait for each other."""
+
+    def __init__(self) -> None:
+        self._candidates: deque[Operation] = deque()
+
+    def add(self, operation: Operation) -> None:
+        """Put it at the end of the line of each of its partitions."""
+        for partition in operation.partitions:
+            partition.operations.append(operation)
+        self._candidates.append(operation)
+
+    def precede(self, partition: Partition, operation: Operation) -> None:
+        """Put an operation of that one partition right behind the one that is first now."""
+        partition.operations.insert(1, operation)
+
+    def next(self) -> Operation | None:
+        """An operation that is first in all its lines and not running."""
+        while self._candidates:
+            operation = self._candidates.popleft()
+            if operation.running or operation.over:
+                continue
+            if all(p.operations and p.operations[0] is operation for p in operation.partitions):
+                return operation
+        return None
+
+    def release(self, operation: Operation) -> None:
+        """It is over: those behind it move up."""
+        operation.over = True
+        for partition in operation.partitions:
+            if partition.operations and partition.operations[0] is operation:
+                partition.operations.popleft()
+                if partition.operations:
+                    self._candidates.append(partition.operations[0])
+
+    def withdraw(self, partition: Partition) -> list[Operation]:
+        """Empty the line of a partition; returns those that were not running, taken out of every other line too."""
+        waiting = [op for op in partition.operations if not op.running]
+        partition.operations.clear()
+        for operation in waiting:
+            for other in operation.partitions:
+                if operation in other.operations:
+                    other.operations.remove(operation)
+                    if other.operations:
+                        self._candidates.append(other.operations[0])
+        return waiting

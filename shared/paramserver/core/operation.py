@@ -1,0 +1,387 @@
+"""What changes partitions: a push, an assignment, a commit, a flush, a change of settings.
+
+An operation stands in the line of each partition it touches and starts when it is first in all of them, so operations
+that share a partition run in order of arrival and one of several partitions runs on all or on none.  `start` decides
+by the state of that moment and returns what is to be computed; `finish` makes the results visible.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paramserver import limits
+from paramserver.core import admission
+from paramserver.core.partition import Partition
+from paramserver.core.served_model import ServedModel
+from paramserver.core.shard_io import (
+    AssignTask,
+    CommitDecided,
+    HeldPart,
+    Outcome,
+    PartitionState,
+    PushDone,
+    PushPart,
+    PushReceived,
+    Request,
+    SetReceived,
+    Task,
+    TaskResult,
+    WorkerAnswered,
+)
+from paramserver.core.spec import ModelSpec
+from paramserver.core.update import mean_task, single_task
+from paramserver.core.window import Seen
+from paramserver.errors import PsError, problem
+from paramserver.types import PushState
+
+
+class Shard(Protocol):
+    """What an operation does to the shard it runs in."""
+
+    held_bytes: int
+    """Bytes of staged and buffered gradients."""
+    not_finite: int
+    """Commits and flushes that changed nothing because their result was not finite."""
+
+    def reply(self, request: Request, outcome: Outcome) -> None:
+        """Answer a request."""
+
+    def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
+        """The partition's next version becomes the present one."""
+
+    def precede(self, partition: Partition, operation: "Operation") -> None:
+        """Run that operation as soon as the present one is over, before all that waits."""
+
+    def flush_by(self, partition: Partition, at: float) -> None:
+        """Apply what the partition has buffered at that time at the latest."""
+
+    def cut(self, partition: Partition) -> None:
+        """Store the partition as it is now as a cut."""
+
+    def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
+        """The partition has taken a commit, or begins a synchronous phase."""
+
+    def settings_changed(self, partition: Partition, now: float) -> None:
+        """The partition has other settings now."""
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One entry of the partitions' lines."""
+
+    model: ServedModel
+    partitions: list[Partition] = field(default_factory=list)
+    """Those it touches on this shard; resolved anew whenever it is put into the lines."""
+    running: bool = False
+    over: bool = False
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        """What is to be computed; nothing if the operation is over already."""
+        raise NotImplementedError
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        """The results are there, in the order of the tasks."""
+        raise NotImplementedError
+
+    def refuse(self, shard: Shard, error: PsError) -> None:
+        """It cannot be done; nothing has changed."""
+
+
+@dataclass(slots=True, eq=False)
+class PushOperation(Operation):
+    """A push of one or several partitions."""
+
+    event: PushReceived = field(kw_only=True)
+    answer: WorkerAnswered | None = None
+    """What the scheduler said about its worker, if it was asked."""
+    expires: float = 0.0
+    """Until when it waits for partitions to be loaded."""
+    _seen: list[Seen | None] = field(default_factory=list)
+    _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        try:
+            return self._start(shard, now)
+        except PsError as error:
+            self.refuse(shard, error)
+            return ()
+
+    def _start(self, shard: Shard, now: float) -> Sequence[Task]:
+        event = self.event
+        self.model.check(event.generation, event.timeline)
+        spec = self.partitions[0].spec
+        mode = spec.consistency.mode
+        if any(p.spec.consistency.mode != mode for p in self.partitions):
+            raise problem("loading", "the model's settings are just changing")
+        admission.check_worker(event, mode, self.model.workers, self.answer)
+        pairs = list(zip(self.partitions, event.parts, strict=True))
+        self._seen = [p.memory.judge(event.push_id, event.key, part.crc) for p, part in pairs]
+        self._fresh = [pair for pair, seen in zip(pairs, self._seen, strict=True) if seen is None]
+        immediate = mode in ("async", "ssp") or (mode == "buffered" and spec.consistency.count == 1)
+        state: PushState = "applied" if immediate else "staged" if mode == "sync" else "buffered"
+        if not self._fresh:
+            self._reply(shard, state)
+            return ()
+        scale = event.weight * admission.clip_factor(event, spec)
+        for partition, part in self._fresh:
+            _check_lag(partition, part.base)
+        if immediate:
+            return [
+                single_task(p.basis(), part.data, part.dtype, part.ranges, scale, p.lag_factor(part.base))
+                for p, part in self._fresh
+            ]
+        if mode == "sync" and event.clock is None:
+            raise problem("invalid_field", "clock: is needed in mode sync", hint="the iteration it belongs to, from 0")
+        nbytes = sum(part.data.nbytes for _, part in self._fresh)
+        if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
+            raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
+        for partition, part in self._fresh:
+            self._hold(shard, partition, part, scale, now)
+        self._reply(shard, state)
+        return ()
+
+    def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
+        """Keep one part until its clock commits, or until its partition's buffer is applied."""
+        event, rule = self.event, p.spec.consistency
+        sync = rule.mode == "sync"
+        clock = event.clock if sync and event.clock is not None else -1
+        late = sync and clock < p.clock and rule.late == "drop"
+        p.memory.record(event.push_id, event.key, part.crc, p.version, late)
+        if late:
+            return
+        worker, epoch, seq = "", 0, p.arrivals
+        if event.push_id is not None:
+            worker, epoch = event.push_id.worker, event.push_id.epoch
+            seq = event.push_id.seq if sync else seq
+        held = HeldPart(worker, epoch, clock, seq, part.base, scale, part.ranges, part.data, part.dtype)
+        shard.held_bytes += part.data.nbytes
+        if sync:
+            p.stage(held)
+            return
+        p.buffered.append(held)
+        p.arrivals += 1
+        if len(p.buffered) >= rule.count:
+            shard.precede(p, FlushOperation(self.model, [p]))
+        elif p.flush_at is None:
+            p.flush_at = now + rule.interval_ms / 1000.0
+            shard.flush_by(p, p.flush_at)
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        if any(r.state is None for r in results):
+            bad = [p.index for (p, _), r in zip(self._fresh, results, strict=True) if r.state is None]
+            error = problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
+            self.refuse(shard, error)
+            return
+        for (p, part), result in zip(self._fresh, results, strict=True):
+            assert result.state is not None
+            p.memory.record(self.event.push_id, self.event.key, part.crc, p.version + 1)
+            shard.flip(p, result.state, now)
+        self._reply(shard, "applied")
+
+    def refuse(self, shard: Shard, error: PsError) -> None:
+        shard.reply(self.event.request, error)
+
+    def _reply(self, shard: Shard, state: PushState) -> None:
+        pairs = list(zip(self.partitions, self._seen, strict=True))
+        parts = tuple(p.stand(None if seen is None else seen.version) for p, seen in pairs)
+        rule, clock = self.partitions[0].spec.consistency, self.event.clock
+        fresh_late = state == "staged" and rule.late == "drop"
+        late = any(
+            seen.late if seen is not None else fresh_late and clock is not None and clock < p.clock for p, seen in pairs
+        )
+        unknown = any(
+            part.base is not None and part.base[1] != p.token
+            for p, part in zip(self.partitions, self.event.parts, strict=True)
+        )
+        shard.reply(
+            self.event.request,
+            PushDone(
+                self.model.key,
+                self.model.timeline,
+                state,
+                all(seen is not None for seen in self._seen),
+                min(p.version for p in parts),
+                min(p.durable_version for p in parts),
+                max(p.incarnation for p in parts),
+                parts,
+                late,
+                unknown,
+            ),
+        )
+
+
+def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:
+    rule, lag = partition.spec.consistency, partition.lag(base)
+    if rule.lag == "reject" and lag > rule.lag_bound:
+        raise problem(
+            "too_stale",
+            f"the gradient's base lies {lag} versions back; at most {rule.lag_bound} are allowed",
+            hint="pull and compute it again",
+            lag=lag,
+            version=partition.version,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SetOperation(Operation):
+    """An assignment of values: `PUT params`, a restore, an upload."""
+
+    event: SetReceived = field(kw_only=True)
+    expires: float = 0.0
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        tasks: list[Task] = []
+        try:
+            self.model.check(self.event.generation, None)
+            for p, part in zip(self.partitions, self.event.parts, strict=True):
+                assert p.state is not None
+                if part.slots is not None and len(part.slots) != len(p.state.slots):
+                    raise problem("loading", "the model's optimizer is just changing")
+                tasks.append(AssignTask(p.key, p.state, part))
+        except PsError as error:
+            self.refuse(shard, error)
+            return ()
+        return tasks
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        if any(r.state is None for r in results):
+            self.refuse(shard, problem("non_finite", "the values hold NaN or infinity in float32; nothing was changed"))
+            return
+        for p, part, result in zip(self.partitions, self.event.parts, results, strict=True):
+            assert result.state is not None
+            state = p.assigned(part, result.state)
+            if self.model.ready:
+                shard.flip(p, state, now)
+            else:
+                p.state = state  # still version 0: the initial values are not complete yet
+            if self.event.restore:
+                shard.held_bytes -= p.drop_staged() + sum(h.data.nbytes for h in p.take_buffered())
+        parts = tuple(p.stand() for p in self.partitions)
+        shard.reply(
+            self.event.request,
+            PushDone(
+                self.model.key,
+                self.model.timeline,
+                "applied",
+                False,
+                min(p.version for p in parts),
+                min(p.durable_version for p in parts),
+                max(p.incarnation for p in parts),
+                parts,
+            ),
+        )
+
+    def refuse(self, shard: Shard, error: PsError) -> None:
+        shard.reply(self.event.request, error)
+
+
+@dataclass(slots=True, eq=False)
+class CommitOperation(Operation):
+    """One decided clock of a synchronous model, on one partition: version + 1 whatever it touches."""
+
+    commit: CommitDecided = field(kw_only=True)
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        (p,) = self.partitions
+        settings = self.model.spec_of(self.commit.revision)
+        if self.commit.timeline != self.model.timeline or self.commit.t != p.clock or settings is None:
+            p.committing = False
+            return ()
+        revision, spec = settings
+        if spec.consistency.mode == "sync":
+            p.adopt(spec, revision, self.commit.live_workers)
+        parts = p.weighted(p.listed(self.commit.contributions))
+        divisor = sum(c.weight for c in self.commit.contributions)
+        if parts and divisor > 0.0:
+            return [mean_task(p.basis(), parts, divisor)]
+        assert p.state is not None
+        self._finish(shard, p.state, now)
+        return ()
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        (p,) = self.partitions
+        assert p.state is not None
+        shard.not_finite += results[0].state is None
+        self._finish(shard, results[0].state or p.state, now)
+
+    def _finish(self, shard: Shard, state: PartitionState, now: float) -> None:
+        (p,) = self.partitions
+        p.committing = False
+        shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
+        p.clock = self.commit.t + 1
+        shard.flip(p, state, now)
+        if self.commit.cut:
+            shard.cut(p)
+        shard.committed(self.model, p, now)
+
+
+@dataclass(slots=True, eq=False)
+class FlushOperation(Operation):
+    """The mean of what one partition has buffered is applied, in order of arrival."""
+
+    early: bool = False
+    """Whether it is applied though it is neither full nor old enough."""
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        (p,) = self.partitions
+        rule = p.spec.consistency
+        full = rule.mode != "buffered" or len(p.buffered) >= rule.count or self.early
+        if not p.buffered or not (full or (p.flush_at is not None and now >= p.flush_at)):
+            return ()
+        return [mean_task(p.basis(), p.weighted(p.buffered), float(len(p.buffered)))]
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        (p,) = self.partitions
+        shard.held_bytes -= sum(h.data.nbytes for h in p.take_buffered())
+        if results[0].state is None:
+            shard.not_finite += 1
+        else:
+            shard.flip(p, results[0].state, now)
+
+
+@dataclass(slots=True, eq=False)
+class SettingsOperation(Operation):
+    """Other settings for one partition: leaving `buffered` flushes, leaving `sync` drops the open clock."""
+
+    spec: ModelSpec = field(kw_only=True)
+    revision: int = 0
+    live_workers: int = 0
+    clock: int = 0
+    """The clock a synchronous phase begins with."""
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        (p,) = self.partitions
+        old, new = p.spec.consistency, self.spec.consistency
+        if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
+            # Commits decided before the change come first.
+            shard.precede(p, self._again())
+            p.committing = True
+            shard.precede(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
+            return ()
+        full = new.mode != "buffered" or len(p.buffered) >= new.count
+        if p.buffered and full:
+            shard.precede(p, self._again())
+            shard.precede(p, FlushOperation(self.model, [p], early=True))
+            return ()
+        if old.mode == "sync" and new.mode != "sync":
+            shard.held_bytes -= p.drop_staged()
+        p.adopt(self.spec, self.revision, self.live_workers)
+        if new.mode == "sync" and old.mode != "sync":
+            p.clock = self.clock
+            shard.cut(p)
+            shard.committed(self.model, p, now)
+        if p.buffered:
+            p.flush_at = now + new.interval_ms / 1000.0
+            shard.flush_by(p, p.flush_at)
+        shard.settings_changed(p, now)
+        return ()
+
+    def _again(self) -> "SettingsOperation":
+        return SettingsOperation(
+            self.model,
+            self.partitions,
+            spec=self.spec,
+            revision=self.revision,
+            live_workers=self.live_workers,
+            clock=self.clock,
+        )

@@ -1,0 +1,132 @@
+"""One model as a shard serves it: settings by revision, roster, commits still to come, and its partitions here."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paramserver import limits
+from paramserver.core.layout import Layout
+from paramserver.core.partition import Partition
+from paramserver.core.shard_io import CommitDecided, ModelView
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError, problem
+from paramserver.types import ModelKey
+
+if TYPE_CHECKING:
+    from paramserver.core.operation import Operation
+
+_REVISIONS_KEPT = 16
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """State of one model.  Mutated by `ShardCore` alone."""
+
+    key: ModelKey
+    layout: Layout
+    spec: ModelSpec
+    """Settings of the newest revision known."""
+    revision: int
+    timeline: int
+    clock: int
+    live_workers: int
+    ready: bool
+    workers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """worker -> (epoch, rank) of the live roster."""
+    specs: dict[int, ModelSpec] = field(default_factory=dict)
+    """Settings by revision, the newest few: a commit names the one it was decided under."""
+    commits: dict[int, CommitDecided] = field(default_factory=dict)
+    """Commits of this timeline that a partition here may still need."""
+    partitions: dict[int, Partition] = field(default_factory=dict)
+    parked: list["Operation"] = field(default_factory=list)
+    """Requests that wait for a partition to be loaded."""
+    resync_at: float = 0.0
+    """Not before then the feed is asked to tell everything again."""
+
+    @classmethod
+    def of(cls, view: ModelView) -> "ServedModel":
+        """A model this shard learns of; its partitions are added by the caller."""
+        return cls(
+            view.model,
+            view.layout,
+            view.spec,
+            view.revision,
+            view.timeline,
+            view.clock,
+            view.live_workers,
+            ready=False,
+        )
+
+    @property
+    def sync(self) -> bool:
+        """Whether the newest settings are synchronous."""
+        return self.spec.consistency.mode == "sync"
+
+    def check(self, generation: int | None, timeline: int | None) -> None:
+        """Raises `model_replaced` or `rolled_back` for a request of the past, `loading` for one of the future."""
+        if generation is not None and generation != self.key.generation:
+            if generation > self.key.generation:
+                raise problem("loading", f"this shard has not heard of generation {generation} of the model yet")
+            raise problem(
+                "model_replaced",
+                f"model '{self.key.name}' was created anew",
+                hint="fetch the model again",
+                generation=self.key.generation,
+            )
+        if timeline is not None and timeline != self.timeline:
+            if timeline > self.timeline:
+                raise problem("loading", f"this shard has not heard of timeline {timeline} yet")
+            raise problem(
+                "rolled_back",
+                f"the model went back to clock {self.clock}",
+                hint="drop pushes in doubt, take this clock and timeline, and pull",
+                timeline=self.timeline,
+                clock=self.clock,
+            )
+
+    def owned(self, index: int, map_epoch: int) -> Partition:
+        """The partition, loaded or not; raises StaleMapError (`wrong_owner`), RequestError where there is none."""
+        if not 0 <= index < self.spec.partitions:
+            raise problem("invalid_range", f"partition {index}: the model has {self.spec.partitions}")
+        partition = self.partitions.get(index)
+        if partition is None:
+            raise wrong_owner(self.key, index, map_epoch)
+        return partition
+
+    def learn(self, spec: ModelSpec, revision: int) -> None:
+        """Remember the settings of a revision."""
+        self.specs[revision] = self.spec = spec
+        self.revision = revision
+        while len(self.specs) > _REVISIONS_KEPT:
+            del self.specs[min(self.specs)]
+
+    def spec_of(self, revision: int) -> tuple[int, ModelSpec] | None:
+        """The settings a commit names; the next newer ones known where they were missed; None: still to come."""
+        newer = [r for r in self.specs if r >= revision]
+        return (min(newer), self.specs[min(newer)]) if newer else None
+
+    def keep(self, commit: CommitDecided) -> None:
+        """Note a commit, in whatever order they come; those that every partition has are forgotten."""
+        self.clock = max(self.clock, commit.t + 1)
+        self.commits[commit.t] = commit
+        clocks = [p.clock for p in self.partitions.values() if p.state is not None]
+        if len(clocks) == len(self.partitions):
+            floor = min(clocks, default=self.clock)
+            for t in [t for t in self.commits if t < floor]:
+                del self.commits[t]
+        while len(self.commits) > limits.QUEUED_REQUESTS_MAX:
+            del self.commits[min(self.commits)]
+
+    def live(self) -> dict[str, int]:
+        """worker -> epoch of the live roster."""
+        return {worker: epoch for worker, (epoch, _) in self.workers.items()}
+
+
+def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:
+    """The answer for a partition that another shard owns."""
+    return problem(
+        "wrong_owner",
+        f"partition {index} of model '{model.name}' is owned by another shard",
+        hint="fetch the map and send it there",
+        map_epoch=map_epoch,
+        partition=index,
+    )
