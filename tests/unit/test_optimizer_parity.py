@@ -1,0 +1,172 @@
+"""The optimizers and schedules against torch (stored and, where it is installed, live) and FTRL against its paper."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver import kernels
+from paramserver.core.schedule import learning_rate
+from paramserver.core.spec import ModelSpec, OptimizerSpec
+from paramserver.types import F32, AnyArray
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "optimizers"
+
+
+def _generator() -> Any:
+    spec = importlib.util.spec_from_file_location("golden_optimizers", GOLDEN / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate: Any = _generator()
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="live comparison: pip install torch==2.13.0"
+)
+STEP_CASES = sorted(generate.CASES["steps"])
+SCHEDULE_CASES = sorted(generate.CASES["schedules"])
+
+
+@pytest.fixture(scope="module")
+def golden() -> Iterator[Any]:
+    with np.load(GOLDEN / "torch.npz") as stored:
+        yield stored
+
+
+def optimizer(fields: dict[str, Any]) -> OptimizerSpec:
+    """The spec of these fields, with the defaults that a model's creation fills in."""
+    return ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "optimizer": fields}).optimizer
+
+
+def trajectory(o: OptimizerSpec, w: F32, grads: F32, decay: float | None = None) -> F32:
+    """Values [steps, size] after each gradient [steps, size], float32."""
+    slots = kernels.initial_slots(o, w)
+    out = np.empty_like(grads)
+    weight_decay = o.weight_decay if decay is None else decay
+    for i, g in enumerate(grads):
+        new = tuple(np.empty_like(s) for s in slots)
+        steps = [kernels.SegmentStep(0, w.size, o.lr, weight_decay, i + 1)]
+        assert kernels.apply(o, steps, w, slots, g, "float32", out[i], new)
+        w, slots = out[i], new
+    return out
+
+
+def close(ours: AnyArray, theirs: AnyArray) -> None:
+    """Within what 100 roundings of float32 leave: 1e-5 relative, 2e-6 absolute for values of the order of one."""
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", STEP_CASES)
+def test_a_hundred_steps_follow_the_stored_trajectory_of_torch(name: str, golden: Any) -> None:
+    """Each optimizer, with defaults and with every hyperparameter set, gives torch's values over 100 steps."""
+    ours = trajectory(optimizer(generate.CASES["steps"][name]["ours"]), golden["w"], golden["grads"])
+
+    theirs = golden[f"steps/{name}"]
+    close(ours[list(generate.KEPT)], theirs)
+    assert np.abs(theirs[-1] - golden["w"]).max() > 1e-3
+
+
+@needs_torch
+@pytest.mark.parametrize("name", STEP_CASES)
+def test_a_hundred_steps_follow_the_installed_torch(name: str) -> None:
+    """The same comparison at every step, against the torch that is installed."""
+    w, grads = generate.inputs()
+    case = generate.CASES["steps"][name]
+
+    close(trajectory(optimizer(case["ours"]), w, grads), generate.trajectory_of_torch(case, w, grads))
+
+
+def test_the_stored_inputs_are_those_the_generator_makes(golden: Any) -> None:
+    """The golden file belongs to this generator and to these cases."""
+    w, grads = generate.inputs()
+
+    np.testing.assert_array_equal(golden["w"], w)
+    np.testing.assert_array_equal(golden["grads"], grads)
+    stored = {k for k in golden.files if "/" in k}
+    assert stored == {f"steps/{n}" for n in STEP_CASES} | {f"schedules/{n}" for n in SCHEDULE_CASES}
+    assert {c["ours"]["name"] for c in generate.CASES["steps"].values()} == set(OptimizerSpec.NAMES) - {"ftrl", "sum"}
+
+
+def rates(fields: dict[str, Any]) -> list[float]:
+    o = optimizer({"name": "sgd", "lr": generate.RATE, "schedule": fields})
+    return [learning_rate(o, t, 1) for t in range(generate.UPDATES)]
+
+
+@pytest.mark.parametrize("name", SCHEDULE_CASES)
+def test_a_schedule_gives_the_stored_rates_of_torch(name: str, golden: Any) -> None:
+    """Each schedule, with and without warm-up, gives the rates of torch's scheduler."""
+    ours = rates(generate.CASES["schedules"][name]["ours"])
+
+    np.testing.assert_allclose(ours, golden[f"schedules/{name}"], rtol=1e-9)
+
+
+@needs_torch
+@pytest.mark.parametrize("name", SCHEDULE_CASES)
+def test_a_schedule_gives_the_rates_of_the_installed_torch(name: str) -> None:
+    """The same against the torch that is installed."""
+    case = generate.CASES["schedules"][name]
+
+    np.testing.assert_allclose(rates(case["ours"]), generate.rates_of_torch(case), rtol=1e-9)
+
+
+def ftrl_of_the_paper(grads: AnyArray, alpha: float, beta: float, l1: float, l2: float) -> AnyArray:
+    """Algorithm 1 of McMahan et al. (2013), "Ad Click Prediction: a View from the Trenches", line by line, float64."""
+    z, n = np.zeros(grads.shape[1]), np.zeros(grads.shape[1])
+    out = np.zeros_like(grads, np.float64)
+
+    def weights() -> AnyArray:
+        w = -(1.0 / ((beta + np.sqrt(n)) / alpha + l2)) * (z - np.sign(z) * l1)
+        return np.where(np.abs(z) <= l1, 0.0, w)
+
+    for t, g in enumerate(grads.astype(np.float64)):
+        w = weights()
+        sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / alpha
+        z = z + g - sigma * w
+        n = n + g * g
+        out[t] = weights()
+    return out
+
+
+@pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.5, 0.0), (2.0, 0.1)])
+def test_ftrl_follows_the_paper(l1: float, l2: float) -> None:
+    """FTRL gives the weights of the paper's algorithm over 100 steps, with its exact zeros under l1."""
+    _, grads = generate.inputs()
+    o = optimizer({"name": "ftrl", "lr": 0.1, "beta": 0.7, "l1": l1, "l2": l2})
+
+    ours = trajectory(o, np.zeros(grads.shape[1], np.float32), grads)
+
+    theirs = ftrl_of_the_paper(grads, 0.1, 0.7, l1, l2)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
+    assert np.abs(theirs).max() > 0.05
+    if l1:
+        sparse = theirs[:, :4] == 0.0
+        assert sparse.any()
+        assert (ours[:, :4][sparse] == 0.0).all()
+
+
+def test_ftrl_keeps_initial_values_that_are_not_zero() -> None:
+    """A step without a gradient leaves initial values where they were, though FTRL computes them from its state."""
+    w = np.array([0.5, -2.0, 0.0, 1e-3], np.float32)
+    o = optimizer({"name": "ftrl", "lr": 0.1, "l1": 0.25, "l2": 0.1})
+
+    after = trajectory(o, w, np.zeros((1, 4), np.float32))[0]
+
+    np.testing.assert_allclose(after, w, rtol=1e-4, atol=1e-7)
+
+
+def test_sum_adds_gradients() -> None:
+    """`sum` is w += g whatever the rate, and whatever the decay."""
+    w, grads = generate.inputs()
+
+    ours = trajectory(optimizer({"name": "sum"}), w, grads, decay=0.5)
+
+    expected = w
+    for g in grads:
+        expected = expected + g
+    np.testing.assert_array_equal(ours[-1], expected)
