@@ -24,6 +24,7 @@ from paramserver_shard.buffers import BufferPool
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
+from paramserver_shard.telemetry import Telemetry
 
 JSON_ELEMENTS_MAX: Final = 4 << 20
 """Elements that a JSON answer holds at most; msgpack and frames hold any number."""
@@ -98,7 +99,14 @@ class _Endpoint:
 
     paramserver_role = "worker"
 
-    def __init__(self, membership: Membership, reader: FrameReader, frames: FrameService, names: NameService) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        reader: FrameReader,
+        frames: FrameService,
+        names: NameService,
+        telemetry: Telemetry,
+    ) -> None:
         self._membership = membership
         self._reader = reader
         self._frames = frames

@@ -29,13 +29,13 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
 
     @routes.get("/state/{model}/{index}", summary="One partition's values, optimizer state and step counts")
     @role("node")
-    async def state(model: str, index: int, version: int | None = None) -> Response:
+    async def state(model: str, index: int, generation: int | None = None, cut: int | None = None) -> Response:
         membership.check_serving()
-        known = await models.find(model)
+        known = await models.find(model, generation)
         if not 0 <= index < known.spec.partitions:
             raise problem("invalid_range", f"model '{model}' has no partition {index}")
         capture = await runtime.capture(
-            lambda request: CaptureReceived(request, model, index, known.key.generation, version)
+            lambda request: CaptureReceived(request, model, index, known.key.generation, cut)
         )
         values, slots = capture.state.values, capture.state.slots
         frame = StateFrame(
