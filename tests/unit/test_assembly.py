@@ -14,7 +14,9 @@ from paramserver.errors import PsError
 
 def _layout(shapes: list[list[int]], partitions: int) -> Layout:
     params = {f"p{i}": {"shape": s} for i, s in enumerate(shapes)}
-    return Layout(ModelSpec.parse({"name": "m", "params": params, "partitions": partitions}))
+    return Layout(
+        ModelSpec.parse({"name": "m", "params": params, "partitions": partitions, "optimizer": {"name": "adam"}})
+    )
 
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=5)
@@ -31,7 +33,7 @@ def test_other_partition_counts_hold_the_same(shapes: list[list[int]], data: st.
     slots = {n: [v + 1, v + 2] for n, v in params.items()}
     steps = {n: i + 1 for i, n in enumerate(params)}
 
-    once = gather(first, scatter(first, params, slots, steps, 2))
+    once = gather(first, scatter(first, params, slots, steps))
     twice = gather(second, scatter(second, *once, 2))
 
     for got in (once, twice):
@@ -45,9 +47,10 @@ def test_another_optimizer_starts_afresh() -> None:
     """State of an optimizer with another number of arrays is left out, with its step counts."""
     layout = _layout([[4]], 2)
 
-    states = scatter(layout, {"p0": np.ones(4, np.float32)}, {"p0": [np.ones(4, np.float32)]}, {"p0": 9}, 2)
+    states = scatter(layout, {"p0": np.ones(4, np.float32)}, {"p0": [np.ones(4, np.float32)]}, {"p0": 9})
 
-    assert [s.slots for s in states] == [(), ()]
+    for state in states:
+        assert [s.tolist() for s in state.slots] == [[0.0, 0.0], [0.0, 0.0]]
     assert [s.steps for s in states] == [(0,), (0,)]
 
 
@@ -62,7 +65,7 @@ def test_another_optimizer_starts_afresh() -> None:
 def test_arrays_of_another_model_are_refused(params: dict[str, np.ndarray], code: str) -> None:
     """Names and shapes have to be those of the model."""
     with pytest.raises(PsError) as caught:
-        scatter(_layout([[4]], 1), params, {}, {}, 0)
+        scatter(_layout([[4]], 1), params, {}, {})
     assert caught.value.code == code
 
 

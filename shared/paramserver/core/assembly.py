@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paramserver.core.layout import Layout
+from paramserver.core.optimizer import initial_slots, slot_count
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
 from paramserver.types import F32
@@ -21,11 +22,11 @@ def gather(
     The arrays have their parameters' shapes and are views of one flat vector each.  Where the partitions of one
     parameter count different steps (pushes to ranges of it), the highest stands for all.
     """
-    slot_count = max((len(s.slots) for s in states), default=0)
-    vectors = [np.empty(layout.size, np.float32) for _ in range(1 + slot_count)]
+    kept = max((len(s.slots) for s in states), default=0)
+    vectors = [np.empty(layout.size, np.float32) for _ in range(1 + kept)]
     steps = {p.name: 0 for p in layout.spec.params}
     for (lo, hi), segments, state in zip(layout.partitions(), layout.segments, states, strict=True):
-        if len(state.slots) != slot_count:
+        if len(state.slots) != kept:
             raise problem("conflict", "the optimizer was being changed; ask again")
         for vector, part in zip(vectors, (state.values, *state.slots), strict=True):
             vector[lo:hi] = part
@@ -42,12 +43,11 @@ def scatter(
     params: Mapping[str, F32],
     slots: Mapping[str, Sequence[F32]],
     steps: Mapping[str, int],
-    slot_count: int,
 ) -> list[PartitionState]:
     """The partitions of a layout that hold these named arrays, in order of index.
 
-    Optimizer state is taken over where every parameter has `slot_count` arrays; otherwise (another optimizer) it is
-    empty, and so are the step counts.  Raises RequestError where names or shapes are not those of the layout.
+    Optimizer state is taken over where every parameter has as many arrays as the layout's optimizer keeps; otherwise
+    (another optimizer) it starts afresh, as do the step counts.  Raises RequestError where names or shapes are not those of the layout.
     """
     for p in layout.spec.params:
         if p.name not in params:
@@ -57,14 +57,18 @@ def scatter(
     for name in params:
         if name not in layout.offsets:
             raise problem("unknown_parameter", f"the model has no parameter '{name}'", name=name)
-    keep = all(len(slots.get(n, ())) == slot_count for n in layout.offsets)
+    optimizer = layout.spec.optimizer
+    wanted = slot_count(optimizer)
+    keep = all(len(slots.get(n, ())) == wanted for n in layout.offsets)
     vectors = [_flat(layout, params)]
     if keep:
-        vectors += [_flat(layout, {n: slots[n][i] for n in layout.offsets}) for i in range(slot_count)]
+        vectors += [_flat(layout, {n: slots[n][i] for n in layout.offsets}) for i in range(wanted)]
     out: list[PartitionState] = []
     for (lo, hi), segments in zip(layout.partitions(), layout.segments, strict=True):
         counts = tuple(int(steps.get(layout.spec.params[s.param].name, 0)) if keep else 0 for s in segments)
-        out.append(PartitionState(vectors[0][lo:hi], tuple(v[lo:hi] for v in vectors[1:]), counts))
+        values = vectors[0][lo:hi]
+        state = tuple(v[lo:hi] for v in vectors[1:]) if keep else initial_slots(optimizer, values)
+        out.append(PartitionState(values, state, counts))
     return out
 
 

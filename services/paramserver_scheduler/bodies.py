@@ -1,0 +1,202 @@
+"""The JSON objects that the control routes take, field by field.
+
+Checked strictly and with every wrong field reported; what a field may mean in the present state is the core's to say.
+"""
+
+import difflib
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from paramserver import limits
+from paramserver.errors import PsError, combined, problem
+
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Seconds = Annotated[float, Field(ge=0, le=limits.WAIT_S_MAX, allow_inf_nan=False)]
+Id = Annotated[str, StringConstraints(min_length=1, max_length=limits.WORKER_NAME_BYTES_MAX)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+
+class Body(BaseModel):
+    """One request's JSON object: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+B = TypeVar("B", bound=Body)
+
+
+class JoinWorker(Body):
+    """A worker that joins a model."""
+
+    name: Id | None = Field(None, examples=["w0"])
+    rank: Count | None = Field(None, description="its place in sums and data; else the lowest free one")
+    above: Count | None = Field(None, description="the epoch issued is higher than this one")
+
+
+class WorkerHeartbeat(Body):
+    """A sign of life."""
+
+    epoch: Count
+    clock: Count | None = Field(None, description="iterations finished")
+    timeline: Count | None = None
+    metrics: dict[str, Any] = Field({}, examples=[{"loss": 0.3, "samples_per_s": 900.0}])
+    state: Any = Field(None, description="JSON that checkpoints keep and the worker's next incarnation gets")
+
+
+class Clock(Body):
+    """Iterations finished, absolute: sending it again is harmless."""
+
+    worker: Id
+    epoch: Count
+    clock: Count
+    wait_s: Seconds = 0.0
+    timeline: Count | None = None
+
+
+class Dataset(Body):
+    """Data as ranges, to be leased to workers."""
+
+    dataset: Id = "train"
+    size: Count | None = Field(None, description="elements, cut into pieces of `task_size`")
+    task_size: Count | None = None
+    ranges: list[list[Count]] | None = Field(None, description="[start, stop) pairs, in place of `size`")
+    uri: Text | None = Field(None, description="what the worker's own code opens")
+    assignment: str = Field("dynamic", examples=["dynamic", "static"])
+    passes: Count | None = Field(1, description="how often the data is worked through; null: for ever")
+
+
+class Lease(Body):
+    """A worker asks for its next range."""
+
+    worker: Id
+    epoch: Count
+    dataset: Id = "train"
+    wait_s: Seconds = 0.0
+
+
+class TaskDone(Body):
+    """A range was worked through, or an evaluation made."""
+
+    worker: Id
+    epoch: Count
+    metrics: dict[str, Any] = {}
+
+
+class Metrics(Body):
+    """Values of this moment."""
+
+    metrics: dict[str, Any] = Field(examples=[{"loss": 0.31, "accuracy": 0.9}])
+    worker: Id | None = None
+    clock: Count | None = None
+
+
+class Checkpoint(Body):
+    """A checkpoint asked for."""
+
+    name: str | None = Field(None, description="a folder's name; one with a name of your own is kept")
+
+
+class Restore(Body):
+    """Which checkpoint of the model in the path goes where."""
+
+    checkpoint: str = Field("latest", description="its name, or `latest` or `best`", examples=["latest"])
+    into: str | None = Field(None, alias="as", description="the model to set, made if it is not there; default: itself")
+    partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | None = Field(
+        None, description="of a model that is made by this; default: as in the checkpoint"
+    )
+
+
+class Run(Body):
+    """One training of one model."""
+
+    model: str
+    entry: Text = Field(examples=["paramserver.examples.digits:train"])
+    name: Id | None = None
+    args: dict[str, Any] = {}
+    workers: Annotated[int, Field(ge=1, le=limits.WORKERS_PER_MODEL_MAX)] = 1
+    stop: dict[str, Any] = Field({}, examples=[{"minutes": 10}])
+    evaluate_every: Count = 0
+    checkpoint_every: Count = 0
+
+
+class RunPatch(Body):
+    """What may change of a run."""
+
+    state: str | None = Field(None, examples=["paused", "running", "stopped"])
+    workers: Annotated[int, Field(ge=1, le=limits.WORKERS_PER_MODEL_MAX)] | None = None
+    stop: dict[str, Any] | None = None
+
+
+class JoinPool(Body):
+    """A worker process without work."""
+
+    name: Id | None = None
+    allow: list[Text] = Field([], description="prefixes of entries it may import")
+
+
+class MemberHeartbeat(Body):
+    """A pool member is alive."""
+
+    epoch: Count
+
+
+class PlaceDone(Body):
+    """The entry returned, or raised."""
+
+    member: Id
+    epoch: Count
+    error: str | None = Field(None, description="the traceback; null when it returned")
+
+
+class JoinShard(Body):
+    """A shard process that starts."""
+
+    name: Id
+    addresses: Annotated[list[Text], Field(min_length=1, max_length=16)]
+    version: str = ""
+
+
+class ShardHeartbeat(Body):
+    """What a shard serves and has stored."""
+
+    epoch: Count
+    metrics: dict[str, Any] = {}
+    partitions: list[list[Any]] = Field([], description="[model, generation, index, token, version, durable_version]")
+    cuts: list[list[Any]] = Field([], description="[model, generation, index, token, version]")
+
+
+class Uploaded(Body):
+    """All owners have the values of one parameter."""
+
+    name: str
+    token: str | None = None
+
+
+def known_fields(kind: type[Body]) -> list[str]:
+    """The names under which its fields are sent."""
+    return sorted(f.alias or name for name, f in kind.model_fields.items())
+
+
+def check(kind: type[B], value: Any) -> B:
+    """The body, if `value` (plain JSON) is one.
+
+    Raises RequestError: `malformed` if it is no object, else `invalid_field` naming each wrong field, with the nearest
+    known name for an unknown one.
+    """
+    if not isinstance(value, dict):
+        raise problem("malformed", f"the body must be an object, not {type(value).__name__}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as e:
+        # Bounded: a list of a million wrong elements is not repeated to the sender.
+        raise combined([_explain(kind, item) for item in e.errors(include_url=False)[:32]]) from None
+
+
+def _explain(kind: type[Body], item: Any) -> PsError:
+    where = ".".join(str(part) for part in item["loc"])[:200]
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(item["loc"][-1]), known_fields(kind), 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known fields: {', '.join(known_fields(kind))}"
+        return problem("invalid_field", f"{where}: is not a known field", hint=hint, where=where)
+    return problem("invalid_field", f"{where}: {item['msg'][:200]}", where=where)

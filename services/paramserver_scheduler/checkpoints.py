@@ -1,0 +1,190 @@
+"""Checkpoints under the state directory: written from the shards' partitions, restored into any model.
+
+`STATE_DIR/checkpoints/MODEL/NAME/` is one checkpoint (see `paramserver.checkpoint`).  Both names are single path
+components, checked here, so nothing that comes over the network leads out of the state directory.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from paramserver import checkpoint
+from paramserver.core.assembly import gather, scatter
+from paramserver.core.fields import check_model_name
+from paramserver.core.layout import Layout
+from paramserver.core.shard_io import PartitionState
+from paramserver.core.spec import InitSpec, ModelSpec
+from paramserver.errors import PsError, problem
+from paramserver.types import F32, AnyArray
+from paramserver.wire.state import SetFrame, SetPart
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(name: Any) -> str:
+    """The name, if a checkpoint or file may have it; raises RequestError (`invalid_field`)."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise problem(
+            "invalid_field",
+            f"checkpoint name {name!r:.80} is not allowed",
+            hint="letters, digits, '.', '_' and '-', starting with a letter or digit, at most 128",
+        )
+    return name
+
+
+class CheckpointStore:
+    """The checkpoints of one state directory.  All methods block: call them in a thread."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._root = state_dir / "checkpoints"
+
+    def path(self, model: str, name: str) -> Path:
+        """The folder of a checkpoint; raises RequestError for names that may not be."""
+        return self._root / check_model_name(model) / check_name(name)
+
+    def write(
+        self,
+        model: str,
+        name: str,
+        document: Mapping[str, Any],
+        states: Sequence[PartitionState],
+        versions: Sequence[int],
+    ) -> tuple[int, str]:
+        """Write one; (bytes of its files, its path).  `document` is that of the effect `WriteCheckpoint`.
+
+        Raises PsError, or OSError if the disk refuses.
+        """
+        spec = ModelSpec.parse(document["spec"])
+        params, slots, steps = gather(Layout(spec), states)
+        workers = {w: d.get("state") for w, d in document["workers"].items()}
+        meta = {k: v for k, v in document.items() if k != "spec"}
+        meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
+        path = self.path(model, name)
+        # A name that is there is one whose writing was not noted before a restart: the newer one takes its place.
+        manifest = checkpoint.write(
+            path, spec.document(), params, slots, steps, versions, workers, meta, overwrite=True
+        )
+        return sum(f["bytes"] for f in manifest["files"].values()), str(path)
+
+    def remove(self, model: str, name: str) -> None:
+        """Delete one; not to be there is as good."""
+        path = self.path(model, name)
+        if path.is_dir():
+            # Renamed first: a deletion cut short leaves no half checkpoint under its name.
+            gone = path.with_name(f".{path.name}.gone")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what a process that was killed left half written."""
+        for path in self._root.glob("*/.*"):
+            if path.suffix in (".part", ".old", ".gone"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def find(self, model: str, name: str) -> Path:
+        """The folder of the checkpoint of that name, or of the `latest` or `best` one.
+
+        Raises NotFoundError (`unknown_checkpoint`) when there is none.
+        """
+        folder = self._root / check_model_name(model)
+        if name in ("latest", "best") and not (folder / name / checkpoint.MANIFEST).is_file():
+            manifests: list[tuple[Path, dict[str, Any]]] = []
+            for path in folder.glob("[!.]*"):
+                try:
+                    manifests.append((path, checkpoint.read_manifest(path)))
+                except PsError:
+                    continue
+            if name == "best":
+                manifests = [(p, m) for p, m in manifests if isinstance(m.get("metric"), dict)]
+            if not manifests:
+                raise problem("unknown_checkpoint", f"model '{model}' has no {name} checkpoint")
+            return max(manifests, key=_score if name == "best" else _created)[0]
+        path = self.path(model, name)
+        if not (path / checkpoint.MANIFEST).is_file():
+            raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
+        return path
+
+    def read(self, model: str, name: str) -> checkpoint.Checkpoint:
+        """One checkpoint, checked; raises NotFoundError or CorruptState."""
+        return checkpoint.read(self.find(model, name))
+
+    def read_parameters(self, layout: Layout, files: Mapping[str, str]) -> dict[str, F32]:
+        """First values from safetensors files below the state directory, {parameter: file name}, flat in float32.
+
+        Raises RequestError when a file or a tensor in it is missing or has another shape.
+        """
+        values: dict[str, F32] = {}
+        for name, file in files.items():
+            path = self._state_dir / check_name(file)
+            want = layout.by_name[name].shape
+            try:
+                with safe_open(path, framework="np") as f:
+                    if name not in f.keys():
+                        raise problem("unknown_parameter", f"file '{file}' has no tensor '{name}'", name=name)
+                    shape = tuple(f.get_slice(name).get_shape())
+                    if shape != want:
+                        raise problem("invalid_shape", f"'{name}' is {shape} in file '{file}', the spec says {want}")
+                    values[name] = np.asarray(f.get_tensor(name), np.float32).reshape(-1)
+            except (OSError, SafetensorError, TypeError, ValueError) as e:
+                raise problem(
+                    "invalid_field",
+                    f"params.{name}.init.path: '{file}' cannot be read: {e!s:.200}",
+                    hint="a safetensors file directly below the scheduler's state directory",
+                ) from e
+            if not np.isfinite(values[name]).all():
+                raise problem("non_finite", f"'{name}' in file '{file}' holds NaN or infinity")
+        return values
+
+
+def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any]:
+    """The spec of a model that a checkpoint of `spec` is restored into; its values come from nowhere else."""
+    params = tuple(replace(p, init=InitSpec()) if p.init.kind in ("upload", "file") else p for p in spec.params)
+    document = replace(spec, name=name, params=params).document()
+    if partitions is not None:
+        document["partitions"] = partitions
+    return document
+
+
+def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[PartitionState]:
+    """A checkpoint as the partitions of a model with that spec; raises RequestError where they do not fit."""
+    return scatter(Layout(spec), held.params, held.slots, held.steps)
+
+
+def assignments(
+    layout: Layout, generation: int, values: Mapping[str, F32]
+) -> dict[int, tuple[SetFrame, Sequence[AnyArray]]]:
+    """For each partition touched, the frame that sets these parameters (flat), with its body."""
+    frames: dict[int, tuple[SetFrame, Sequence[AnyArray]]] = {}
+    bounds = list(layout.partitions())
+    names = sorted(values, key=lambda n: layout.offsets[n])
+    for index, ranges in layout.split(layout.offsets[n] for n in names).items():
+        base = bounds[index][0]
+        pieces: list[AnyArray] = []
+        for name in names:
+            start, stop = layout.offsets[name]
+            for lo, hi in ranges:
+                a, b = max(start, base + lo), min(stop, base + hi)
+                if a < b:
+                    pieces.append(values[name][a - start : b - start])
+        count = sum(p.size for p in pieces)
+        part = SetPart(index, count, tuple(ranges), "float32")
+        frames[index] = (SetFrame(layout.spec.name, generation, (part,)), pieces)
+    return frames
+
+
+def _created(entry: tuple[Path, Mapping[str, Any]]) -> float:
+    return float(entry[1].get("created_s", 0.0))
+
+
+def _score(entry: tuple[Path, Mapping[str, Any]]) -> tuple[float, float]:
+    manifest = entry[1]
+    sign = 1.0 if manifest["spec"]["checkpoint"]["best"] == "max" else -1.0
+    return sign * float(manifest["metric"]["value"]), _created(entry)

@@ -1,0 +1,186 @@
+"""Between HTTP and the core: reads a control request's body, waits for the core's reply, writes it out."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from time import monotonic
+from typing import Any, TypeVar, cast
+
+from fastapi import Request, Response
+
+from paramserver import limits
+from paramserver.core import scheduler_io as io
+from paramserver.errors import problem
+from paramserver_node import negotiate
+from paramserver_node.forward import Forwarder
+from paramserver_scheduler import bodies
+from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.runtime import Answer, Runtime
+
+B = TypeVar("B", bound=bodies.Body)
+PAGE_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What every route may use; lives in `app.state.service`."""
+
+    runtime: Runtime
+    jobs: Jobs
+    forwarder: Forwarder
+    url: str
+    """Where others reach this scheduler."""
+    started_s: float
+    """Monotonic."""
+
+    @property
+    def read(self) -> Reading:
+        """What the core knows now, as JSON documents."""
+        return self.runtime.core.read
+
+    @property
+    def now(self) -> float:
+        """Monotonic seconds, as the core counts them."""
+        return monotonic()
+
+
+def service(request: Request) -> Service:
+    """The scheduler that this request reached; raises Unavailable until it has read its state from Redis."""
+    found = request.app.state.service
+    if found is None:
+        raise problem("storage_unavailable", "the scheduler waits for Redis, where its state is")
+    return cast(Service, found)
+
+
+async def read_json(request: Request) -> Any:
+    """The body as plain JSON values, whether it came as JSON or msgpack.
+
+    Raises RequestError (`malformed`, `too_large`, `unsupported_media_type`).
+    """
+    value = await negotiate.read(request, limits.CONTROL_BODY_BYTES_MAX)
+    _check_plain(value)
+    return value
+
+
+def _check_plain(value: Any) -> None:
+    """Refuses what msgpack can say and JSON cannot, so that everything kept can be told again in either."""
+    open_values = [value]
+    while open_values:
+        v = open_values.pop()
+        if isinstance(v, dict):
+            if not all(isinstance(k, str) for k in v):
+                raise problem("malformed", "the keys of an object must be strings")
+            open_values += [*v, *v.values()]
+        elif isinstance(v, list | tuple):
+            open_values += v
+        elif isinstance(v, str):
+            try:
+                v.encode()
+            except UnicodeEncodeError:
+                raise problem("malformed", "a string holds half of a surrogate pair") from None
+        elif isinstance(v, int):
+            if not -(1 << 63) <= v < 1 << 64:
+                raise problem("malformed", "an integer does not fit 64 bits")
+        elif not (v is None or isinstance(v, float)):
+            raise problem("malformed", f"a {type(v).__name__} has no place in this body")
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """The body, checked against `kind`."""
+    return bodies.check(kind, await read_json(request))
+
+
+async def read_optional(request: Request, kind: type[B]) -> B:
+    """The body, checked against `kind`; no body at all stands for an empty object."""
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return bodies.check(kind, {})
+    return await read(request, kind)
+
+
+async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:
+    """The core's answer to the event of this request; given up when the client hangs up."""
+    negotiate.check_accept(request)
+    return await service(request).runtime.ask(make, lambda: _hung_up(request))
+
+
+async def until_gone(request: Request, wait: Coroutine[Any, Any, None]) -> None:
+    """Returns when `wait` does; raises Unavailable when the client hangs up before."""
+    waiting, gone = asyncio.ensure_future(wait), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise problem("unavailable", "the client has gone")
+        waiting.result()
+    finally:
+        waiting.cancel()
+        gone.cancel()
+        await asyncio.gather(waiting, gone, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def reply(
+    request: Request, make: Callable[[int], io.Event], location: Callable[[Any], str] | None = None
+) -> Response:
+    """The core's answer as a response in the client's media type, with a `Location` where something was made."""
+    answer = await ask(request, make)
+    headers = {"location": location(answer.body)} if location is not None and answer.status == 201 else {}
+    return respond(request, answer.body, answer.status, headers)
+
+
+def respond(
+    request: Request, body: Mapping[str, Any] | None, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A response in the media type that the client accepts; without a body 204."""
+    if body is None:
+        return Response(status_code=204, headers=dict(headers or {}))
+    try:
+        return negotiate.respond(request, body, status, headers)
+    except ValueError:  # a NaN that a worker reported, which JSON has no word for
+        return negotiate.respond(request, _without_nan(body), status, headers)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v) for v in value]
+    return value
+
+
+def page(request: Request, items: Sequence[Mapping[str, Any]]) -> Response:
+    """One page of a list: `?limit=` items from the one that `?after=` (a `next` of before) names."""
+    limit = number_of(request, "limit", PAGE_MAX, 1, PAGE_MAX)
+    start = number_of(request, "after", 0, 0, 1 << 53)
+    end = start + limit
+    return respond(request, {"items": list(items[start:end]), "next": str(end) if end < len(items) else None})
+
+
+def number_of(request: Request, name: str, default: int, low: int, high: int) -> int:
+    """An integer of the query string; raises RequestError (`malformed`)."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 17 and low <= int(text) <= high):
+        raise problem("malformed", f"query value '{name}' must be an integer from {low} to {high}")
+    return int(text)
+
+
+def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
+    """OpenAPI of a route's body: its schema, and an example that works."""
+    schema: dict[str, Any] = {"type": "object"} if kind is None else kind.model_json_schema()
+    content = {"schema": schema, "example": example}
+    return {"requestBody": {"required": required, "content": {"application/json": content}}}
+
+
+def gives(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI of a route's answer, by example."""
+    if example is None:
+        return {status: {"description": text}}
+    return {status: {"description": text, "content": {"application/json": {"example": example}}}}

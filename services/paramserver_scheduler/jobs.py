@@ -1,0 +1,161 @@
+"""What takes the scheduler long: checkpoints, restores, values from files, clearing Redis of a model that is gone."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paramserver.core import scheduler_io as io
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError, problem
+from paramserver.types import ModelKey
+from paramserver_scheduler import checkpoints
+from paramserver_scheduler.checkpoints import CheckpointStore
+from paramserver_scheduler.runtime import Answer, Runtime
+from paramserver_scheduler.shards import Owner, ShardClient
+
+log = logging.getLogger("paramserver.scheduler")
+
+SETTLE_S: Final = 6.0
+"""After so long no shard writes a snapshot of a model that is gone any more."""
+SCAN_COUNT: Final = 1000
+
+
+class Jobs:
+    """Performs the long effects in tasks of the process' task group; each ends with its event."""
+
+    def __init__(
+        self, runtime: Runtime, store: CheckpointStore, shards: ShardClient, redis: Redis, group: asyncio.TaskGroup
+    ) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._shards = shards
+        self._redis = redis
+        self._group = group
+
+    def start(self, effect: io.Effect) -> None:
+        """Begin one; never blocks."""
+        work: Coroutine[Any, Any, None]
+        match effect:
+            case io.WriteCheckpoint():
+                work = self._write(effect)
+            case io.RemoveCheckpoint(model, name):
+                work = self._remove(model, name)
+            case io.LoadFiles():
+                work = self._load_files(effect)
+            case io.ForgetModel(model):
+                work = self._forget(model)
+            case _:
+                raise TypeError(f"no job: {effect}")
+        self._group.create_task(work)
+
+    async def restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
+        """Put a checkpoint of model `source` into model `target`, which is made if it is not there.
+
+        Runs to its end even when the client hangs up.  Raises PsError.
+        """
+        outcome = await asyncio.shield(self._group.create_task(self._restore(source, name, target, partitions)))
+        if isinstance(outcome, PsError):
+            raise outcome
+        return outcome
+
+    async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
+        """Errors are returned, because one that is raised would end the whole task group."""
+        try:
+            return await self._restored(source, name, target, partitions)
+        except PsError as e:
+            return e
+        except OSError as e:
+            return problem("unavailable", f"the disk refuses: {e}")
+
+    async def _restored(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
+        held = await asyncio.to_thread(self._store.read, source, name)
+        ask = self._runtime.ask
+        try:
+            living: Mapping[str, Any] | None = self._runtime.core.read.model(target)
+        except PsError as e:
+            if e.code != "unknown_model":
+                raise
+            living = None
+        if living is None:
+            spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
+            states = await asyncio.to_thread(checkpoints.partition, held, spec)
+            answer = await ask(lambda n: io.CreateModel(n, spec.document(), "", restore=True))
+        else:
+            spec = ModelSpec.parse(living["spec"])
+            if partitions not in (None, spec.partitions):
+                raise problem("conflict", f"model '{target}' has {spec.partitions} partitions for as long as it lives")
+            states = await asyncio.to_thread(checkpoints.partition, held, spec)
+            answer = await ask(lambda n: io.StartRestore(n, target))
+        assert answer.body is not None
+        model = ModelKey(target, int(answer.body["generation"]))
+        error: PsError | None = None
+        try:
+            await self._shards.restore(model, states, self._owner(model))
+        except PsError as e:
+            error = e
+        done = await ask(lambda n: io.RestoreFinished(n, model, error))
+        return Answer(answer.status, done.body)
+
+    async def _write(self, effect: io.WriteCheckpoint) -> None:
+        try:
+            count = len(self._runtime.core.read.model(effect.model.name)["partitions"])
+            held = await self._shards.states(effect.model, count, self._owner(effect.model), effect.cut)
+            versions = [frame.version for frame, _ in held]
+            states = [state for _, state in held]
+            size, path = await asyncio.to_thread(
+                self._store.write, effect.model.name, effect.name, effect.document, states, versions
+            )
+        except (PsError, OSError) as e:
+            log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, e)
+            error = e if isinstance(e, PsError) else problem("unavailable", f"the disk refuses: {e}")
+            self._runtime.send(io.CheckpointFailed(effect.model, effect.name, error))
+        else:
+            log.info("checkpoint.written model=%s name=%s bytes=%d", effect.model, effect.name, size)
+            self._runtime.send(io.CheckpointWritten(effect.model, effect.name, size, versions, path))
+
+    async def _remove(self, model: str, name: str) -> None:
+        try:
+            await asyncio.to_thread(self._store.remove, model, name)
+        except OSError as e:
+            log.warning("checkpoint.stays model=%s name=%s %s", model, name, e)
+
+    async def _load_files(self, effect: io.LoadFiles) -> None:
+        try:
+            layout = Layout(ModelSpec.parse(self._runtime.core.read.model(effect.model.name)["spec"]))
+            values = await asyncio.to_thread(self._store.read_parameters, layout, effect.files)
+            frames = checkpoints.assignments(layout, effect.model.generation, values)
+            await self._shards.assign(frames, self._owner(effect.model))
+        except PsError as e:
+            log.warning("files.failed model=%s %s", effect.model, e)
+            self._runtime.send(io.FilesLoaded(effect.model, error=e))
+        else:
+            self._runtime.send(io.FilesLoaded(effect.model, list(effect.files)))
+
+    async def _forget(self, model: ModelKey) -> None:
+        """Twice: what a shard was still writing when it heard that the model is gone is found the second time."""
+        for wait_s in (0.0, SETTLE_S):
+            await asyncio.sleep(wait_s)
+            try:
+                keys = [k async for k in self._redis.scan_iter(match=f"{{{model}/*", count=SCAN_COUNT)]
+                for at in range(0, len(keys), SCAN_COUNT):
+                    await self._redis.unlink(*keys[at : at + SCAN_COUNT])
+            except (RedisError, OSError) as e:
+                log.warning("keys.stay model=%s %s", model, e)
+
+    def _owner(self, model: ModelKey) -> Owner:
+        def owner(index: int) -> str:
+            document = self._runtime.core.read.model(model.name)
+            if document["generation"] != model.generation:
+                raise problem("model_replaced", f"model '{model.name}' was created anew")
+            place = document["partitions"][index]
+            shard = document["shards"].get(place["shard"])
+            if shard is None or not shard["addresses"]:
+                raise problem("unavailable", f"partition {index} of '{model.name}' has no owner now")
+            return str(shard["addresses"][0])
+
+        return owner

@@ -1,0 +1,1 @@
+"""The scheduler's routes, one module for each noun."""

@@ -1,0 +1,72 @@
+"""/push, /pull, /pushpull and first values: handed on to a live shard, streamed, so that one address is enough."""
+
+import itertools
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver.errors import problem
+from paramserver_node.roles import role
+from paramserver_scheduler.exchange import gives, service, takes
+
+router = APIRouter(tags=["data"])
+
+_turns = itertools.count()
+
+PUSH = {"model": "demo", "grads": {"w": [[0.1, 0.2]]}, "worker": "w0", "epoch": 1, "seq": 7}
+PUSHED = {"model": "demo", "version": 7, "state": "applied", "duplicate": False, "durable_version": 5, "incarnation": 1}
+PULL = {"model": "demo", "names": ["w"], "min_version": 7, "wait_s": 5}
+PULLED = {"model": "demo", "version": 7, "incarnation": 1, "params": {"w": [[0.1, 0.2]]}}
+
+
+@router.post(
+    "/push", responses=gives(200, "Applied (202: staged or buffered)", PUSHED), openapi_extra=takes(None, PUSH)
+)
+@role("worker")
+async def push(request: Request) -> Response:
+    """Push gradients by name; see the shard's documentation of the same route."""
+    return await hand_over(request)
+
+
+@router.post("/pull", responses=gives(200, "The values", PULLED), openapi_extra=takes(None, PULL))
+@role("reader")
+async def pull(request: Request) -> Response:
+    """Pull parameters by name."""
+    return await hand_over(request)
+
+
+@router.post(
+    "/pushpull", responses=gives(200, "Both", {**PUSHED, **PULLED}), openapi_extra=takes(None, {**PUSH, "names": ["w"]})
+)
+@role("worker")
+async def pushpull(request: Request) -> Response:
+    """Push, then pull what came of it, in one round trip."""
+    return await hand_over(request)
+
+
+@router.api_route("/pull/{m}/{name:path}", methods=["GET", "HEAD"], responses=gives(200, "A .npy file, with an ETag"))
+@role("reader")
+async def pull_npy(request: Request, m: str, name: str) -> Response:
+    """One parameter as a .npy file; 304 on If-None-Match."""
+    return await hand_over(request)
+
+
+@router.put(
+    "/models/{m}/params/{name:path}",
+    responses=gives(200, "Assigned", PUSHED),
+    openapi_extra=takes(None, [[0.0, 1.0]]),
+)
+@role("worker")
+async def assign(request: Request, m: str, name: str) -> Response:
+    """Assign a value, or upload a first one (with header X-Upload-Token)."""
+    return await hand_over(request)
+
+
+async def hand_over(request: Request) -> Response:
+    """The answer of a live shard to this very request; each request begins with another shard."""
+    s = service(request)
+    live = [shard["addresses"] for shard in s.read.map()["shards"].values() if shard["alive"]]
+    if not live:
+        raise problem("no_shards", "no shard is alive", hint="start one: paramserver-shard --scheduler URL")
+    turn = next(_turns) % len(live)
+    urls = [address for addresses in live[turn:] + live[:turn] for address in addresses]
+    return await s.forwarder.forward(request, urls, mark=False)

@@ -1,0 +1,88 @@
+"""/map and /events: how anyone hears of changes, by long poll or server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from paramserver import limits
+from paramserver.core import scheduler_io as io
+from paramserver.errors import problem
+from paramserver_node import negotiate
+from paramserver_node.roles import role
+from paramserver_scheduler.exchange import gives, number_of, respond, service, until_gone
+from paramserver_scheduler.hub import Feed
+from paramserver_scheduler.runtime import Answer, Runtime
+
+router = APIRouter(tags=["feed"])
+
+MAP = {"map_epoch": 3, "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"], "alive": True}}}
+
+
+@router.get("/map", responses=gives(200, "The map", MAP))
+@role("reader")
+async def get_map(request: Request) -> Response:
+    """Every shard with its addresses.
+
+    `?since=EPOCH` waits until the map is newer than that, `?wait_s=` seconds at most (default 30).
+    """
+    negotiate.check_accept(request)
+    s = service(request)
+    since = number_of(request, "since", 0, 0, 1 << 53)
+    wait_s = number_of(request, "wait_s", 30, 0, int(limits.WAIT_S_MAX))
+    if "since" in request.query_params:
+
+        async def newer() -> None:
+            while s.read.map()["map_epoch"] <= since and not s.runtime.hub.closed:
+                await s.runtime.hub.next_change()
+
+        try:
+            async with asyncio.timeout(wait_s):
+                await until_gone(request, newer())
+        except TimeoutError:
+            pass
+    return respond(request, {k: v for k, v in s.read.map().items() if k != "type"})
+
+
+@router.get("/events", responses=gives(200, "Server-sent events: map, model, roster, commit, gone"))
+@role("reader")
+async def events(request: Request) -> StreamingResponse:
+    """Server-sent events: everything once, then each change. Events are level-triggered: reconnect at any time."""
+    runtime = service(request).runtime
+    feed = await open_feed(runtime)
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            async for document in feed.documents():
+                if document["type"] == "ping":
+                    yield b": ping\n\n"
+                else:
+                    data = json.dumps(_public(document), separators=(",", ":"))
+                    yield f"event: {document['type']}\ndata: {data}\n\n".encode()
+        finally:
+            runtime.hub.unsubscribe(feed)
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def open_feed(runtime: Runtime, shard: str | None = None, epoch: int | None = None) -> Feed:
+    """A feed that begins with everything and misses nothing; raises FencedError for a shard that is dead."""
+    opened: list[Feed] = []
+
+    def subscribe(answer: Answer) -> None:
+        assert answer.body is not None
+        # The ping behind the first documents says that this was all.
+        opened.append(runtime.hub.subscribe([*answer.body["documents"], {"type": "ping"}]))
+
+    await runtime.ask(lambda n: io.OpenFeed(n, shard, epoch), on_reply=subscribe)
+    if not opened:
+        raise problem("unavailable", "the scheduler is stopping")
+    return opened[0]
+
+
+def _public(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the token that lets one client upload first values."""
+    return {k: v for k, v in document.items() if k != "upload"}

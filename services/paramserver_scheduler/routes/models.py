@@ -1,0 +1,90 @@
+"""/models: making, reading, changing and removing models."""
+
+import secrets
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver.core import scheduler_io as io
+from paramserver_node.roles import role
+from paramserver_scheduler.exchange import gives, page, read_json, reply, respond, service, takes
+
+router = APIRouter(tags=["models"])
+
+SPEC = {
+    "name": "demo",
+    "params": {"w": {"shape": [64, 10], "dtype": "float32", "init": {"kind": "zeros"}}},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "consistency": {"mode": "async"},
+    "partitions": 8,
+    "ack": "applied",
+}
+MODEL = {
+    "name": "demo",
+    "generation": 1,
+    "revision": 1,
+    "timeline": 0,
+    "clock": 0,
+    "state": "ready",
+    "spec": SPEC,
+    "bounds": [0, 640],
+    "map_epoch": 3,
+    "partitions": [
+        {
+            "index": 0,
+            "shard": "shard-0",
+            "incarnation": 4294967297,
+            "version": 0,
+            "durable_version": 0,
+            "from_version": 0,
+        }
+    ],
+    "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"]}},
+}
+
+
+@router.post(
+    "/models",
+    status_code=201,
+    responses=gives(201, "Made; every partition is served", MODEL),
+    openapi_extra=takes(None, SPEC),
+)
+@role("admin")
+async def create_model(request: Request) -> Response:
+    """Make a model, or find it there already with the same spec (200); another spec under that name is 409."""
+    spec = await read_json(request)
+    nonce = secrets.token_urlsafe(24)
+    return await reply(request, lambda n: io.CreateModel(n, spec, nonce), lambda m: f"/models/{quote(m['name'])}")
+
+
+@router.get("/models", responses=gives(200, "All models", {"items": [MODEL], "next": None}))
+@role("reader")
+async def list_models(request: Request) -> Response:
+    """All models, by name; `?limit=` and `?after=` page through them."""
+    return page(request, service(request).read.models())
+
+
+@router.get("/models/{m}", responses=gives(200, "The model, with its map", MODEL))
+@role("reader")
+async def get_model(request: Request, m: str) -> Response:
+    """One model: settings, versions, and which shard owns each partition."""
+    return respond(request, service(request).read.model(m))
+
+
+@router.patch(
+    "/models/{m}",
+    responses=gives(200, "The new revision", MODEL),
+    openapi_extra=takes(None, {"optimizer": {"lr": 0.05}}),
+)
+@role("admin")
+async def patch_model(request: Request, m: str) -> Response:
+    """Change settings while it trains: a JSON merge patch, in force within a second (in sync at one clock)."""
+    patch = await read_json(request)
+    return await reply(request, lambda n: io.PatchModel(n, m, patch))
+
+
+@router.delete("/models/{m}", status_code=204, responses=gives(204, "Gone"))
+@role("admin")
+async def delete_model(request: Request, m: str) -> Response:
+    """Remove a model with its values in memory and in Redis; checkpoints on disk stay."""
+    return await reply(request, lambda n: io.DeleteModel(n, m))

@@ -1,0 +1,95 @@
+"""/internal: what shards tell the scheduler, and the feed they hear everything from."""
+
+import json
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from paramserver.core import scheduler_io as io
+from paramserver.errors import problem
+from paramserver_node.roles import role
+from paramserver_scheduler import bodies
+from paramserver_scheduler.exchange import gives, read, reply, respond, service, takes
+from paramserver_scheduler.routes.feed import open_feed
+from paramserver_scheduler.routes.workers import epoch_of
+
+router = APIRouter(prefix="/internal", tags=["internal"])
+
+SHARD = {"name": "shard-0", "addresses": ["http://127.0.0.1:8701"], "version": "0.1.0"}
+BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 1, 0, 4294967297, 7, 5]], "cuts": []}
+
+
+@router.post(
+    "/shards",
+    status_code=201,
+    responses=gives(201, "Joined", {"name": "shard-0", "epoch": 1, "lease_s": 5.0, "term": 1}),
+    openapi_extra=takes(bodies.JoinShard, SHARD),
+)
+@role("node")
+async def join_shard(request: Request) -> Response:
+    """A shard process starts; an older one of that name is dead at once."""
+    b = await read(request, bodies.JoinShard)
+    return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version))
+
+
+@router.put(
+    "/shards/{name}",
+    responses=gives(200, "Alive", {"state": "active"}),
+    openapi_extra=takes(bodies.ShardHeartbeat, BEAT),
+)
+@role("node")
+async def shard_heartbeat(request: Request, name: str) -> Response:
+    """A sign of life with what is served and stored; 409 `fenced`: join anew, with nothing owned."""
+    b = await read(request, bodies.ShardHeartbeat)
+    return await reply(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, b.metrics, b.partitions, b.cuts))
+
+
+@router.delete("/shards/{name}", status_code=204, responses=gives(204, "Left"))
+@role("node")
+async def leave_shard(request: Request, name: str) -> Response:
+    """A shard stops; its partitions go to the others at once."""
+    epoch = epoch_of(request)
+    if epoch is None:
+        raise problem("malformed", "query value 'epoch' is needed")
+    return await reply(request, lambda n: io.LeaveShard(n, name, epoch))
+
+
+@router.post(
+    "/models/{m}/uploaded",
+    responses=gives(200, "Noted", {"missing": []}),
+    openapi_extra=takes(bodies.Uploaded, {"name": "w"}),
+)
+@role("node")
+async def uploaded(request: Request, m: str) -> Response:
+    """All owners have the first values of one parameter."""
+    b = await read(request, bodies.Uploaded)
+    return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token))
+
+
+@router.get(
+    "/models/{m}/worker",
+    responses=gives(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "rank": 0, "live": True}),
+)
+@role("node")
+async def find_worker(request: Request, m: str, worker: str) -> Response:
+    """The newest epoch issued to `?worker=`, live or not; 404 `unknown_worker` if it never joined."""
+    s = service(request)
+    return respond(request, s.read.worker(m, worker, s.now))
+
+
+@router.get("/feed", responses=gives(200, "One JSON document per line, without end"))
+@role("node")
+async def feed(request: Request) -> StreamingResponse:
+    """Everything once, then each change: map, models, rosters, commits; a `ping` after each second of silence."""
+    runtime = service(request).runtime
+    opened = await open_feed(runtime, request.query_params.get("shard"), epoch_of(request))
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            async for document in opened.documents():
+                yield json.dumps(document, separators=(",", ":")).encode() + b"\n"
+        finally:
+            runtime.hub.unsubscribe(opened)
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson")

@@ -1,0 +1,110 @@
+"""/runs and /pool: trainings, and the worker processes that wait for a place in one.
+
+Nothing here starts a process, and no code travels: a run names a function that must be importable where a worker runs.
+"""
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver.core import scheduler_io as io
+from paramserver_node.roles import role
+from paramserver_scheduler import bodies
+from paramserver_scheduler.exchange import gives, page, read, read_optional, reply, respond, service, takes
+from paramserver_scheduler.routes.workers import epoch_of
+
+router = APIRouter(tags=["runs"])
+
+RUN = {"model": "demo", "entry": "paramserver.examples.digits:train", "workers": 4, "stop": {"minutes": 5}}
+
+
+@router.post(
+    "/runs",
+    status_code=201,
+    responses=gives(201, "Waits for workers, or runs", {"id": "run-7f3a", "state": "waiting", **RUN}),
+    openapi_extra=takes(bodies.Run, RUN),
+)
+@role("admin")
+async def create_run(request: Request) -> Response:
+    """Start one training of one model with workers from the pool."""
+    b = await read(request, bodies.Run)
+
+    def make(n: int) -> io.Event:
+        return io.CreateRun(
+            n, b.model, b.entry, b.name, b.args, b.workers, b.stop, b.evaluate_every, b.checkpoint_every
+        )
+
+    return await reply(request, make, lambda run: f"/runs/{run['id']}")
+
+
+@router.get("/runs", responses=gives(200, "Newest first", {"items": [], "next": None}))
+@role("reader")
+async def list_runs(request: Request) -> Response:
+    """The runs that are kept, newest first."""
+    return page(request, service(request).read.runs())
+
+
+@router.get("/runs/{run}", responses=gives(200, "The run"))
+@role("reader")
+async def get_run(request: Request, run: str) -> Response:
+    """One run: its state, its places, and why it failed if it did."""
+    return respond(request, service(request).read.run(run))
+
+
+@router.patch("/runs/{run}", responses=gives(200, "Changed"), openapi_extra=takes(bodies.RunPatch, {"state": "paused"}))
+@role("admin")
+async def patch_run(request: Request, run: str) -> Response:
+    """Pause, resume or stop a run, or change its workers or stopping rule."""
+    b = await read(request, bodies.RunPatch)
+    return await reply(request, lambda n: io.PatchRun(n, run, b.state, b.workers, b.stop))
+
+
+@router.post(
+    "/runs/{run}/places/{place}/done",
+    responses=gives(200, "Noted"),
+    openapi_extra=takes(bodies.PlaceDone, {"member": "pool-0", "epoch": 1, "error": None}),
+)
+@role("worker")
+async def place_done(request: Request, run: str, place: int) -> Response:
+    """The entry function returned, or raised with this traceback."""
+    b = await read(request, bodies.PlaceDone)
+    return await reply(request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, b.error))
+
+
+@router.post(
+    "/pool",
+    status_code=201,
+    responses=gives(201, "Joined", {"member": "pool-0", "epoch": 1, "lease_s": 5.0}),
+    openapi_extra=takes(bodies.JoinPool, {"allow": ["paramserver.examples"]}, False),
+)
+@role("worker")
+async def join_pool(request: Request) -> Response:
+    """A worker process offers itself for places in runs."""
+    b = await read_optional(request, bodies.JoinPool)
+    return await reply(request, lambda n: io.JoinPool(n, b.name, b.allow), lambda p: f"/pool/{p['member']}")
+
+
+@router.get("/pool", responses=gives(200, "The pool", {"items": [], "next": None}))
+@role("reader")
+async def list_pool(request: Request) -> Response:
+    """The worker processes that joined, and where they work."""
+    s = service(request)
+    return page(request, s.read.pool(s.now))
+
+
+@router.put(
+    "/pool/{member:path}",
+    responses=gives(200, "Alive", {"state": "idle", "run": None}),
+    openapi_extra=takes(bodies.MemberHeartbeat, {"epoch": 1}),
+)
+@role("worker")
+async def pool_heartbeat(request: Request, member: str) -> Response:
+    """A sign of life, due each second; the answer names the place it was given."""
+    b = await read(request, bodies.MemberHeartbeat)
+    return await reply(request, lambda n: io.PoolHeartbeat(n, member, b.epoch))
+
+
+@router.delete("/pool/{member:path}", status_code=204, responses=gives(204, "Left"))
+@role("worker")
+async def leave_pool(request: Request, member: str) -> Response:
+    """Leave the pool; its place is free again."""
+    epoch = epoch_of(request)
+    return await reply(request, lambda n: io.LeavePool(n, member, epoch))

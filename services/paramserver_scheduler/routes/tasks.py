@@ -1,0 +1,75 @@
+"""/models/{m}/tasks and /evaluations: data as ranges leased to workers, and evaluations as tasks of their own."""
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver.core import scheduler_io as io
+from paramserver_node.roles import role
+from paramserver_scheduler import bodies
+from paramserver_scheduler.exchange import gives, page, read, reply, service, takes
+
+router = APIRouter(prefix="/models/{m}", tags=["tasks"])
+
+DATASET = {"dataset": "train", "size": 50000, "task_size": 1000}
+TASK = {
+    "id": "train:0:0",
+    "kind": "range",
+    "dataset": "train",
+    "uri": None,
+    "pass": 0,
+    "index": 0,
+    "start": 0,
+    "stop": 1000,
+}
+
+
+@router.post(
+    "/tasks", status_code=201, responses=gives(201, "Registered", DATASET), openapi_extra=takes(bodies.Dataset, DATASET)
+)
+@role("worker")
+async def register(request: Request, m: str) -> Response:
+    """Register a dataset as ranges; the same again is 200, another one under that name 409."""
+    b = await read(request, bodies.Dataset)
+    return await reply(
+        request,
+        lambda n: io.RegisterDataset(n, m, b.dataset, b.size, b.task_size, b.ranges, b.uri, b.assignment, b.passes),
+    )
+
+
+@router.get("/tasks", responses=gives(200, "The datasets", {"items": [DATASET], "next": None}))
+@role("reader")
+async def list_datasets(request: Request, m: str) -> Response:
+    """The datasets of a model, with how much is free, leased and done."""
+    return page(request, service(request).read.datasets(m))
+
+
+@router.post(
+    "/tasks/lease",
+    responses=gives(200, "A task, or none now", {"task": TASK, "finished": False, "clock": 0, "timeline": 0}),
+    openapi_extra=takes(bodies.Lease, {"worker": "demo/w0", "epoch": 1, "dataset": "train", "wait_s": 5}),
+)
+@role("worker")
+async def lease(request: Request, m: str) -> Response:
+    """Take the next range; it comes back by itself if its worker dies. Dataset `evaluate` gives evaluations."""
+    b = await read(request, bodies.Lease)
+    return await reply(request, lambda n: io.LeaseTask(n, m, b.worker, b.epoch, b.dataset, b.wait_s))
+
+
+@router.post(
+    "/tasks/{task:path}/done",
+    responses=gives(200, "Noted", {"id": "train:0:0", "done": True}),
+    openapi_extra=takes(bodies.TaskDone, {"worker": "demo/w0", "epoch": 1}),
+)
+@role("worker")
+async def done(request: Request, m: str, task: str) -> Response:
+    """The range is worked through. Repeatable."""
+    b = await read(request, bodies.TaskDone)
+    return await reply(request, lambda n: io.TaskDone(n, m, b.worker, b.epoch, task, b.metrics))
+
+
+@router.post(
+    "/evaluations", status_code=201, responses=gives(201, "Waits for a worker", {"id": "evaluate:12", "clock": 12})
+)
+@role("worker")
+async def evaluate(request: Request, m: str) -> Response:
+    """Ask for an evaluation at the present clock; the next worker that looks takes it."""
+    return await reply(request, lambda n: io.RequestEvaluation(n, m))

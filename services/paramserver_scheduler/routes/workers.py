@@ -1,0 +1,120 @@
+"""/models/{m}/workers and /models/{m}/clock: joining, heartbeats, and waiting for the others.
+
+Worker ids hold a '/' (`demo/w0`), plain or as %2F: they are the rest of the path or stand before a fixed suffix.
+"""
+
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver.core import scheduler_io as io
+from paramserver.errors import problem
+from paramserver_node.roles import role
+from paramserver_scheduler import bodies
+from paramserver_scheduler.exchange import gives, page, read, read_optional, reply, respond, service, takes
+
+router = APIRouter(prefix="/models/{m}", tags=["workers"])
+
+JOINED = {
+    "worker": "demo/w0",
+    "epoch": 1,
+    "rank": 0,
+    "lease_s": 5.0,
+    "clock": 0,
+    "timeline": 0,
+    "generation": 1,
+    "state": None,
+}
+BEAT = {"state": "active", "clock": 6, "min_clock": 5, "timeline": 0, "evaluate": False}
+CLOCK = {
+    "released": True,
+    "clock": 1,
+    "min_clock": 1,
+    "version": 1,
+    "waiting_for": [],
+    "timeline": 0,
+    "state": "active",
+    "evaluate": False,
+}
+
+
+@router.post(
+    "/workers",
+    status_code=201,
+    responses=gives(201, "Joined", JOINED),
+    openapi_extra=takes(bodies.JoinWorker, {"name": "w0"}, False),
+)
+@role("worker")
+async def join(request: Request, m: str) -> Response:
+    """Join a model: a fresh epoch, a rank and a lease. The same name again fences its holder."""
+    b = await read_optional(request, bodies.JoinWorker)
+    return await reply(
+        request,
+        lambda n: io.JoinWorker(n, m, b.name, b.rank, b.above),
+        lambda w: f"/models/{m}/workers/{quote(w['worker'])}",
+    )
+
+
+@router.get("/workers", responses=gives(200, "The roster", {"items": [], "next": None}))
+@role("reader")
+async def list_workers(request: Request, m: str) -> Response:
+    """The workers of a model, by rank, with clocks and heartbeat ages."""
+    s = service(request)
+    return page(request, s.read.workers(m, s.now))
+
+
+@router.post("/workers/{w:path}/drain", responses=gives(200, "Asked to finish"))
+@role("admin")
+async def drain(request: Request, m: str, w: str) -> Response:
+    """Ask one worker to finish what it does and leave."""
+    return await reply(request, lambda n: io.DrainWorker(n, m, w))
+
+
+@router.get("/workers/{w:path}", responses=gives(200, "The worker"))
+@role("reader")
+async def get_worker(request: Request, m: str, w: str) -> Response:
+    """One worker of a model."""
+    s = service(request)
+    return respond(request, s.read.worker(m, w, s.now))
+
+
+@router.put(
+    "/workers/{w:path}",
+    responses=gives(200, "Alive", BEAT),
+    openapi_extra=takes(bodies.WorkerHeartbeat, {"epoch": 1, "clock": 6, "metrics": {"loss": 0.3}}),
+)
+@role("worker")
+async def heartbeat(request: Request, m: str, w: str) -> Response:
+    """A sign of life, due each second; 409 `fenced` when the lease has run out: join again."""
+    b = await read(request, bodies.WorkerHeartbeat)
+    return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, b.epoch, b.clock, b.timeline, b.metrics, b.state))
+
+
+@router.delete("/workers/{w:path}", status_code=204, responses=gives(204, "Left"))
+@role("worker")
+async def leave(request: Request, m: str, w: str) -> Response:
+    """Leave the model; nobody waits for this worker any more. Repeatable. `?epoch=` leaves a newer one alone."""
+    epoch = epoch_of(request)
+    return await reply(request, lambda n: io.LeaveWorker(n, m, w, epoch))
+
+
+@router.post(
+    "/clock",
+    responses=gives(200, "Released, or `wait_s` is over", CLOCK),
+    openapi_extra=takes(bodies.Clock, {"worker": "demo/w0", "epoch": 1, "clock": 1, "wait_s": 5}),
+)
+@role("worker")
+async def clock(request: Request, m: str) -> Response:
+    """Report iterations finished and wait until the consistency mode lets this worker go on. Repeatable."""
+    b = await read(request, bodies.Clock)
+    return await reply(request, lambda n: io.ReportClock(n, m, b.worker, b.epoch, b.clock, b.timeline, b.wait_s))
+
+
+def epoch_of(request: Request) -> int | None:
+    """The query value `epoch`, if there is one; raises RequestError (`malformed`)."""
+    text = request.query_params.get("epoch")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 17):
+        raise problem("malformed", "query value 'epoch' must be a non-negative integer")
+    return int(text)

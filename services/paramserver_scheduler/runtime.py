@@ -1,0 +1,290 @@
+"""Gives the scheduler's core its events and performs the effects, in order.
+
+One loop, no locks: routes call `ask` with an event and wait for its reply.  What the core decides becomes visible only
+once it is in Redis: effects behind a `Store` wait in a queue, and one task writes everything queued in one script
+(group commit), then lets go of the replies and documents behind it.  While Redis is away that queue stands: events that
+would decide something are refused with 503 after a short wait, while reads, heartbeats and open feeds go on.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Final, Protocol
+
+from paramserver.core.scheduler import SchedulerCore
+
+from paramserver import limits
+from paramserver.core import scheduler_io as io
+from paramserver.errors import PsError, problem
+from paramserver.types import PartitionKey, Token
+from paramserver_scheduler.hub import Hub
+from paramserver_scheduler.store import Deposed, StateStore
+
+log = logging.getLogger("paramserver.scheduler")
+
+STORE_WAIT_S: Final = 2.0
+"""How long a request waits for Redis before it is answered 503."""
+RETRY_S: Final = 0.25
+TICK_S: Final = 0.5
+
+_PASSING: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat, io.OpenFeed, io.LeaseTask, io.ReportClock)
+"""Events of a request that are taken in while Redis is away: they keep leases alive, or can wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the core replied."""
+
+    status: int
+    body: Mapping[str, Any] | None
+
+
+@dataclass(slots=True)
+class _Waiter:
+    future: asyncio.Future[Answer]
+    on_reply: Callable[[Answer], None] | None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one event led to and is not visible yet."""
+
+    since: float
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tokens: list[tuple[PartitionKey, Token | None]] = field(default_factory=list)
+    effects: list[io.Effect] = field(default_factory=list)
+
+
+class Jobs(Protocol):
+    """Does the effects that take long: files and requests to shards; completes them with events."""
+
+    def start(self, effect: io.Effect) -> None:
+        """Begin; never blocks."""
+
+
+class Runtime:
+    """One scheduler's core with its store, its feeds and its open requests."""
+
+    def __init__(self, core: SchedulerCore, store: StateStore, hub: Hub) -> None:
+        self.core = core
+        self.hub = hub
+        self.jobs: Jobs | None = None
+        self.redis_away = False
+        self.stopped: PsError | None = None
+        """Why nothing is decided any more, once that is so."""
+        self._store = store
+        self._numbers = itertools.count(1)
+        self._waiters: dict[int, _Waiter] = {}
+        self._queue: deque[_Batch] = deque()
+        self._queued = asyncio.Event()
+        self._redis_back = asyncio.Event()
+        self._redis_back.set()
+        self._wake = asyncio.Event()
+        self._wake_at = 0.0
+
+    # --- events in ---
+
+    async def ask(
+        self,
+        make: Callable[[int], io.Event],
+        gone: Callable[[], Any] | None = None,
+        on_reply: Callable[[Answer], None] | None = None,
+    ) -> Answer:
+        """Hand the core the event that `make` builds from a request number, and wait for its reply.
+
+        Args:
+            make: builds the event.
+            gone: an async function that returns when the client has hung up; then the wait ends with Unavailable.
+            on_reply: called with the answer in the same step in which it becomes visible, before any later document.
+
+        Raises the PsError that the core replied; `storage_unavailable` if Redis is away for too long.
+        """
+        number = next(self._numbers)
+        event = make(number)
+        if self.stopped is not None:
+            raise self.stopped
+        if self.redis_away and not isinstance(event, _PASSING):
+            await self._wait_for_redis()
+        if len(self._waiters) >= limits.WAITERS_MAX:
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are waiting already")
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiters[number] = _Waiter(future, on_reply)
+        try:
+            self.send(event)
+            if not future.done() and gone is not None:
+                await self._until_gone(future, gone)
+            return await future
+        finally:
+            if self._waiters.pop(number, None) is not None and (not future.done() or future.cancelled()):
+                self.send(io.RequestGone(number))
+
+    def send(self, event: io.Event) -> None:
+        """Hand the core an event that nobody waits for."""
+        if self.stopped is not None:
+            return
+        self._take(self.core.handle(event, monotonic()))
+        deadline = self.core.deadline()
+        if deadline is not None and deadline < self._wake_at:
+            self._wake.set()
+
+    def _take(self, effects: list[io.Effect]) -> None:
+        batch = _Batch(monotonic())
+        for effect in effects:
+            match effect:
+                case io.Store(fields):
+                    batch.fields = {**batch.fields, **fields}
+                case io.SetTokens(tokens):
+                    batch.tokens.extend(tokens)
+                case io.Reply(waits=False):
+                    self._perform(effect)
+                case _:
+                    batch.effects.append(effect)
+        if batch.fields or batch.tokens or self._queue:
+            if batch.fields or batch.tokens or batch.effects:
+                self._queue.append(batch)
+                self._queued.set()
+            return
+        for effect in batch.effects:
+            self._perform(effect)
+
+    # --- effects out ---
+
+    def _perform(self, effect: io.Effect) -> None:
+        match effect:
+            case io.Reply(request, outcome, status):
+                self._answer(request, outcome, status)
+            case io.Publish(document):
+                self.hub.publish(document)
+            case _:
+                assert self.jobs is not None
+                self.jobs.start(effect)
+
+    def _answer(self, request: int, outcome: Any, status: int) -> None:
+        waiter = self._waiters.pop(request, None)
+        if waiter is None or waiter.future.done():
+            return
+        if isinstance(outcome, PsError):
+            waiter.future.set_exception(outcome)
+            return
+        answer = Answer(status, outcome)
+        if waiter.on_reply is not None:
+            waiter.on_reply(answer)
+        waiter.future.set_result(answer)
+
+    async def _until_gone(self, future: asyncio.Future[Answer], gone: Callable[[], Any]) -> None:
+        """Wait for the reply or for the client to hang up, whichever is first."""
+        watch = asyncio.ensure_future(gone())
+        try:
+            await asyncio.wait({future, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        if not future.done():
+            raise problem("unavailable", "the client has gone")
+
+    async def _wait_for_redis(self) -> None:
+        try:
+            async with asyncio.timeout(STORE_WAIT_S):
+                await self._redis_back.wait()
+        except TimeoutError:
+            raise _storage_away() from None
+
+    # --- the tasks ---
+
+    async def run(self) -> None:
+        """Keeps time and writes the state until cancelled.  Raises Deposed when a newer scheduler has started."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_time())
+            group.create_task(self._keep_state())
+            group.create_task(self._watch_redis())
+
+    def close(self, reason: PsError) -> None:
+        """Answer everything that waits, end the feeds, take nothing more in."""
+        self.stopped = reason
+        for number in list(self._waiters):
+            self._answer(number, reason, 503)
+        self.hub.close()
+
+    async def _keep_time(self) -> None:
+        while True:
+            now = monotonic()
+            deadline = self.core.deadline()
+            # A deadline that stays in the past must not turn into a busy loop.
+            wait_s = TICK_S if deadline is None else min(TICK_S, max(0.002, deadline - now))
+            self._wake_at = now + wait_s
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.send(io.Tick())
+
+    async def _keep_state(self) -> None:
+        while True:
+            await self._queued.wait()
+            self._queued.clear()
+            while self._queue:
+                await self._write(len(self._queue))
+
+    async def _write(self, count: int) -> None:
+        """Write the first `count` batches in one script, then make what is behind them visible."""
+        fields: dict[str, Any] = {}
+        tokens: dict[PartitionKey, Token | None] = {}
+        for batch in itertools.islice(self._queue, count):
+            fields.update(batch.fields)
+            tokens.update(batch.tokens)
+        try:
+            if fields or tokens:
+                await self._store.write(fields, tokens.items())
+        except Deposed as e:
+            self.close(problem("no_leader", str(e)))
+            raise
+        except PsError as e:
+            self._redis_lost(e)
+            await asyncio.sleep(RETRY_S)
+            return
+        if self.redis_away:
+            log.info("redis.back")
+            self.redis_away = False
+            self._redis_back.set()
+        for _ in range(count):
+            for effect in self._queue.popleft().effects:
+                self._perform(effect)
+
+    def _redis_lost(self, why: PsError) -> None:
+        if not self.redis_away:
+            log.warning("redis.away %s", why.detail)
+            self.redis_away = True
+            self._redis_back.clear()
+        before = monotonic() - STORE_WAIT_S
+        for batch in self._queue:
+            if batch.since < before:
+                for effect in batch.effects:
+                    if isinstance(effect, io.Reply):
+                        self._answer(effect.request, _storage_away(), 503)
+
+    async def _watch_redis(self) -> None:
+        """Notices that Redis is away, or back, also while there is nothing to write."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self._queue:
+                continue  # the writer finds out
+            answers = await self._store.ping()
+            if answers and self.redis_away and not self._queue:
+                self.redis_away = False
+                self._redis_back.set()
+            elif not answers and not self.redis_away:
+                self.redis_away = True
+                self._redis_back.clear()
+
+
+def _storage_away() -> PsError:
+    return problem(
+        "storage_unavailable",
+        "Redis does not answer, so nothing can be decided now",
+        hint="training in async and buffered mode goes on; send this request again",
+    )

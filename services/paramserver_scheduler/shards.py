@@ -1,0 +1,145 @@
+"""Requests of the scheduler to shards: whole partitions, read for a checkpoint or set by a restore."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from time import monotonic
+from typing import Final, TypeVar
+
+import httpx
+
+from paramserver.core.shard_io import PartitionState
+from paramserver.errors import PsError, StaleMapError, Unavailable, from_document, problem
+from paramserver.limits import CHUNK_BYTES
+from paramserver.types import AnyArray, ModelKey
+from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+from paramserver.wire.state import SetFrame, StateFrame, restore_frame
+
+PATIENCE_S: Final = 30.0
+"""How long a partition whose owner is being replaced is waited for."""
+RETRY_S: Final = 0.5
+PARALLEL: Final = 4
+"""Partitions under way at once."""
+
+T = TypeVar("T")
+
+Owner = Callable[[int], str]
+"""The base URL of the present owner of a partition; raises Unavailable while there is none."""
+
+
+class ShardClient:
+    """Whole partitions, to and from whichever shard owns them by then."""
+
+    def __init__(self) -> None:
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(30.0, connect=2.0), trust_env=False)
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def states(
+        self, model: ModelKey, partitions: int, owner: Owner, cut: int | None
+    ) -> list[tuple[StateFrame, PartitionState]]:
+        """The state of every partition, by index: that of the cut at clock `cut`, or the present one.
+
+        Raises the PsError of a shard, or Unavailable when an owner does not answer for `PATIENCE_S`.
+        """
+        params = {} if cut is None else {"version": cut}
+
+        async def fetch(index: int) -> tuple[StateFrame, PartitionState]:
+            url = f"{owner(index)}/internal/state/{model.name}/{index}"
+            response = await self._http.get(url, params=params)
+            _check(response)
+            header, offset = decode_prefix(response.content)
+            frame = StateFrame.from_header(header)
+            if (frame.generation, frame.partition) != (model.generation, index):
+                raise problem("model_replaced", f"model '{model.name}' was created anew")
+            return frame, frame.read(memoryview(response.content)[offset:])
+
+        return await _each(partitions, fetch)
+
+    async def restore(self, model: ModelKey, states: Sequence[PartitionState], owner: Owner) -> None:
+        """Put these states in the place of what the partitions hold; what was staged or buffered is dropped.
+
+        Raises like `states`; some partitions may then have been set.
+        """
+
+        async def send(index: int) -> None:
+            frame, arrays = restore_frame(model.name, model.generation, {index: states[index]})
+            await self._set(owner(index), frame, arrays)
+
+        await _each(len(states), send)
+
+    async def assign(self, frames: Mapping[int, tuple[SetFrame, Sequence[AnyArray]]], owner: Owner) -> None:
+        """Send each of these assignments to the owner of its partition; raises like `states`."""
+        indices = list(frames)
+
+        async def send(i: int) -> None:
+            frame, arrays = frames[indices[i]]
+            await self._set(owner(indices[i]), frame, arrays)
+
+        await _each(len(indices), send)
+
+    async def _set(self, url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:
+        prefix = encode_header(frame.to_header())
+        size = len(prefix) + sum(a.nbytes for a in arrays)
+        headers = {"content-type": MEDIA_TYPE, "content-length": str(size)}
+        response = await self._http.post(
+            f"{url}/internal/set/{frame.model}", content=_chunks(prefix, arrays), headers=headers
+        )
+        _check(response)
+
+
+async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
+    """What `work` gives for 0 ... count - 1, a few at a time, each repeated while its owner is being replaced."""
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def one(index: int) -> T:
+        async with gate:
+            deadline = monotonic() + PATIENCE_S
+            while True:
+                try:
+                    return await work(index)
+                except (httpx.HTTPError, Unavailable, StaleMapError) as e:
+                    if monotonic() > deadline:
+                        raise _as_problem(e) from e
+                await asyncio.sleep(RETRY_S)
+
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(i)) for i in range(count)]
+    except* PsError as errors:
+        raise _first(errors) from None
+    return [t.result() for t in tasks]
+
+
+def _first(errors: BaseExceptionGroup[PsError]) -> PsError:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, PsError)
+    return error
+
+
+def _as_problem(error: Exception) -> PsError:
+    if isinstance(error, PsError) and not isinstance(error, StaleMapError):
+        return error
+    return problem("unavailable", f"a shard does not answer: {error or type(error).__name__}")
+
+
+def _check(response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    try:
+        document = response.json()
+    except ValueError:
+        document = {}
+    raise from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})
+
+
+async def _chunks(prefix: bytes, arrays: Sequence[AnyArray]) -> AsyncIterator[bytes]:
+    yield prefix
+    for array in arrays:
+        view = array.data.cast("B")
+        for at in range(0, len(view), CHUNK_BYTES):
+            yield bytes(view[at : at + CHUNK_BYTES])
