@@ -19,7 +19,7 @@ from paramserver.core.assembly import gather, scatter
 from paramserver.core.fields import check_model_name
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
-from paramserver.core.spec import InitSpec, ModelSpec
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import F32, AnyArray
 from paramserver.wire.state import SetFrame, SetPart
@@ -145,9 +145,8 @@ class CheckpointStore:
 
 
 def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any]:
-    """The spec of a model that a checkpoint of `spec` is restored into; its values come from nowhere else."""
-    params = tuple(replace(p, init=InitSpec()) if p.init.kind in ("upload", "file") else p for p in spec.params)
-    document = replace(spec, name=name, params=params).document()
+    """The spec of a model that a checkpoint of `spec` is restored into."""
+    document = replace(spec, name=name).document()
     if partitions is not None:
         document["partitions"] = partitions
     return document

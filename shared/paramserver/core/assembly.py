@@ -47,7 +47,8 @@ def scatter(
     """The partitions of a layout that hold these named arrays, in order of index.
 
     Optimizer state is taken over where every parameter has as many arrays as the layout's optimizer keeps; otherwise
-    (another optimizer) it starts afresh, as do the step counts.  Raises RequestError where names or shapes are not those of the layout.
+    (another optimizer) it starts afresh, as do the step counts.  Raises RequestError where names or shapes are not
+    those of the layout.
     """
     for p in layout.spec.params:
         if p.name not in params:
