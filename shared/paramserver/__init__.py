@@ -2,6 +2,93 @@
 
 >>> import paramserver as ps
 >>> client = ps.connect()                      # PARAMSERVER_URL, default http://127.0.0.1:8700
+
+Names are loaded when they are first used, so that `import paramserver` costs nothing; docs/sdk.md shows them at work.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from paramserver.client.aio import AsyncClient, AsyncModel
+    from paramserver.client.aio_worker import AsyncWorker
+    from paramserver.client.arrays import Params
+    from paramserver.client.client import Client, connect
+    from paramserver.client.consistency import SSP, Async, Buffered, Consistency, Sync
+    from paramserver.client.local import local
+    from paramserver.client.model import Model
+    from paramserver.client.optimizers import (
+        FTRL,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Constant,
+        Cosine,
+        Exponential,
+        Momentum,
+        Nesterov,
+        Optimizer,
+        RMSprop,
+        StepDecay,
+        Sum,
+    )
+    from paramserver.client.session import Task
+    from paramserver.client.spec_builder import Param
+    from paramserver.client.transfer import Pushed
+    from paramserver.client.worker import Worker
+    from paramserver.errors import (
+        AuthError,
+        ConflictError,
+        CorruptState,
+        FencedError,
+        InDoubt,
+        InternalError,
+        NotFoundError,
+        PsError,
+        RequestError,
+        StaleMapError,
+        Unavailable,
+        Unreachable,
+    )
+
+_HOMES = {
+    "client.aio": "AsyncClient AsyncModel",
+    "client.aio_worker": "AsyncWorker",
+    "client.arrays": "Params",
+    "client.client": "Client connect",
+    "client.consistency": "Async Buffered Consistency SSP Sync",
+    "client.local": "local",
+    "client.model": "Model",
+    "client.optimizers": "Adagrad Adam AdamW Constant Cosine Exponential FTRL Momentum Nesterov Optimizer RMSprop SGD "
+    "StepDecay Sum",
+    "client.session": "Task",
+    "client.spec_builder": "Param",
+    "client.transfer": "Pushed",
+    "client.worker": "Worker",
+    "errors": "AuthError ConflictError CorruptState FencedError InDoubt InternalError NotFoundError PsError "
+    "RequestError StaleMapError Unavailable Unreachable",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncWorker", "AuthError",
+    "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState", "Cosine", "Exponential",
+    "FencedError", "InDoubt", "InternalError", "Model", "Momentum", "Nesterov", "NotFoundError", "Optimizer", "Param",
+    "Params", "PsError", "Pushed", "RMSprop", "RequestError", "StaleMapError", "StepDecay", "Sum", "Sync", "Task",
+    "Unavailable", "Unreachable", "Worker", "connect", "local",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'paramserver' has no attribute '{name}'")
+    value = getattr(import_module(f"paramserver.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

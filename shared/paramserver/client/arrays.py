@@ -9,7 +9,7 @@ import numpy as np
 from paramserver.client.selection import Selection
 from paramserver.types import AnyArray
 
-BASE_OF_WIRE: Final = {
+HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<f4"),  # numpy has no bfloat16: widened on arrival, which is exact
     "float32": np.dtype("<f4"),
@@ -70,6 +70,11 @@ class Params(Mapping[str, AnyArray]):
         """The same arrays after a pull into them; this object knows the new version too."""
         self._origin = origin
         return self
+
+    def frozen(self) -> "Params":
+        """The same values, read-only."""
+        self.flat.flags.writeable = False
+        return Params(self._selection, self.flat, self._origin)
 
     def fits(self, selection: Selection, dtype: np.dtype[Any]) -> bool:
         """Whether a pull of this selection can be written into these arrays."""

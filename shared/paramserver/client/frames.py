@@ -18,7 +18,8 @@ from paramserver.client.selection import Part, Selection
 from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
 from paramserver.wire.frame import (
-    MEDIA,
+    MEDIA_TYPE,
+    PREFIX_BYTES,
     PullFrame,
     PullReply,
     PullSpec,
@@ -27,12 +28,10 @@ from paramserver.wire.frame import (
     PushReply,
     decode_prefix,
     encode_header,
+    header_end,
 )
 
-_PREAMBLE: Final = 8
-_ALIGN: Final = 64
-_HEADERS: Final = {"accept": MEDIA, "content-type": MEDIA}
-_HEADER_BYTES_MAX: Final = 1 << 20
+_HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Outgoing:
             frame = self._frame(held, to, parts, pull, wait_s)
             head = len(encode_header(frame.to_header()))
             body = np.empty(head + sum(p.stop - p.start for p in parts) * self._gradient.itemsize, np.uint8)
-            write(self._gradient, parts, memoryview(body)[head:], scan)
+            write(self._gradient, parts, body.data[head:], scan)
             drafts.append((to, frame, body, head))
         scan.raise_for_bad()
         if self._norm is None:
@@ -89,7 +88,7 @@ class Outgoing:
             prefix = encode_header({**frame.to_header(), "norm": self._norm})
             assert len(prefix) == head, "a float has the same length whatever its value"
             body[:head] = np.frombuffer(prefix, np.uint8)
-            out.append(Request("POST", path, memoryview(body), _HEADERS, to))
+            out.append(Request("POST", path, body.data, _HEADERS, to))
         return out
 
     def _frame(
@@ -140,7 +139,7 @@ def _listed(part: Part) -> Any:
 
 def push_reply(response: Response) -> PushReply:
     """The reply that a good response to a push holds; raises PsError if it is something else."""
-    if MEDIA not in response.headers.get("content-type", ""):
+    if MEDIA_TYPE not in response.headers.get("content-type", ""):
         raise foreign(response)
     header, _ = decode_prefix(response.body)
     return PushReply.from_header(header)
@@ -189,20 +188,18 @@ class Incoming:
 
     def _feed_head(self, data: memoryview) -> memoryview:
         """Collect the prefix; what is left of `data` once it is whole."""
-        want = _PREAMBLE
-        while True:
-            if len(self._head) >= _PREAMBLE:
-                length = int.from_bytes(self._head[4:8], "little")
-                if self._head[:2] != b"PS" or length > _HEADER_BYTES_MAX:
-                    raise problem("in_doubt", "the answer to a pull is no frame")
-                want = -(-(_PREAMBLE + length) // _ALIGN) * _ALIGN
+        want = PREFIX_BYTES
+        while len(self._head) < want:
             n = min(want - len(self._head), len(data))
             self._head += data[:n]
             data = data[n:]
             if len(self._head) < want:
                 return data
-            if want > _PREAMBLE:
-                break
+            if want == PREFIX_BYTES:
+                try:
+                    want = header_end(self._head)
+                except PsError as e:
+                    raise problem("in_doubt", f"the answer to a pull is no frame: {e.detail}") from e
         try:
             header, _ = decode_prefix(bytes(self._head))
             self.reply = PullReply.from_header(header)
@@ -222,7 +219,7 @@ class Incoming:
                 self._wide.append((bits, out))
                 out = bits
             if out.size:
-                self._places.append(memoryview(out).cast("B"))
+                self._places.append(out.data.cast("B"))
         assert ITEMSIZE[self._dtype] * sum(p.stop - p.start for p in self._parts.values()) == sum(
             map(len, self._places)
         )

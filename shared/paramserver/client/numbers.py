@@ -55,5 +55,3 @@ class PushNumbers:
 def private_numbers() -> PushNumbers:
     """Numbers of a sender that joined nothing; its id holds no '/', which only the scheduler gives out."""
     return PushNumbers(f"c-{secrets.token_hex(8)}", 1)
-
-

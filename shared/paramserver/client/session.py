@@ -36,6 +36,8 @@ MAP_AGE_S: Final = 5.0
 """How often a heartbeat looks for changed settings."""
 POINTS_PER_BEAT: Final = 4
 """Metric reports of `step` that one heartbeat passes on; what lies between is thinned out."""
+EVALUATE: Final = "evaluate"
+"""The dataset whose tasks are evaluations."""
 DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
 
 
@@ -75,8 +77,10 @@ class Task:
 class Session:
     """One worker of one model."""
 
-    def __init__(self, cluster: Cluster, model: str, name: str | None, rank: int | None) -> None:
+    def __init__(self, cluster: Cluster, model: str, name: str | None, rank: int | None, silence_s: float) -> None:
         self._cluster, self.model = cluster, model
+        self.silence_s = silence_s
+        """How long the cluster may be silent before waiting for other workers or for a task is given up."""
         self._name, self._rank = name, rank
         self._lock = threading.Lock()
         self._joining = False
@@ -307,8 +311,15 @@ class Session:
         yield from self._while_paused()
         return self.clock
 
-    silence_s: float = limits.CLIENT_TIMEOUT_S
-    """How long the cluster may be silent before `advance` or a wait for a task gives up."""
+    def step(
+        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
+    ) -> Call[Pushed]:
+        """Push, clock, report; the clock does not advance over a gradient that was dropped."""
+        done = yield from self.push(grads, deadline, **options)
+        if done.state != "dropped":
+            self.note(metrics)
+            yield from self.advance(deadline, patience_s)
+        return done
 
     # -------------------------------------------------------------------------------------------- tasks and metrics
 

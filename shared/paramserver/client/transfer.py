@@ -6,11 +6,11 @@ have: the map is fetched anew and what is not done yet is sent again, to whoever
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import numpy as np
 
-from paramserver.client.arrays import BASE_OF_WIRE, Origin, Params
+from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, pull_request, push_reply
@@ -90,6 +90,7 @@ class Transfer:
                 self.cluster.forget(self.held.name)
             raise refused
         if failures:
+            self._backoff.in_doubt = self._backoff.in_doubt or any(isinstance(f, InDoubt) for f in failures)
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
             self._moved += 1
             if not moved_once:  # a first 421 is answered at once with a fresh map; everything else waits
@@ -113,8 +114,7 @@ def wire_dtype(selection: Selection, dtype: str | None) -> DType:
     if dtype is None:
         kinds = {p.dtype for p in selection.params}
         dtype = kinds.pop() if len(kinds) == 1 else max("float32", *kinds, key=lambda d: _WIDTH[d])
-    chosen: Any = dtype
-    return chosen
+    return cast(DType, dtype)
 
 
 def pull(
@@ -235,7 +235,7 @@ def summed(replies: list[PushReply]) -> Pushed:
 def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     """The terms with base versions per partition, where `base` is a pull of this creation of the model."""
     base = terms.base
-    if base is None or isinstance(base, Mapping) and not isinstance(base, Params):
+    if base is None or (isinstance(base, Mapping) and not isinstance(base, Params)):
         return terms
     if not isinstance(base, Params):
         raise problem("invalid_field", f"base must be what pull() returned, not {type(base).__name__}")
@@ -251,10 +251,10 @@ def _timed(request: Request, deadline: Deadline) -> Request:
 
 def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
     if out is None:
-        return np.empty(selection.size, BASE_OF_WIRE[dtype])
+        return np.empty(selection.size, HANDED_OUT[dtype])
     if not isinstance(out, Params):
         raise problem("invalid_field", f"out must be what pull() returned, not {type(out).__name__}")
-    if not out.fits(selection, BASE_OF_WIRE[dtype]):
+    if not out.fits(selection, HANDED_OUT[dtype]):
         hint = "its parameters, ranges and dtype must be those of this pull, and it must be writable"
         raise problem("invalid_shape", "out cannot take what this pull returns", hint=hint)
     return out.flat

@@ -100,6 +100,10 @@ class BlockingTransport:
         self._urls, self._token = _Urls(urls), token
         self._lock = threading.Lock()
         self._forsaken: list[Any] = []
+        self._plain: PlainTransport | None = None
+        self._control: SyncClient | None = None
+        self._direct: SyncClient | None = None
+        self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
         self._pid = -1
         self._closed = False
 
@@ -146,9 +150,6 @@ class BlockingTransport:
                 return
             if self._pid != -1:  # a native client must not even be dropped in a child: its threads are the parent's
                 self._forsaken += [self._control, self._direct, self._pool]
-            self._plain: PlainTransport | None = None
-            self._control: SyncClient | None = None
-            self._direct: SyncClient | None = None
             try:
                 urls = self._urls.urls
                 self._control = _tuned(SyncClientBuilder(), self._token, direct=False, urls=urls).build()
@@ -156,6 +157,7 @@ class BlockingTransport:
             except RuntimeError:  # the native runtime refuses a child whose parent had used it
                 log.info("client.plain reason=forked pid=%d", os.getpid())
                 self._plain = PlainTransport(self._token)
+                self._control = self._direct = None
             self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
             self._pid = os.getpid()
 
@@ -206,6 +208,9 @@ class AsyncTransport:
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         self._urls, self._token = _Urls(urls), token
         self._forsaken: list[Any] = []
+        self._plain: PlainTransport | None = None
+        self._control: Client | None = None
+        self._direct: Client | None = None
         self._pid = -1
         self._closed = False
 
@@ -245,15 +250,13 @@ class AsyncTransport:
     def _start(self) -> None:
         if self._pid != -1:
             self._forsaken += [self._control, self._direct]
-        self._plain: PlainTransport | None = None
-        self._control: Client | None = None
-        self._direct: Client | None = None
         try:
             self._control = _tuned(ClientBuilder(), self._token, direct=False, urls=self._urls.urls).build()
             self._direct = _tuned(ClientBuilder(), self._token, direct=True, urls=()).build()
         except RuntimeError:
             log.info("client.plain reason=forked pid=%d", os.getpid())
             self._plain = PlainTransport(self._token)
+            self._control = self._direct = None
         self._pid = os.getpid()
 
     async def _one(self, request: Request) -> Outcome:

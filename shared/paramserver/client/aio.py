@@ -1,0 +1,296 @@
+"""The client on asyncio: the same calls and names as the blocking one, awaited.
+
+What arguments mean is said at `Client`, `Model` and `Worker`; here only what differs.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from paramserver import limits
+from paramserver.client import checkpointing, control, transfer
+from paramserver.client.aio_worker import AsyncWorker
+from paramserver.client.arrays import Params
+from paramserver.client.calls import Call, Deadline
+from paramserver.client.cluster import Cluster, model_path, urls_of
+from paramserver.client.consistency import Consistency
+from paramserver.client.gradients import Grads
+from paramserver.client.model import push_numbered, pushpull_numbered
+from paramserver.client.numbers import PushNumbers, private_numbers
+from paramserver.client.optimizers import Optimizer
+from paramserver.client.selection import Names, Ranges
+from paramserver.client.shared_arrays import SharedArrays
+from paramserver.client.spec_builder import ParamLike, model_document, patch_document
+from paramserver.client.transfer import Pushed
+from paramserver.client.transport import AsyncTransport
+from paramserver.errors import problem
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A connection to one cluster, for one event loop; close it, or use it in `async with`.
+
+    Nothing is asked before the first call.  Arguments as of `ps.connect`.
+    """
+
+    def __init__(
+        self, url: str | None = None, timeout: float = limits.CLIENT_TIMEOUT_S, token: str | None = None
+    ) -> None:
+        self.urls = urls_of(url, os.environ)
+        self.timeout = timeout
+        self.cluster = Cluster(self.urls)
+        self.shared = SharedArrays(self.cluster)
+        self.transport = AsyncTransport(self.urls, token or os.environ.get("PARAMSERVER_TOKEN"))
+        self._numbers: dict[str, PushNumbers] = {}
+        self._pid = os.getpid()
+
+    @property
+    def url(self) -> str:
+        """The first URL it was given."""
+        return self.urls[0]
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<AsyncClient of {', '.join(self.urls)}>"
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.transport.close()
+
+    async def run(self, call: Call[T]) -> T:
+        """Drive a call to its result."""
+        return await self.transport.run(call)
+
+    def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
+        """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
+        return Deadline.after(self.timeout + wait_s if timeout is None else timeout)
+
+    def numbers(self, model: str) -> PushNumbers:
+        """The push numbers of this client for a model; a forked child gets its own."""
+        if self._pid != os.getpid():
+            self._numbers, self._pid = {}, os.getpid()
+        return self._numbers.setdefault(model, private_numbers())
+
+    def model(self, name: str) -> "AsyncModel":
+        """The model of that name; whether there is one shows at the first call."""
+        return AsyncModel(self, name)
+
+    async def create_model(
+        self,
+        name: str,
+        params: Mapping[str, ParamLike],
+        *,
+        optimizer: Optimizer | Mapping[str, Any] | str | None = None,
+        consistency: Consistency | Mapping[str, Any] | str | None = None,
+        partitions: int | None = None,
+        ack: str | None = None,
+        evaluate_every: int | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        exist_ok: bool = False,
+        timeout: float | None = None,
+    ) -> "AsyncModel":
+        """See `Client.create_model`."""
+        others = {"partitions": partitions, "ack": ack, "evaluate_every": evaluate_every, "checkpoint": checkpoint}
+        body, uploads = model_document(name, params, optimizer, consistency, others)
+        await self.run(control.create_model(self.cluster, body, uploads, self.deadline(timeout), exist_ok=exist_ok))
+        return AsyncModel(self, name)
+
+    async def models(self, *, timeout: float | None = None) -> list[str]:
+        """The names of all models."""
+        return [str(m["name"]) for m in await self.run(control.listed("/models", self.deadline(timeout)))]
+
+    async def status(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """What `GET /status` answers."""
+        return dict(await self.run(control.fetch("/status", self.deadline(timeout))))
+
+    async def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        as_: str | None = None,
+        partitions: int | None = None,
+        exist_ok: bool = False,
+        timeout: float | None = None,
+    ) -> "AsyncModel":
+        """See `Client.restore`."""
+        call = checkpointing.restore(
+            self.cluster, os.fspath(path), as_, partitions, self.deadline(timeout), exist_ok=exist_ok
+        )
+        return AsyncModel(self, (await self.run(call)).name)
+
+    async def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
+        """The JSON answer of any control route, with this client's retries and errors."""
+        return await self.run(control.send(method, path, body, self.deadline(timeout)))
+
+
+class AsyncModel:
+    """One model of the cluster."""
+
+    def __init__(self, client: AsyncClient, name: str) -> None:
+        self._client = client
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<AsyncModel {self.name!r} at {self._client.url}>"
+
+    async def pull(
+        self,
+        names: Names | None = None,
+        *,
+        ranges: Ranges | None = None,
+        out: Params | None = None,
+        dtype: str | None = None,
+        min_version: int = 0,
+        wait_s: float = 0.0,
+        copy: bool = True,
+        timeout: float | None = None,
+    ) -> Params:
+        """See `Model.pull`."""
+        client = self._client
+        deadline = client.deadline(timeout, wait_s)
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
+        if not copy:
+            if out is not None:
+                raise problem("invalid_field", "out= and copy=False exclude each other")
+            kept = client.shared.kept(self.name, options)
+            if kept is not None:
+                return kept
+        call = transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, **options)
+        fresh = await client.run(call)
+        return fresh if copy else client.shared.keep(self.name, options, fresh)
+
+    async def push(
+        self,
+        grads: Grads,
+        *,
+        base: Params | None = None,
+        weight: float = 1.0,
+        ranges: Ranges | None = None,
+        dtype: str | None = None,
+        ack: str | None = None,
+        timeout: float | None = None,
+    ) -> Pushed:
+        """See `Model.push`; the arrays must not be changed before it returns."""
+        c = self._client
+        terms = {"weight": weight, "ack": ack, "base": base}
+        options = {"ranges": ranges, "dtype": dtype}
+        numbers = c.numbers(self.name)
+        return await c.run(push_numbered(c.cluster, numbers, self.name, c.deadline(timeout), grads, terms, options))
+
+    async def pushpull(
+        self,
+        grads: Grads,
+        *,
+        base: Params | None = None,
+        out: Params | None = None,
+        weight: float = 1.0,
+        ranges: Ranges | None = None,
+        dtype: str | None = None,
+        timeout: float | None = None,
+    ) -> Params:
+        """See `Model.pushpull`."""
+        c = self._client
+        terms = {"weight": weight, "base": base}
+        options = {"ranges": ranges, "dtype": dtype, "out": out}
+        numbers = c.numbers(self.name)
+        return await c.run(pushpull_numbered(c.cluster, numbers, self.name, c.deadline(timeout), grads, terms, options))
+
+    def worker(self, name: str | None = None, *, rank: int | None = None, timeout: float | None = None) -> AsyncWorker:
+        """A worker of this model, to be used in an `async with` statement."""
+        return AsyncWorker(self._client, self.name, name, rank, timeout)
+
+    async def set(
+        self,
+        *,
+        optimizer: Optimizer | Mapping[str, Any] | None = None,
+        consistency: Consistency | Mapping[str, Any] | str | None = None,
+        params: Mapping[str, Mapping[str, Any]] | None = None,
+        evaluate_every: int | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> None:
+        """See `Model.set`."""
+        others = {"evaluate_every": evaluate_every, "checkpoint": checkpoint}
+        patch = patch_document(optimizer, consistency, params, others, fields)
+        c = self._client
+        await c.run(control.patch_model(c.cluster, self.name, patch, c.deadline(timeout)))
+
+    async def assign(self, values: Mapping[str, Any], *, timeout: float | None = None) -> None:
+        """See `Model.assign`."""
+        await self._client.run(control.assign(self._client.cluster, self.name, values, self._client.deadline(timeout)))
+
+    async def info(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """The model's document."""
+        return dict(await self._client.run(control.fetch(model_path(self.name), self._client.deadline(timeout))))
+
+    async def delete(self, *, timeout: float | None = None) -> None:
+        """Remove the model with its values; checkpoints on disk stay."""
+        await self._client.run(control.delete_model(self._client.cluster, self.name, self._client.deadline(timeout)))
+
+    async def checkpoint(
+        self, path: str | os.PathLike[str], *, overwrite: bool = False, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """See `Model.checkpoint`."""
+        c = self._client
+        call = checkpointing.save(c.cluster, self.name, os.fspath(path), c.deadline(timeout), overwrite=overwrite)
+        return dict(await c.run(call))
+
+    async def workers(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The model's workers, by rank."""
+        return await self._listed("workers", timeout)
+
+    async def metrics(self, name: str, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The points of one metric that workers have reported, oldest first."""
+        series = await self._listed("metrics", timeout)
+        return next((list(s["points"]) for s in series if s["name"] == name), [])
+
+    async def add_tasks(
+        self,
+        dataset: str,
+        *,
+        size: int | None = None,
+        chunk: int | None = None,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        epochs: int | None = 1,
+        uri: str | None = None,
+        static: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """See `Model.add_tasks`."""
+        body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
+        await self._send("tasks", body, timeout)
+
+    async def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The datasets, with how much of each is free, leased and done."""
+        return await self._listed("tasks", timeout)
+
+    async def evaluate(self, *, timeout: float | None = None) -> None:
+        """Ask for an evaluation at the present clock."""
+        await self._send("evaluations", None, timeout)
+
+    async def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
+        """Have the cluster write a checkpoint below its own state directory; its document."""
+        return dict(await self._send("checkpoints", {} if name is None else {"name": name}, timeout))
+
+    async def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The checkpoints that the cluster keeps of this model."""
+        return await self._listed("checkpoints", timeout)
+
+    async def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
+        """Set the model to a checkpoint that the cluster keeps."""
+        await self._send("restore", {"checkpoint": checkpoint}, timeout)
+
+    async def _listed(self, noun: str, timeout: float | None) -> list[dict[str, Any]]:
+        call = control.listed(model_path(self.name, noun), self._client.deadline(timeout))
+        return await self._client.run(call)
+
+    async def _send(self, noun: str, body: Any, timeout: float | None) -> Any:
+        path = model_path(self.name, noun)
+        return await self._client.run(control.send("POST", path, body, self._client.deadline(timeout)))

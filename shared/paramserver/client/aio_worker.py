@@ -1,0 +1,206 @@
+"""A worker on asyncio: a session, and a task that keeps its heartbeat going."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paramserver import limits
+from paramserver.client.arrays import Params
+from paramserver.client.calls import Call, Deadline
+from paramserver.client.gradients import Grads
+from paramserver.client.selection import Names, Ranges
+from paramserver.client.session import EVALUATE, Session, Task
+from paramserver.client.transfer import Pushed
+from paramserver.client.worker import LEAVE_S
+from paramserver.errors import PsError, problem
+
+if TYPE_CHECKING:
+    from paramserver.client.aio import AsyncClient
+
+T = TypeVar("T")
+log = logging.getLogger("paramserver")
+
+
+class AsyncWorker:
+    """One worker of one model: joins when its `async with` block begins, leaves when it ends; see `Worker`."""
+
+    def __init__(
+        self, client: "AsyncClient", model: str, name: str | None, rank: int | None, timeout: float | None
+    ) -> None:
+        self._client, self._timeout = client, timeout
+        self._session = Session(client.cluster, model, name, rank, client.timeout if timeout is None else timeout)
+        self._heartbeat: asyncio.Task[None] | None = None
+        """Owned by this object: started by `__aenter__`, cancelled and awaited by `__aexit__`."""
+        self._left = False
+        self.run: Mapping[str, Any] | None = None
+
+    async def __aenter__(self) -> "AsyncWorker":
+        if self._heartbeat is not None:
+            raise problem("conflict", "a worker can be opened once", hint="model.worker() makes another")
+        await self._client.run(self._session.join(self._deadline(None)))
+        self._heartbeat = asyncio.create_task(self._keep_alive(), name=f"heartbeat {self.name}")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._left = True
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            await asyncio.wait([self._heartbeat])
+        await self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
+
+    def __repr__(self) -> str:
+        return f"<AsyncWorker {self.name!r} rank {self.rank} clock {self.clock_number}>"
+
+    @property
+    def name(self) -> str:
+        """The id that the scheduler gave it, such as `demo/w0`."""
+        return self._session.worker
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return self._session.model
+
+    @property
+    def rank(self) -> int:
+        """Its integer place in sums and data."""
+        return self._session.rank
+
+    @property
+    def clock_number(self) -> int:
+        """Iterations finished; also the number of the one to work on."""
+        return self._session.clock
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON values of its own that checkpoints keep."""
+        return self._session.state
+
+    @property
+    def draining(self) -> bool:
+        """Whether it should finish what it does and leave."""
+        return self._session.status in ("draining", "stop")
+
+    @property
+    def evaluation_waits(self) -> bool:
+        """Whether an evaluation is waiting for a worker to make it."""
+        return self._session.evaluation_waits
+
+    async def pull(
+        self,
+        names: Names | None = None,
+        *,
+        ranges: Ranges | None = None,
+        out: Params | None = None,
+        dtype: str | None = None,
+        min_version: int = 0,
+        wait_s: float | None = None,
+        timeout: float | None = None,
+    ) -> Params:
+        """See `Worker.pull`."""
+        s, deadline = self._session, self._deadline(timeout)
+        return await self._run(
+            s.pull(deadline, names=names, ranges=ranges, out=out, dtype=dtype, min_version=min_version, wait_s=wait_s)
+        )
+
+    async def push(
+        self,
+        grads: Grads,
+        *,
+        base: Params | None = None,
+        weight: float = 1.0,
+        ranges: Ranges | None = None,
+        dtype: str | None = None,
+        ack: str | None = None,
+        timeout: float | None = None,
+    ) -> Pushed:
+        """See `Worker.push`; the arrays must not be changed before it returns."""
+        call = self._session.push(
+            grads, self._deadline(timeout), base=base, weight=weight, ranges=ranges, dtype=dtype, ack=ack
+        )
+        return await self._run(call)
+
+    async def pushpull(
+        self,
+        grads: Grads,
+        *,
+        base: Params | None = None,
+        out: Params | None = None,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        timeout: float | None = None,
+    ) -> Params:
+        """See `Worker.pushpull`."""
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype}
+        return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
+
+    async def clock(self, *, timeout: float | None = None) -> int:
+        """See `Worker.clock`."""
+        return await self._run(self._session.advance(self._deadline(timeout), timeout))
+
+    async def step(
+        self,
+        grads: Grads,
+        *,
+        loss: float | None = None,
+        base: Params | None = None,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        timeout: float | None = None,
+        **metrics: float | None,
+    ) -> Pushed:
+        """See `Worker.step`."""
+        s = self._session
+        if loss is not None:
+            metrics["loss"] = loss
+        call = s.step(grads, metrics, self._deadline(timeout), timeout, base=base, weight=weight, dtype=dtype)
+        return await self._run(call)
+
+    async def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
+        """See `Worker.report`."""
+        await self._run(self._session.report(metrics, self._deadline(timeout)))
+
+    async def tasks(self, dataset: str = "train") -> AsyncIterator[Task]:
+        """See `Worker.tasks`."""
+        while (task := await self._run(self._session.lease(dataset, self._deadline(None)))) is not None:
+            yield task
+            await self._run(self._session.done(task, self._deadline(None)))
+
+    async def evaluate(
+        self, measure: Callable[[Params], Mapping[str, float] | Awaitable[Mapping[str, float]]]
+    ) -> dict[str, float] | None:
+        """See `Worker.evaluate`; `measure` may be a coroutine function."""
+        if not self._session.evaluation_waits:
+            return None
+        task = await self._run(self._session.lease(EVALUATE, self._deadline(None), wait=False))
+        if task is None:
+            return None
+        measured = measure(await self.pull())
+        found = await measured if isawaitable(measured) else measured
+        metrics = {k: float(v) for k, v in found.items()}
+        await self._run(self._session.done(task, self._deadline(None), metrics))
+        return metrics
+
+    async def _run(self, call: Call[T]) -> T:
+        if self._heartbeat is None or self._left:
+            call.close()
+            raise problem("conflict", "the worker is not joined", hint="async with model.worker() as w: ...")
+        return await self._client.run(call)
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return self._client.deadline(self._timeout if timeout is None else timeout)
+
+    async def _keep_alive(self) -> None:
+        silent = False
+        while True:
+            await asyncio.sleep(min(limits.HEARTBEAT_S, self._session.lease_s / 5))
+            try:
+                await self._client.run(self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2))))
+            except PsError as e:
+                if not silent:
+                    log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e)
+                silent = True
+            else:
+                silent = False

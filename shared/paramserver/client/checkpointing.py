@@ -1,0 +1,157 @@
+"""Checkpoints on the caller's own disk: partitions are read from their owners and written as one folder, and back."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from paramserver.client.calls import Call, Deadline, Pause, Request, Response
+from paramserver.client.cluster import Cluster, ModelMap, model_path
+from paramserver.client.control import create_model, listed
+from paramserver.client.retry import Backoff, judged, passes
+from paramserver.core.shard_io import PartitionState
+from paramserver.errors import PsError, StaleMapError, problem
+from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+from paramserver.wire.state import StateFrame, restore_frame
+
+AT_ONCE: Final = 8
+"""Partitions fetched or set with one round of requests."""
+
+
+def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwrite: bool) -> Call[Mapping[str, Any]]:
+    """Write a checkpoint of the model to the folder `path`; its manifest.
+
+    In sync all partitions are of one clock; otherwise each is consistent in itself and the manifest lists versions.
+    """
+    from paramserver import checkpoint
+    from paramserver.core.assembly import gather
+
+    held = yield from cluster.map_of(model, deadline)
+    held = yield from cluster.map_of(model, deadline, newer_than=held)
+    cut = held.document.get("cut") if held.spec.consistency.mode == "sync" else None
+    while True:
+        states = yield from _states(cluster, held, cut, deadline)
+        clocks = {frame.clock for frame, _ in states}
+        if held.spec.consistency.mode != "sync" or len(clocks) == 1:
+            break
+        held = yield from cluster.map_of(model, deadline, newer_than=held)
+        cut = held.document.get("cut")
+        if deadline.left_s() < 0.2:
+            raise problem(
+                "unavailable", "the partitions could not be read at one clock in time", hint="a longer timeout="
+            )
+        yield Pause(0.1)
+    workers = yield from listed(model_path(model, "workers"), deadline)
+    params, slots, steps = gather(held.layout, [state for _, state in states])
+    return checkpoint.write(
+        os.fspath(path),
+        held.spec.document(),
+        params,
+        slots,
+        steps,
+        [frame.version for frame, _ in states],
+        {str(w["worker"]): w["state"] for w in workers if w.get("state") is not None},
+        {"clock": max(clocks), "timeline": held.timeline},
+        overwrite=overwrite,
+    )
+
+
+def restore(
+    cluster: Cluster, path: str, as_: str | None, partitions: int | None, deadline: Deadline, *, exist_ok: bool
+) -> Call[ModelMap]:
+    """Make a model from a checkpoint folder, or with `exist_ok` set the one that is there to its values."""
+    from paramserver import checkpoint, kernels
+    from paramserver.core.assembly import scatter
+
+    found = checkpoint.read(os.fspath(path))
+    document = found.spec.document()
+    document["name"] = as_ or found.spec.name
+    for p in document["params"].values():
+        p["init"] = {"kind": "zeros"}  # the values come right after
+    if partitions is not None:
+        document["partitions"] = partitions
+    held = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
+    slot_count = kernels.slot_count(held.spec.optimizer)
+    states = scatter(held.layout, found.params, found.slots, found.steps, slot_count)
+    pending = list(range(len(states)))
+    backoff = Backoff(deadline)
+    while pending:
+        now, later = pending[:AT_ONCE], pending[AT_ONCE:]
+        requests = [_set_request(cluster, held, i, states[i], deadline) for i in now]
+        again, held = yield from _settled(cluster, held, now, (yield requests), backoff, deadline, {})
+        pending = again + later
+    return held
+
+
+def _states(
+    cluster: Cluster, held: ModelMap, cut: int | None, deadline: Deadline
+) -> Call[list[tuple[StateFrame, PartitionState]]]:
+    """The whole state of every partition, in order."""
+    found: dict[int, Response] = {}
+    pending = list(range(held.spec.partitions))
+    backoff = Backoff(deadline)
+    query = f"?version={cut}" if cut is not None else ""
+    while pending:
+        now, later = pending[:AT_ONCE], pending[AT_ONCE:]
+        requests = [
+            Request(
+                "GET",
+                f"/internal/state/{held.name}/{i}{query}",
+                headers={"accept": MEDIA_TYPE},
+                to=cluster.route(held, i),
+                timeout_s=max(deadline.left_s(), 0.001),
+            )
+            for i in now
+        ]
+        again, held = yield from _settled(cluster, held, now, (yield requests), backoff, deadline, found)
+        pending = again + later
+    out: list[tuple[StateFrame, PartitionState]] = []
+    for i in range(held.spec.partitions):
+        header, offset = decode_prefix(found[i].body)
+        frame = StateFrame.from_header(header)
+        out.append((frame, frame.read(memoryview(found[i].body)[offset:])))
+    return out
+
+
+def _settled(
+    cluster: Cluster,
+    held: ModelMap,
+    sent: Sequence[int],
+    outcomes: Sequence[Any],
+    backoff: Backoff,
+    deadline: Deadline,
+    into: dict[int, Response],
+) -> Call[tuple[list[int], ModelMap]]:
+    """Keep the good responses; the partitions to ask for again, and the map to do it by."""
+    again: list[int] = []
+    failure: PsError | None = None
+    for i, outcome in zip(sent, outcomes, strict=True):
+        result = judged(outcome)
+        if isinstance(result, Response):
+            into[i] = result
+        elif isinstance(result, StaleMapError) or passes(result):
+            again.append(i)
+            failure = result
+        elif result.code == "not_found" and cluster.route(held, i) is None:
+            hint = "the shards' own addresses do not answer here: `psctl checkpoint save` writes it on the server"
+            raise problem("not_found", "the cluster's URL does not hand out whole partitions", hint=hint)
+        else:
+            raise result
+    if failure is not None:
+        yield backoff.pause(failure)
+        fresh = yield from cluster.map_of(held.name, deadline, newer_than=held)
+        if fresh.generation != held.generation:
+            raise problem("model_replaced", f"model '{held.name}' was created anew meanwhile")
+        held = fresh
+    return again, held
+
+
+def _set_request(cluster: Cluster, held: ModelMap, index: int, state: PartitionState, deadline: Deadline) -> Request:
+    frame, arrays = restore_frame(held.name, held.generation, {index: state})
+    head = encode_header(frame.to_header())
+    body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
+    headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
+    request = Request("POST", f"/internal/set/{held.name}", body.data, headers, cluster.route(held, index))
+    return replace(request, timeout_s=max(deadline.left_s(), 0.001))

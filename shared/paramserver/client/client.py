@@ -1,0 +1,199 @@
+"""The blocking client: connections, the cluster's map, and what is not about one model."""
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from paramserver import limits
+from paramserver.client import checkpointing, control
+from paramserver.client.calls import Call, Deadline
+from paramserver.client.cluster import Cluster, urls_of
+from paramserver.client.consistency import Consistency
+from paramserver.client.model import Model
+from paramserver.client.numbers import PushNumbers, private_numbers
+from paramserver.client.optimizers import Optimizer
+from paramserver.client.shared_arrays import SharedArrays
+from paramserver.client.spec_builder import ParamLike, model_document
+from paramserver.client.transport import BlockingTransport, check
+
+T = TypeVar("T")
+QUICK_CHECK_S = 3.0
+"""How long `connect` waits for a first sign of life."""
+
+
+class Client:
+    """A connection to one cluster; blocking, independent of any event loop, safe to share between threads."""
+
+    def __init__(self, urls: tuple[str, ...], timeout: float, token: str | None) -> None:
+        self.urls = urls
+        self.timeout = timeout
+        """Seconds that a call may take unless it says otherwise."""
+        self.cluster = Cluster(urls)
+        self.shared = SharedArrays(self.cluster)
+        self.transport = BlockingTransport(urls, token)
+        self._lock = threading.Lock()
+        self._numbers: dict[str, PushNumbers] = {}
+        self._pid = os.getpid()
+
+    @property
+    def url(self) -> str:
+        """The first URL it was given."""
+        return self.urls[0]
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client of {', '.join(self.urls)}>"
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.transport.close()
+
+    def run(self, call: Call[T]) -> T:
+        """Drive a call to its result."""
+        return self.transport.run(call)
+
+    def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
+        """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
+        return Deadline.after(self.timeout + wait_s if timeout is None else timeout)
+
+    def numbers(self, model: str) -> PushNumbers:
+        """The push numbers of this client for a model; a forked child gets its own."""
+        if self._pid != os.getpid():  # the lock may have been held by a thread that the child lacks
+            self._lock, self._numbers, self._pid = threading.Lock(), {}, os.getpid()
+        with self._lock:
+            return self._numbers.setdefault(model, private_numbers())
+
+    def model(self, name: str) -> Model:
+        """The model of that name; whether there is one shows at the first call."""
+        return Model(self, name)
+
+    def create_model(
+        self,
+        name: str,
+        params: Mapping[str, ParamLike],
+        *,
+        optimizer: Optimizer | Mapping[str, Any] | str | None = None,
+        consistency: Consistency | Mapping[str, Any] | str | None = None,
+        partitions: int | None = None,
+        ack: str | None = None,
+        evaluate_every: int | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        exist_ok: bool = False,
+        timeout: float | None = None,
+    ) -> Model:
+        """Create a model and return it when it can be pulled.
+
+        Args:
+            params: for each name an array (the first values), a shape (zeros), a `Param`, or the JSON object of the
+                REST interface.
+            optimizer: `ps.SGD(lr=0.1)` and the like; None: SGD with torch's defaults.
+            consistency: `ps.Async()`, `ps.SSP(3)`, `ps.Sync()`, `ps.Buffered(8)`; None: async.
+            partitions: into how many it is cut; None: by its size.
+            exist_ok: a model of that name with this very spec is fine, and keeps its values.
+
+        Raises RequestError listing what is wrong with the spec, ConflictError (`model_exists`).
+        """
+        others = {"partitions": partitions, "ack": ack, "evaluate_every": evaluate_every, "checkpoint": checkpoint}
+        body, uploads = model_document(name, params, optimizer, consistency, others)
+        self.run(control.create_model(self.cluster, body, uploads, self.deadline(timeout), exist_ok=exist_ok))
+        return Model(self, name)
+
+    def models(self, *, timeout: float | None = None) -> list[str]:
+        """The names of all models."""
+        return [str(m["name"]) for m in self.run(control.listed("/models", self.deadline(timeout)))]
+
+    def status(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """Nodes with heartbeat ages, models with versions, clocks, rates and lag: what `GET /status` answers."""
+        return dict(self.run(control.fetch("/status", self.deadline(timeout))))
+
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        as_: str | None = None,
+        partitions: int | None = None,
+        exist_ok: bool = False,
+        timeout: float | None = None,
+    ) -> Model:
+        """Make a model from a checkpoint folder of this machine, with its optimizer state.
+
+        Args:
+            as_: the model's name; None: the one it had.
+            partitions: into how many it is cut; None: as it was.
+            exist_ok: a model of that name with the same spec is set to the checkpoint's values.
+
+        Raises NotFoundError (`unknown_checkpoint`), CorruptState, ConflictError (`model_exists`).
+        """
+        call = checkpointing.restore(
+            self.cluster, os.fspath(path), as_, partitions, self.deadline(timeout), exist_ok=exist_ok
+        )
+        return Model(self, self.run(call).name)
+
+    def create_run(
+        self,
+        model: str,
+        entry: str,
+        *,
+        name: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        workers: int = 1,
+        stop: Mapping[str, Any] | None = None,
+        evaluate_every: int = 0,
+        checkpoint_every: int = 0,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Start one training of a model with workers of the pool; the run's document."""
+        body: dict[str, Any] = {
+            "model": model,
+            "entry": entry,
+            "args": dict(args or {}),
+            "workers": workers,
+            "stop": dict(stop or {}),
+            "evaluate_every": evaluate_every,
+            "checkpoint_every": checkpoint_every,
+        }
+        if name is not None:
+            body["name"] = name
+        return dict(self.run(control.send("POST", "/runs", body, self.deadline(timeout))))
+
+    def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The runs that are kept, newest first."""
+        return self.run(control.listed("/runs", self.deadline(timeout)))
+
+    def get_run(self, run: str, *, timeout: float | None = None) -> dict[str, Any]:
+        """One run: its state, its places, and why it failed if it did."""
+        return dict(self.run(control.fetch(f"/runs/{run}", self.deadline(timeout))))
+
+    def set_run(self, run: str, *, timeout: float | None = None, **changes: Any) -> dict[str, Any]:
+        """Change a run: `state="paused"|"running"|"stopped"`, `workers=`, `stop=`."""
+        return dict(self.run(control.send("PATCH", f"/runs/{run}", changes, self.deadline(timeout))))
+
+    def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
+        """The JSON answer of any control route, with this client's retries and errors."""
+        return self.run(control.send(method, path, body, self.deadline(timeout)))
+
+
+def connect(url: str | None = None, timeout: float = limits.CLIENT_TIMEOUT_S, token: str | None = None) -> Client:
+    """A client of the cluster at `url`, else PARAMSERVER_URL, else http://127.0.0.1:8700.
+
+    Args:
+        url: the address of any node or gateway; several, comma-separated, are tried in turn.
+        timeout: seconds that a call may take unless it says otherwise.
+        token: sent as a bearer token; None: PARAMSERVER_TOKEN, if set.
+
+    Raises Unreachable if nobody answers there.
+    """
+    urls = urls_of(url, os.environ)
+    client = Client(urls, timeout, token or os.environ.get("PARAMSERVER_TOKEN"))
+    try:
+        check(client.transport, urls, min(QUICK_CHECK_S, timeout))
+    except BaseException:
+        client.close()
+        raise
+    return client

@@ -1,0 +1,177 @@
+"""The calls that are no push and no pull: models and their settings, values, data, metrics, checkpoints, runs."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from paramserver.client.calls import Call, Deadline, Pause, Request, json_of, json_request
+from paramserver.client.cluster import Cluster, ModelMap, control, model_path
+from paramserver.client.retry import Backoff, deliver, judged, passes
+from paramserver.client.selection import unknown
+from paramserver.errors import InDoubt, PsError, combined, problem
+from paramserver.types import AnyArray
+
+NPY: str = "application/x-npy"
+
+
+def create_model(
+    cluster: Cluster, body: Mapping[str, Any], uploads: Mapping[str, AnyArray], deadline: Deadline, *, exist_ok: bool
+) -> Call[ModelMap]:
+    """Create a model and upload its first values; returns once it can be pulled.
+
+    Raises ConflictError (`model_exists`) if a model of that name is there with another spec, or with the same one and
+    not `exist_ok`.
+    """
+    backoff = Backoff(deadline)
+    maybe_mine = False
+    while True:
+        (outcome,) = yield [_bounded(json_request("POST", "/models", body), deadline)]
+        result = judged(outcome)
+        if isinstance(result, PsError):
+            if not passes(result):
+                raise result
+            maybe_mine = maybe_mine or isinstance(result, InDoubt)
+            yield backoff.pause(result)
+            continue
+        doc = json_of(result)
+        if result.status == 200 and not exist_ok and not maybe_mine:
+            raise problem("model_exists", f"model '{body['name']}' exists already", hint="pass exist_ok=True to use it")
+        token = doc.get("upload_token")
+        if token is not None:
+            for name, values in uploads.items():
+                yield from put_value(body["name"], name, values, deadline, token=str(token))
+            return (yield from wait_ready(cluster, body["name"], deadline))
+        if doc.get("state", "ready") == "ready":
+            cluster.forget(str(body["name"]))
+            return (yield from cluster.learn(doc, deadline))
+        # Somebody else is uploading; if they give up, the token passes to whoever asks next.
+        maybe_mine = True
+        if deadline.left_s() <= 0.2:
+            raise problem("initializing", f"the first values of model '{body['name']}' are still being uploaded")
+        yield Pause(0.2)
+
+
+def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap]:
+    """The model's map once its first values are complete.  Raises Unavailable (`initializing`) at the deadline."""
+    while True:
+        doc = yield from control(json_request("GET", model_path(model)), deadline)
+        if doc.get("state", "ready") == "ready":
+            return (yield from cluster.learn(doc, deadline))
+        if deadline.left_s() <= 0.05:
+            raise problem("initializing", f"the first values of model '{model}' are not complete")
+        yield Pause(0.05)
+
+
+def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token: str | None = None) -> Call[Any]:
+    """Assign one parameter, or upload its first values under a token."""
+    file = io.BytesIO()
+    if values.dtype.name == "bfloat16" or values.dtype.kind != "f" or values.dtype.itemsize > 8:
+        values = values.astype(np.float32)
+    np.lib.format.write_array(file, np.asarray(values, order="C"), version=(1, 0), allow_pickle=False)
+    headers = {"content-type": NPY, "accept": "application/json"}
+    if token is not None:
+        headers["x-upload-token"] = token
+    path = model_path(model, "params", name)
+    response = yield from deliver(
+        Request("PUT", path, file.getbuffer(), headers, timeout_s=deadline.left_s()), deadline
+    )
+    return json_of(response)
+
+
+def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
+    """Give parameters new values; shapes are checked before anything is sent."""
+    held = yield from cluster.map_of(model, deadline)
+    errors: list[PsError] = []
+    arrays: dict[str, AnyArray] = {}
+    for name, value in values.items():
+        spec = held.layout.by_name.get(name)
+        if spec is None:
+            errors.append(unknown(held.layout, name))
+            continue
+        array = np.asarray(value)
+        if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiub":
+            errors.append(problem("invalid_dtype", f"'{name}' has dtype {array.dtype}", where=name))
+        elif array.shape != spec.shape:
+            detail = f"'{name}' has shape {list(array.shape)}, the model's is {list(spec.shape)}"
+            errors.append(problem("invalid_shape", detail, where=name))
+        elif not bool(np.isfinite(array.astype(np.float32)).all()):
+            errors.append(problem("non_finite", f"'{name}' holds NaN or infinity", where=name))
+        arrays[name] = array
+    if errors:
+        raise combined(errors)
+    for name, array in arrays.items():
+        yield from put_value(model, name, array, deadline)
+
+
+def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[Mapping[str, Any]]:
+    """Change settings; the model's document afterwards."""
+    doc = yield from control(json_request("PATCH", model_path(model), patch), deadline)
+    yield from cluster.learn(doc, deadline)
+    found: Mapping[str, Any] = doc
+    return found
+
+
+def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]:
+    """Remove a model; one that is gone already after an attempt in doubt counts as removed."""
+    backoff = Backoff(deadline)
+    cluster.forget(model)
+    while True:
+        (outcome,) = yield [_bounded(json_request("DELETE", model_path(model)), deadline)]
+        result = judged(outcome)
+        if not isinstance(result, PsError) or (backoff.in_doubt and result.code == "unknown_model"):
+            return
+        if not passes(result):
+            raise result
+        yield backoff.pause(result)
+
+
+def fetch(path: str, deadline: Deadline) -> Call[Any]:
+    """The JSON value of a GET."""
+    return (yield from control(json_request("GET", path), deadline))
+
+
+def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
+    """The JSON value that a control request is answered with."""
+    return (yield from control(json_request(method, path, body), deadline))
+
+
+def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
+    """All items of a list, page by page."""
+    items: list[Any] = []
+    after: str | None = None
+    while True:
+        query = f"{'&' if '?' in path else '?'}after={quote(after, safe='')}" if after is not None else ""
+        doc = yield from fetch(path + query, deadline)
+        items += doc["items"]
+        after = doc.get("next")
+        if after is None:
+            return items
+
+
+def dataset_document(
+    dataset: str,
+    size: int | None,
+    chunk: int | None,
+    ranges: Any,
+    uri: str | None,
+    passes: int | None,
+    assignment: str,
+) -> dict[str, Any]:
+    """The body that registers a dataset."""
+    body: dict[str, Any] = {"dataset": dataset, "passes": passes, "assignment": assignment}
+    if ranges is not None:
+        body["ranges"] = [[int(a), int(b)] for a, b in ranges]
+    if size is not None:
+        body["size"] = int(size)
+    if chunk is not None:
+        body["task_size"] = int(chunk)
+    if uri is not None:
+        body["uri"] = uri
+    return body
+
+
+def _bounded(request: Request, deadline: Deadline) -> Request:
+    return Request(request.method, request.path, request.body, request.headers, timeout_s=max(deadline.left_s(), 0.001))

@@ -1,0 +1,74 @@
+"""A private real cluster for notebooks, tests and teaching: processes of this machine, gone afterwards."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from paramserver import limits
+from paramserver.client.client import Client, connect
+from paramserver.errors import PsError, problem
+
+START_S = 90.0
+"""How long the cluster may take to be ready; the first time on a machine kernels are compiled."""
+STOP_S = 30.0
+
+
+@contextmanager
+def local(
+    shards: int = 2,
+    *,
+    workers: int = 0,
+    state_dir: str | os.PathLike[str] | None = None,
+    timeout: float = limits.CLIENT_TIMEOUT_S,
+) -> Iterator[Client]:
+    """A client of a cluster of its own: one scheduler, `shards` shards and a Redis, on free ports.
+
+    Args:
+        shards: number of shard processes.
+        workers: number of pool workers that wait for runs.
+        state_dir: where it keeps its files; None: a temporary folder that is removed at the end.
+        timeout: of the client's calls, in seconds.
+
+    Raises Unavailable with the last lines that it printed if the cluster does not come up.
+    """
+    folder = os.fspath(state_dir) if state_dir is not None else tempfile.mkdtemp(prefix="paramserver-")
+    try:
+        options = ["--shards", str(shards), "--workers", str(workers), "--state-dir", folder]
+        printed = _psctl(["up", "--detach", "--json", *options], START_S)
+        try:
+            found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+            client = connect(found["scheduler"], timeout=timeout, token=found.get("token"))
+            try:
+                yield client
+            finally:
+                client.close()
+        finally:
+            _psctl(["down", "--state-dir", folder], STOP_S)
+    finally:
+        if state_dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _psctl(arguments: Sequence[str], timeout_s: float) -> str:
+    """What psctl prints; raises Unavailable if it fails."""
+    command = [sys.executable, "-P", "-m", "paramserver_cli", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise problem("unavailable", f"`psctl {arguments[0]}` did not finish in {timeout_s:g} s") from None
+    if done.returncode != 0:
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
+        raise _failed(arguments[0], last)
+    return done.stdout
+
+
+def _failed(verb: str, last: str) -> PsError:
+    return problem("unavailable", f"`psctl {verb}` failed: {last}", hint="`psctl doctor` looks for the cause")

@@ -1,0 +1,64 @@
+"""Read-only arrays that all threads of a client share, one set for each selection of each model."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+from paramserver.client import transfer
+from paramserver.client.arrays import Params
+from paramserver.client.calls import Call, Deadline
+from paramserver.client.cluster import Cluster
+
+KEPT_MAX: Final = 8
+"""Sets that are kept; the one used least lately goes first."""
+
+
+class SharedArrays:
+    """The newest read-only pull of each selection; safe between threads."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Params] = OrderedDict()
+
+    def pull(
+        self,
+        model: str,
+        options: dict[str, Any],
+        wait_s: float,
+        run: Callable[[Call[Params]], Params],
+        deadline: Deadline,
+    ) -> Params:
+        """The arrays at hand if they have reached `min_version`, else fresh ones."""
+        kept = self.kept(model, options)
+        return (
+            kept
+            if kept is not None
+            else self.keep(model, options, run(transfer.pull(self._cluster, model, deadline, wait_s=wait_s, **options)))
+        )
+
+    def kept(self, model: str, options: dict[str, Any]) -> Params | None:
+        """The arrays at hand, if `min_version` is asked for and they have reached it."""
+        if not options["min_version"]:
+            return None
+        with self._lock:
+            found = self._kept.get(_key(model, options))
+        return found if found is not None and found.version >= options["min_version"] else None
+
+    def keep(self, model: str, options: dict[str, Any], fresh: Params) -> Params:
+        """Share these from now on; they become read-only."""
+        fresh = fresh.frozen()
+        with self._lock:
+            key = _key(model, options)
+            self._kept[key] = fresh
+            self._kept.move_to_end(key)
+            while len(self._kept) > KEPT_MAX:
+                self._kept.popitem(last=False)
+        return fresh
+
+
+def _key(model: str, options: dict[str, Any]) -> str:
+    names, ranges = options["names"], options["ranges"]
+    listed = names if names is None or isinstance(names, str) else tuple(names)
+    return repr((model, listed, options["dtype"], sorted((n, list(map(tuple, r))) for n, r in (ranges or {}).items())))

@@ -1,0 +1,234 @@
+"""A worker, as the blocking client sees it: a session, and a thread that keeps its heartbeat going."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paramserver import limits
+from paramserver.client.arrays import Params
+from paramserver.client.calls import Call, Deadline
+from paramserver.client.gradients import Grads
+from paramserver.client.selection import Names, Ranges
+from paramserver.client.session import EVALUATE, Session, Task
+from paramserver.client.transfer import Pushed
+from paramserver.errors import PsError, problem
+
+if TYPE_CHECKING:
+    from paramserver.client.client import Client
+
+T = TypeVar("T")
+log = logging.getLogger("paramserver")
+LEAVE_S = 5.0
+"""How long a worker tries to say goodbye."""
+
+
+class Worker:
+    """One worker of one model: joins when its `with` block begins, leaves when it ends.
+
+    Between the two it keeps its lease alive from a thread of its own, numbers its pushes and clocks, and follows what
+    happens to the model (see `docs/sdk.md`).  It belongs to the process that opened it.
+    """
+
+    def __init__(self, client: "Client", model: str, name: str | None, rank: int | None, timeout: float | None) -> None:
+        self._client, self._timeout = client, timeout
+        self._session = Session(client.cluster, model, name, rank, client.timeout if timeout is None else timeout)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = -1
+        self.run: Mapping[str, Any] | None = None
+        """The run this worker has a place in, if any."""
+
+    def __enter__(self) -> "Worker":
+        if self._pid != -1:
+            raise problem("conflict", "a worker can be opened once", hint="model.worker() makes another")
+        self._pid = os.getpid()
+        self._client.run(self._session.join(self._deadline(None)))
+        self._thread = threading.Thread(target=self._keep_alive, name=f"heartbeat {self.name}", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child leaves its parent's worker alone
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name!r} rank {self.rank} clock {self.clock_number}>"
+
+    @property
+    def name(self) -> str:
+        """The id that the scheduler gave it, such as `demo/w0`."""
+        return self._session.worker
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return self._session.model
+
+    @property
+    def rank(self) -> int:
+        """Its integer place in sums and data, unique among the live workers of the model."""
+        return self._session.rank
+
+    @property
+    def clock_number(self) -> int:
+        """Iterations finished; also the number of the one to work on."""
+        return self._session.clock
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON values of its own that checkpoints keep, and that the next worker of this name starts with."""
+        return self._session.state
+
+    @property
+    def draining(self) -> bool:
+        """Whether it should finish what it does and leave: the run is over, or somebody asked."""
+        return self._session.status in ("draining", "stop")
+
+    @property
+    def evaluation_waits(self) -> bool:
+        """Whether an evaluation is waiting for a worker to make it."""
+        return self._session.evaluation_waits
+
+    def pull(
+        self,
+        names: Names | None = None,
+        *,
+        ranges: Ranges | None = None,
+        out: Params | None = None,
+        dtype: str | None = None,
+        min_version: int = 0,
+        wait_s: float | None = None,
+        timeout: float | None = None,
+    ) -> Params:
+        """The present values (see `Model.pull`); in sync at least those of the commit that released this clock."""
+        s, deadline = self._session, self._deadline(timeout)
+        return self._run(
+            s.pull(deadline, names=names, ranges=ranges, out=out, dtype=dtype, min_version=min_version, wait_s=wait_s)
+        )
+
+    def push(
+        self,
+        grads: Grads,
+        *,
+        base: Params | None = None,
+        weight: float = 1.0,
+        ranges: Ranges | None = None,
+        dtype: str | None = None,
+        ack: str | None = None,
+        timeout: float | None = None,
+    ) -> Pushed:
+        """Push a gradient for the present clock (see `Model.push`); several in one clock add up.
+
+        `base` is what this worker pulled last unless given.  `state` is `dropped` when the model went back to an
+        earlier clock meanwhile, or the worker had been given up for dead.
+        """
+        call = self._session.push(
+            grads, self._deadline(timeout), base=base, weight=weight, ranges=ranges, dtype=dtype, ack=ack
+        )
+        return self._run(call)
+
+    def pushpull(
+        self,
+        grads: Grads,
+        *,
+        base: Params | None = None,
+        out: Params | None = None,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        timeout: float | None = None,
+    ) -> Params:
+        """Push a gradient, then pull; the clock stays where it is."""
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype}
+        return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
+
+    def clock(self, *, timeout: float | None = None) -> int:
+        """Report this iteration finished and wait until the next may begin; its number.
+
+        Waits for the other workers in sync and ssp: for as long as it takes, or `timeout` seconds.  Raises Unavailable
+        naming whom it waited for.
+        """
+        return self._run(self._session.advance(self._deadline(timeout), timeout))
+
+    def step(
+        self,
+        grads: Grads,
+        *,
+        loss: float | None = None,
+        base: Params | None = None,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        timeout: float | None = None,
+        **metrics: float | None,
+    ) -> Pushed:
+        """Push, clock and report: one iteration done.
+
+        Metrics travel with the heartbeat; of many steps a second only some points are kept.
+        """
+        s = self._session
+        if loss is not None:
+            metrics["loss"] = loss
+        return self._run(
+            s.step(grads, metrics, self._deadline(timeout), timeout, base=base, weight=weight, dtype=dtype)
+        )
+
+    def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
+        """Report metrics of the present clock now: `report(accuracy=0.97)`."""
+        self._run(self._session.report(metrics, self._deadline(timeout)))
+
+    def tasks(self, dataset: str = "train") -> Iterator[Task]:
+        """Ranges of a dataset, leased one at a time; each counts as done when the next one is asked for.
+
+        Ends when the dataset is worked through or the worker is to finish.  What a worker leaves undone goes to others,
+        so a range may be worked on twice, and none is lost.
+        """
+        while (task := self._run(self._session.lease(dataset, self._deadline(None)))) is not None:
+            yield task
+            self._run(self._session.done(task, self._deadline(None)))
+
+    def evaluate(self, measure: Callable[[Params], Mapping[str, float]]) -> dict[str, float] | None:
+        """Make the evaluation that is waiting, if any: `measure` gets the present values and returns metrics.
+
+        Cheap to call at every step: without one it asks nobody and returns None.
+        """
+        if not self._session.evaluation_waits:
+            return None
+        task = self._run(self._session.lease(EVALUATE, self._deadline(None), wait=False))
+        if task is None:
+            return None
+        metrics = {k: float(v) for k, v in measure(self.pull()).items()}
+        self._run(self._session.done(task, self._deadline(None), metrics))
+        return metrics
+
+    def _run(self, call: Call[T]) -> T:
+        if self._pid != os.getpid():
+            call.close()
+            if self._pid == -1:
+                raise problem("conflict", "the worker has not joined yet", hint="with model.worker() as w: ...")
+            raise problem(
+                "conflict", "this worker belongs to the process that opened it", hint="open one after the fork"
+            )
+        if self._stop.is_set():
+            call.close()
+            raise problem("conflict", "the worker has left", hint="model.worker() makes another")
+        return self._client.run(call)
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return self._client.deadline(self._timeout if timeout is None else timeout)
+
+    def _keep_alive(self) -> None:
+        silent = False
+        while not self._stop.wait(min(limits.HEARTBEAT_S, self._session.lease_s / 5)):
+            try:
+                self._client.run(self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2))))
+            except PsError as e:
+                if not silent:
+                    log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e)
+                silent = True
+            else:
+                silent = False
