@@ -1,5 +1,6 @@
 """Whether a push or an assignment may be taken up at all: its content and its worker; pure checks."""
 
+from collections.abc import Iterable, Mapping
 from math import isfinite
 
 import numpy as np
@@ -9,7 +10,7 @@ from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import slot_count
 from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
-from paramserver.core.window import fenced
+from paramserver.core.window import PushMemory, fenced
 from paramserver.errors import problem
 from paramserver.types import PushId
 
@@ -112,22 +113,27 @@ def clip_factor(event: PushReceived, spec: ModelSpec) -> float:
     return bound / event.norm if event.norm > bound else 1.0
 
 
-def must_ask(event: PushReceived, mode: str, workers: dict[str, tuple[int, int]], known: bool) -> bool:
+def must_ask(
+    event: PushReceived, mode: str, workers: Mapping[str, tuple[int, int]], memories: Iterable[PushMemory]
+) -> bool:
     """Whether the scheduler has to be asked about the push's worker before it is judged.
 
-    Ids with a '/' are the scheduler's.  In async and buffered one that pushed here before is `known`; in ssp and sync
-    the roster decides.  The roster may lag behind a join.
+    Ids with a '/' are the scheduler's.  The roster may lag behind a join; in async and buffered it is enough that this
+    epoch of the worker, or a higher one, pushed to one of the partitions before.
     """
-    if event.push_id is None or "/" not in event.push_id.worker:
+    push_id = event.push_id
+    if push_id is None or "/" not in push_id.worker:
         return False
-    member = workers.get(event.push_id.worker)
+    member = workers.get(push_id.worker)
     if member is not None:
-        return event.push_id.epoch > member[0]
-    return mode in ("ssp", "sync") or not known
+        return push_id.epoch > member[0]
+    if mode in ("ssp", "sync"):
+        return True
+    return all((memory.epoch(push_id.worker) or -1) < push_id.epoch for memory in memories)
 
 
 def check_worker(
-    event: PushReceived, mode: str, workers: dict[str, tuple[int, int]], answer: WorkerAnswered | None
+    event: PushReceived, mode: str, workers: Mapping[str, tuple[int, int]], answer: WorkerAnswered | None
 ) -> None:
     """Raises PsError unless the push's worker may push in this mode."""
     joined = mode in ("ssp", "sync")

@@ -20,6 +20,7 @@ from paramserver.core.shard_io import (
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import Basis
 from paramserver.core.window import PushMemory
+from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
 
 if TYPE_CHECKING:
@@ -178,3 +179,13 @@ class Partition:
         assert self.state is not None
         memory = self.memory.export() | {"slots": list(slot_names(self.spec.optimizer))}
         return Capture(self.key, self.token, self.version, self.clock, self.state, memory, tuple(self.buffered))
+
+    def captured(self, cut: int | None) -> Capture:
+        """The partition as it is now (None) or at that cut; raises `loading`, or `conflict` for a cut not held."""
+        if self.state is None:
+            raise problem("loading", f"partition {self.index} is being recovered")
+        if self.cut is not None and cut == self.cut.clock:
+            return self.cut
+        if cut is None or (cut == self.clock and self.spec.consistency.mode == "sync"):
+            return self.capture()
+        raise problem("conflict", f"partition {self.index} does not hold the cut of clock {cut}", clock=self.clock)

@@ -1,11 +1,13 @@
-"""A pull that may have to wait: for a version, for a partition to be loaded, or for initial values to be complete."""
+"""Pulls, which may have to wait: for a version, for a partition to be loaded, or for initial values to be complete."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from paramserver import limits
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import PullDone, PulledPart, PullReceived
+from paramserver.core.shard_io import Outcome, PullDone, PulledPart, PullReceived, Request
+from paramserver.core.timers import Timers
 from paramserver.errors import PsError, problem
 
 
@@ -21,6 +23,8 @@ class WaitingPull:
     """Until when it waits for values to be there at all."""
     at: Partition | None = None
     """The partition it waits for."""
+    timer_at: float | None = None
+    """When it is looked at again at the latest."""
 
     @classmethod
     def of(cls, model: ServedModel, event: PullReceived, now: float) -> "WaitingPull":
@@ -56,3 +60,81 @@ class WaitingPull:
             f"partition {p.index} is at version {p.version}, not yet at {self.event.min_version}",
             version=p.version,
         )
+
+
+class Shard(Protocol):
+    """What pulls need of the shard."""
+
+    map_epoch: int
+    models: dict[str, ServedModel]
+
+    def reply(self, request: Request, outcome: Outcome) -> None:
+        """Answer a request."""
+
+    def model_gone(self, model: ServedModel) -> PsError:
+        """What to tell a request for a model that was deleted or created anew."""
+
+
+class PullDesk:
+    """All pulls that wait, each at the first partition that is not there yet."""
+
+    def __init__(self, shard: Shard, timers: Timers) -> None:
+        self._shard = shard
+        self._timers = timers
+        self._waiting: dict[Request, WaitingPull] = {}
+
+    def take(self, model: ServedModel, event: PullReceived, now: float) -> None:
+        """Answer a pull now, or when it can be."""
+        pull = self._waiting[event.request] = WaitingPull.of(model, event, now)
+        self._try(pull, now)
+
+    def withdraw(self, request: Request) -> bool:
+        """The client has gone; returns whether it was waiting."""
+        pull = self._waiting.pop(request, None)
+        if pull is not None:
+            _leave(pull)
+        return pull is not None
+
+    def wake(self, partition: Partition, now: float) -> None:
+        """The partition has changed."""
+        for pull in partition.pulls[:]:
+            self._try(pull, now)
+
+    def refuse(self, partition: Partition, error: PsError) -> None:
+        """Those that wait for the partition are told why it is not there."""
+        for pull in partition.pulls[:]:
+            self._answer(pull, error)
+
+    def _try(self, pull: WaitingPull, now: float) -> None:
+        _leave(pull)
+        try:
+            if self._shard.models.get(pull.event.model) is not pull.model:
+                raise self._shard.model_gone(pull.model)
+            outcome = pull.attempt(self._shard.map_epoch, now)
+        except PsError as error:
+            self._answer(pull, error)
+            return
+        if isinstance(outcome, PullDone):
+            self._answer(pull, outcome)
+            return
+        assert pull.at is not None
+        pull.at.pulls.append(pull)
+        if outcome != pull.timer_at:
+            pull.timer_at = outcome
+            self._timers.at(outcome, lambda at: self._expire(pull, at))
+
+    def _expire(self, pull: WaitingPull, now: float) -> None:
+        if self._waiting.get(pull.event.request) is pull:
+            pull.timer_at = None
+            self._try(pull, now)
+
+    def _answer(self, pull: WaitingPull, outcome: Outcome) -> None:
+        _leave(pull)
+        del self._waiting[pull.event.request]
+        self._shard.reply(pull.event.request, outcome)
+
+
+def _leave(pull: WaitingPull) -> None:
+    if pull.at is not None:
+        pull.at.pulls.remove(pull)
+        pull.at = None

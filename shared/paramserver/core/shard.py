@@ -5,8 +5,7 @@ socket.  `now` is monotonic seconds.  The rules are those of `docs/semantics.md`
 of arrival, and what a push may do is decided when it starts, not when it arrives.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paramserver import limits
@@ -21,13 +20,12 @@ from paramserver.core.operation import (
     SettingsOperation,
 )
 from paramserver.core.partition import Partition
-from paramserver.core.pulls import WaitingPull
+from paramserver.core.pulls import PullDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
 from paramserver.core.shard_io import (
     Applied,
     Apply,
     AskWorker,
-    Capture,
     CaptureReceived,
     CommitDecided,
     Effect,
@@ -40,7 +38,6 @@ from paramserver.core.shard_io import (
     Outcome,
     PartitionLoaded,
     PartitionState,
-    PullDone,
     PullReceived,
     PushReceived,
     Reply,
@@ -56,6 +53,7 @@ from paramserver.core.shard_io import (
     WorkerAnswered,
 )
 from paramserver.core.snapshot_plan import SnapshotPlan
+from paramserver.core.timers import Timers
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, Token
 
@@ -75,11 +73,10 @@ class ShardCore:
         self._jobs: dict[int, Operation] = {}
         self._last_job = 0
         self._asking: dict[Request, PushOperation] = {}
-        self._pulls: dict[Request, WaitingPull] = {}
+        self._timers = Timers()
+        self._pulls = PullDesk(self, self._timers)
         self._open: set[Request] = set()
         self._woken: list[Partition] = []
-        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
-        self._timer_count = 0
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             MapChanged: self._map,
@@ -103,8 +100,7 @@ class ShardCore:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; the effects are to be performed in their order."""
-        while self._timers and self._timers[0][0] <= now:
-            heappop(self._timers)[2](now)
+        self._timers.run(now)
         self._handlers[type(event)](event, now)
         self._run(now)
         snapshot = self.plan.next(now)
@@ -115,9 +111,7 @@ class ShardCore:
 
     def deadline(self, now: float) -> float | None:
         """When `handle(Tick(), ...)` is due; None while nothing waits for time to pass."""
-        snapshot = self.plan.deadline()
-        timer = self._timers[0][0] if self._timers else None
-        return min((at for at in (snapshot, timer) if at is not None), default=None)
+        return min((at for at in (self.plan.deadline(), self._timers.next) if at is not None), default=None)
 
     def partitions(self) -> Iterator[tuple[str, int, int, int, int, int]]:
         """(model, generation, index, token, version, durable version) of each partition that is served."""
@@ -171,7 +165,7 @@ class ShardCore:
             elif p.spec.consistency.mode != "sync":
                 p.live_workers = view.live_workers
             if begins and p.state is not None:
-                self._first_snapshot(p, now)
+                self.plan.first(p, now)
             self._woken.append(p)
             self._advance(model, p, now)
 
@@ -256,9 +250,10 @@ class ShardCore:
         requests = [op for p in list(model.partitions.values()) for op in self._lose(model, p)] + model.parked
         model.parked = []
         for operation in requests:
-            operation.refuse(self, self._model_gone(model))
+            operation.refuse(self, self.model_gone(model))
 
-    def _model_gone(self, model: ServedModel) -> PsError:
+    def model_gone(self, model: ServedModel) -> PsError:
+        """What to tell a request for a model that was deleted or created anew."""
         other = self.models.get(model.key.name, model)
         if other is model:
             return problem("unknown_model", f"model '{model.key.name}' was deleted")
@@ -277,7 +272,7 @@ class ShardCore:
         elif commit is None and model.clock > p.clock and now >= model.resync_at:
             model.resync_at = now + _RETRY_S
             self._effects.append(Resync(model.key))
-            self._at(model.resync_at, lambda at: self._advance(model, p, at) if self._owns(model, p) else None)
+            self._timers.at(model.resync_at, lambda at: self._advance(model, p, at) if self._owns(model, p) else None)
 
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
         self._advance(model, partition, now)
@@ -301,7 +296,7 @@ class ShardCore:
         elif not cut and p.clock not in model.commits:
             p.clock = model.clock
         if model.ready and not event.loaded.stored:
-            self._first_snapshot(p, now)
+            self.plan.first(p, now)
         if p.buffered and p.spec.consistency.mode == "buffered":
             p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
             self.flush_by(p, p.flush_at)
@@ -312,13 +307,6 @@ class ShardCore:
         self._advance(model, p, now)
         self._effects.append(Report())
 
-    def _first_snapshot(self, p: Partition, now: float) -> None:
-        """Values that are in memory alone: in sync they are the cut that a recovery before the first commit needs."""
-        if p.spec.consistency.mode == "sync":
-            self.plan.cut(p)
-        else:
-            self.plan.changed(p, now)
-
     def _load_failed(self, event: LoadFailed, now: float) -> None:
         model, p = self._find(event.key, event.token)
         if model is None or p is None or p.state is not None:
@@ -326,14 +314,13 @@ class ShardCore:
         for operation in [op for op in model.parked if p in op.partitions]:
             model.parked.remove(operation)
             operation.refuse(self, event.error)
-        for pull in p.pulls[:]:
-            self._answer(pull, event.error)
+        self._pulls.refuse(p, event.error)
 
         def again(at: float) -> None:
             if self._owns(model, p) and p.state is None:
                 self._effects.append(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
 
-        self._at(now + _RETRY_S, again)
+        self._timers.at(now + _RETRY_S, again)
 
     def _find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
         model = self._known(key.model)
@@ -357,7 +344,7 @@ class ShardCore:
             self.reply(event.request, error)
             return
         operation = PushOperation(model, event=event, expires=now + limits.LEASE_S)
-        if admission.must_ask(event, model.spec.consistency.mode, model.workers, _pushed_before(event, partitions)):
+        if admission.must_ask(event, model.spec.consistency.mode, model.workers, [p.memory for p in partitions]):
             assert event.push_id is not None
             self._asking[event.request] = operation
             self._effects.append(AskWorker(event.request, model.key, event.push_id.worker))
@@ -395,7 +382,7 @@ class ShardCore:
         model = operation.model
         try:
             if self.models.get(model.key.name) is not model:
-                raise self._model_gone(model)
+                raise self.model_gone(model)
             parts = operation.event.parts
             operation.partitions = [model.owned(part.partition, self.map_epoch) for part in parts]
         except PsError as error:
@@ -411,7 +398,7 @@ class ShardCore:
                 model.parked.remove(operation)
                 operation.refuse(self, problem("loading", "a partition is being recovered"))
 
-        self._at(operation.expires, expire)
+        self._timers.at(operation.expires, expire)
 
     def _unpark(self, model: ServedModel, now: float) -> None:
         parked, model.parked = model.parked, []
@@ -426,47 +413,17 @@ class ShardCore:
         except PsError as error:
             self.reply(event.request, error)
             return
-        pull = self._pulls[event.request] = WaitingPull.of(model, event, now)
-        self._try(pull, now)
-
-    def _try(self, pull: WaitingPull, now: float) -> None:
-        """Answer a pull, or let it wait for the first partition that is not there yet."""
-        if pull.at is not None:
-            if pull in pull.at.pulls:
-                pull.at.pulls.remove(pull)
-            pull.at = None
-        try:
-            if self.models.get(pull.event.model) is not pull.model:
-                raise self._model_gone(pull.model)
-            outcome = pull.attempt(self.map_epoch, now)
-        except PsError as error:
-            self._answer(pull, error)
-            return
-        if isinstance(outcome, PullDone):
-            self._answer(pull, outcome)
-            return
-        assert pull.at is not None
-        pull.at.pulls.append(pull)
-        self._at(outcome, lambda at: self._try(pull, at) if pull.event.request in self._pulls else None)
-
-    def _answer(self, pull: WaitingPull, outcome: Outcome) -> None:
-        if pull.at is not None and pull in pull.at.pulls:
-            pull.at.pulls.remove(pull)
-        if self._pulls.pop(pull.event.request, None) is not None:
-            self.reply(pull.event.request, outcome)
+        self._pulls.take(model, event, now)
 
     def _request_gone(self, event: RequestGone, now: float) -> None:
-        pull = self._pulls.pop(event.request, None)
-        if pull is not None:
+        if self._pulls.withdraw(event.request):
             self._open.discard(event.request)
-            if pull.at is not None:
-                pull.at.pulls.remove(pull)
 
     def _capture(self, event: CaptureReceived, now: float) -> None:
         try:
             model = self._model(event.model, event.request)
             model.check(event.generation, None)
-            self.reply(event.request, _captured(model.owned(event.partition, self.map_epoch), event.cut))
+            self.reply(event.request, model.owned(event.partition, self.map_epoch).captured(event.cut))
         except PsError as error:
             self.reply(event.request, error)
 
@@ -485,8 +442,7 @@ class ShardCore:
                 self._lines.release(operation)
         woken, self._woken = self._woken, []
         for partition in woken:
-            for pull in partition.pulls[:]:
-                self._try(pull, now)
+            self._pulls.wake(partition, now)
 
     def _applied(self, event: Applied, now: float) -> None:
         operation = self._jobs.pop(event.job)
@@ -497,7 +453,7 @@ class ShardCore:
         elif self.models.get(model.key.name) is model:
             operation.refuse(self, wrong_owner(model.key, lost[0], self.map_epoch))
         else:
-            operation.refuse(self, self._model_gone(model))
+            operation.refuse(self, self.model_gone(model))
         self._lines.release(operation)
 
     def _snapshot_done(self, event: SnapshotStored | SnapshotFailed, now: float) -> None:
@@ -527,7 +483,7 @@ class ShardCore:
             if partition.flush_at == at and model is not None and self._owns(model, partition):
                 self._lines.add(FlushOperation(model, [partition]))
 
-        self._at(at, due)
+        self._timers.at(at, due)
 
     def cut(self, partition: Partition) -> None:
         self.plan.cut(partition)
@@ -537,23 +493,3 @@ class ShardCore:
             self.plan.forget(partition, cuts=False)
         else:
             self.plan.changed(partition, now)
-
-    def _at(self, at: float, call: Callable[[float], None]) -> None:
-        self._timer_count += 1
-        heappush(self._timers, (at, self._timer_count, call))
-
-
-def _pushed_before(event: PushReceived, partitions: Sequence[Partition]) -> bool:
-    """Whether this epoch of the worker, or a higher one, pushed to any of these partitions."""
-    push_id = event.push_id
-    return push_id is not None and any((p.memory.epoch(push_id.worker) or -1) >= push_id.epoch for p in partitions)
-
-
-def _captured(p: Partition, cut: int | None) -> Capture:
-    if p.state is None:
-        raise problem("loading", f"partition {p.index} is being recovered")
-    if p.cut is not None and cut == p.cut.clock:
-        return p.cut
-    if cut is None or (cut == p.clock and p.spec.consistency.mode == "sync"):
-        return p.capture()
-    raise problem("conflict", f"partition {p.index} does not hold the cut of clock {cut}", clock=p.clock)

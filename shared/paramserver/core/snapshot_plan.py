@@ -25,6 +25,16 @@ class SnapshotPlan:
         if partition.spec.consistency.mode != "sync":
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
+    def first(self, partition: Partition, now: float) -> None:
+        """The partition has values that are in memory alone.
+
+        In sync they are the cut to which a recovery before the first commit goes back.
+        """
+        if partition.spec.consistency.mode == "sync":
+            self.cut(partition)
+        else:
+            self.changed(partition, now)
+
     def cut(self, partition: Partition) -> None:
         """Capture the partition as it is now, to be stored under its clock.
 
