@@ -33,7 +33,7 @@ from paramserver_shard.runtime import Runtime
 from paramserver_shard.store import SnapshotStore
 from paramserver_shard.telemetry import Telemetry
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("paramserver.shard")
 
 EPILOG = """Examples:
 

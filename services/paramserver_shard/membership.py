@@ -32,7 +32,7 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import KEPT, LENT, PARTITIONS, Telemetry
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("paramserver.shard")
 
 RETRY_S: Final = 0.3
 FEED_SILENCE_S: Final = 3.0

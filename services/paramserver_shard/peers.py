@@ -63,7 +63,7 @@ class PeerClient:
                     at += len(chunk)
                 status = response.status
         except PyreqwestError as e:
-            raise problem("unavailable", f"another shard does not answer: {e}") from e
+            raise problem("unavailable", f"the shard at {url} does not answer ({type(e).__name__})") from e
         if status >= 300:
             raise _refusal(status, bytes(view[:at]))
         if at != declared:

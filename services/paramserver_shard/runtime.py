@@ -51,7 +51,7 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.snapshots import first_state, from_stored, set_later, to_stored
 from paramserver_shard.store import SnapshotStore
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
 
 
