@@ -78,7 +78,7 @@ class Gate:
         """Another setting from now on; what belongs to the open clock is dropped when the mode changes."""
         if rule.mode != self.rule.mode:
             self.members.clear()
-            self.opened = self.opened or self.clock > 0
+            self.opened = self.clock > 0
         self.rule = rule
 
     def reset(self, roster: Roster, clock: int) -> None:
@@ -94,7 +94,7 @@ class Gate:
         counting = roster.counting()
         if len(roster.live()) >= self.rule.min_workers:
             self.opened = True
-        if not self.sync and counting:
+        if not self.sync and counting and (self.opened or self.rule.mode != "ssp"):
             self.clock = max(self.clock, min(w.done for w in counting))
 
     def join_clock(self, roster: Roster) -> int:

@@ -7,7 +7,7 @@ outside ever learns of a commit, an epoch or an owner that a restarted scheduler
 
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
 `RequestGone` came first.  Values are plain JSON as they arrived; the core checks them and refuses with a `PsError`.
-Times are seconds; `now` is monotonic.
+Times are seconds; `now` is monotonic.  What GET routes need is in `SchedulerCore.read` (`core.reading`), not here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,6 @@ from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey, Token
 
 Json: TypeAlias = Mapping[str, Any]
-
-# --- Events: shards -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +67,6 @@ class OpenFeed:
     request: int
     shard: str | None = None
     epoch: int | None = None
-
-
-# --- Events: models -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +140,6 @@ class RestoreFinished:
     request: int
     model: ModelKey
     error: PsError | None = None
-
-
-# --- Events: workers ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +226,6 @@ class ReportMetrics:
     clock: int | None = None
 
 
-# --- Events: data and evaluation ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class RegisterDataset:
     """POST /models/{m}/tasks.  Answer 201 with the dataset's document; the same again 200, another one 409 `conflict`.
@@ -297,9 +286,6 @@ class RequestEvaluation:
     model: str
 
 
-# --- Events: checkpoints --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class RequestCheckpoint:
     """POST /models/{m}/checkpoints.  Answer 201 with the checkpoint's document once it is written.
@@ -331,9 +317,6 @@ class CheckpointFailed:
     model: ModelKey
     name: str
     error: PsError
-
-
-# --- Events: runs and the worker pool -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,9 +391,6 @@ class PlaceDone:
     """The traceback when the entry raised; None when it returned."""
 
 
-# --- Events: the runtime's own --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class RequestGone:
     """The client of a parked request hung up; it gets no `Reply`."""
@@ -430,8 +410,6 @@ Event: TypeAlias = (
     | CheckpointWritten | CheckpointFailed | CreateRun | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone
     | RequestGone | Tick
 )  # fmt: skip
-
-# --- Effects --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,12 +495,3 @@ class ForgetModel:
 
 
 Effect: TypeAlias = Store | SetTokens | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel
-
-# --- Reading --------------------------------------------------------------------------------------------------------
-# GET routes need no event.  `SchedulerCore.restore(documents, now, term, unix_s)` makes the core (no documents: a fresh
-# cluster; unix_s: the wall clock at `now`), `handle(event, now)` and `deadline(now) -> float` drive it, and
-# `read` answers as JSON documents, raising NotFoundError:
-#   read.map() read.shards(now) read.models() read.model(name) read.workers(name, now) read.worker(name, worker, now)
-#   read.datasets(name) read.metrics(name, names=None, after=0.0) read.checkpoints(name)
-#   read.checkpoint(name, checkpoint) read.runs() read.run(id) read.pool(now) read.status(now)
-# Lists come as plain Python lists; the service wraps them as {"items": [...], "next": ...}.

@@ -1,0 +1,111 @@
+"""When a model's checkpoints are written, and which of them stay.
+
+One is written at a time.  Of a model in sync it is of one clock: a cut if the training goes on (asked for with the next
+commit), the present state if it stands still; no commit or cut is made while it is being read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paramserver.core.spec import CheckpointSpec
+
+IDLE_S: Final = 1.0
+"""Without a commit for so long, a synchronous model counts as standing still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A checkpoint that is there."""
+
+    name: str
+    number: int
+    clock: int
+    created_s: float
+    """Unix time."""
+    bytes: int
+    versions: tuple[int, ...]
+    metric: tuple[str, float] | None
+    kept: bool
+    """Asked for by name: removed by nobody but its user."""
+    path: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """As stored, and as readers get it."""
+        return {
+            "name": self.name,
+            "number": self.number,
+            "clock": self.clock,
+            "created_s": self.created_s,
+            "bytes": self.bytes,
+            "versions": list(self.versions),
+            "metric": {"name": self.metric[0], "value": self.metric[1]} if self.metric else None,
+            "kept": self.kept,
+            "path": self.path,
+        }
+
+    @classmethod
+    def of(cls, doc: Mapping[str, Any]) -> "Record":
+        """The record that a stored document describes."""
+        metric = (doc["metric"]["name"], doc["metric"]["value"]) if doc["metric"] else None
+        return cls(
+            doc["name"],
+            doc["number"],
+            doc["clock"],
+            doc["created_s"],
+            doc["bytes"],
+            tuple(doc["versions"]),
+            metric,
+            doc["kept"],
+            doc["path"],
+        )
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A checkpoint that was asked for and is not complete."""
+
+    since_s: float
+    name: str | None = None
+    """As its user calls it; None: by the scheduler's rule."""
+    requests: list[int] = field(default_factory=list)
+    written: str | None = None
+    """The name under which it is being written; None: not begun."""
+    clock: int = 0
+    metric: tuple[str, float] | None = None
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """The checkpoints of one model."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    wanted: list[Wanted] = field(default_factory=list)
+    """The first is the one at work."""
+    number: int = 0
+    last_clock: int = 0
+    last_version: int = 0
+    last_s: float = 0.0
+    reading_still: bool = False
+    """sync: the present state is being read, so no commit may change it."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether one is being written just now."""
+        return bool(self.wanted) and self.wanted[0].written is not None
+
+    def due(self, spec: CheckpointSpec, every_clocks: int, clock: int, version: int, now: float) -> bool:
+        """Whether the rule asks for one at this clock; never for a model that has not changed since the last."""
+        if self.wanted or (clock <= self.last_clock and version <= self.last_version):
+            return False
+        if every_clocks and clock // every_clocks > self.last_clock // every_clocks:
+            return True
+        return spec.every_minutes > 0 and now - self.last_s >= 60.0 * spec.every_minutes
+
+    def surplus(self, spec: CheckpointSpec) -> list[Record]:
+        """The checkpoints written by rule that are neither among the newest `keep` nor the best."""
+        own = sorted((r for r in self.records.values() if not r.kept), key=lambda r: r.number)
+        scored = [r for r in own if r.metric is not None and r.metric[0] == spec.metric]
+        sign = 1.0 if spec.best == "max" else -1.0
+        best = max(scored, key=lambda r: (sign * r.metric[1] if r.metric else 0.0, r.number), default=None)
+        return [r for r in own[: -spec.keep] if r is not best]

@@ -1,0 +1,222 @@
+"""Everything the scheduler knows, and the effects that one event has gathered.
+
+The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and say what must be stored, published and answered;
+`effects()` then puts that into the order that makes it safe.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paramserver.core.membership import Member, Shard
+from paramserver.core.models import FORMAT, Model
+from paramserver.core.runs import Run
+from paramserver.core.scheduler_io import Effect, Publish, Reply, SetTokens, Store
+from paramserver.errors import PsError, problem
+from paramserver.types import PartitionKey, Token, make_token
+
+
+@dataclass
+class Cluster:
+    """The scheduler's whole state."""
+
+    term: int
+    wall_offset_s: float
+    """Unix time minus the monotonic `now`."""
+    map_epoch: int = 0
+    generations: int = 0
+    run_count: int = 0
+    member_count: int = 0
+    shards: dict[str, Shard] = field(default_factory=dict)
+    models: dict[str, Model] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
+    tokens_given: int = 0
+    """In this term."""
+    _fields: dict[str, Callable[[], Mapping[str, Any]] | None] = field(default_factory=dict)
+    _tokens: list[tuple[PartitionKey, Token]] = field(default_factory=list)
+    _map_changed: bool = False
+    _models_changed: dict[str, None] = field(default_factory=dict)
+    _rosters_changed: dict[str, None] = field(default_factory=dict)
+    _published: list[Publish] = field(default_factory=list)
+    _early: list[Effect] = field(default_factory=list)
+    _late: list[Effect] = field(default_factory=list)
+    touched: dict[str, None] = field(default_factory=dict)
+    """Models whose gates, checkpoints and waiters are to be looked at once the event is handled."""
+    unfinished: dict[str, None] = field(default_factory=dict)
+    """Of these, the ones to be looked at once more."""
+
+    # --- what an event brings about ---
+
+    def save(self, name: str, document: Callable[[], Mapping[str, Any]]) -> None:
+        """That field is written with what `document` gives when the event is handled."""
+        self._fields[name] = document
+
+    def drop(self, name: str) -> None:
+        """That field is deleted."""
+        self._fields[name] = None
+
+    def save_cluster(self) -> None:
+        self.save("cluster", self.stored)
+
+    def save_shard(self, shard: Shard) -> None:
+        self.save(
+            f"shard:{shard.name}",
+            lambda: {
+                "format": FORMAT,
+                "epoch": shard.epoch,
+                "alive": shard.alive,
+                "addresses": list(shard.addresses),
+                "version": shard.version,
+            },
+        )
+
+    def save_model(self, model: Model) -> None:
+        self.save(f"model:{model.name}", model.stored)
+
+    def save_clock(self, model: Model) -> None:
+        self.save(f"clock:{model.name}", model.stored_clock)
+
+    def save_dataset(self, model: Model, dataset: str) -> None:
+        self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)
+
+    def save_run(self, run: Run) -> None:
+        self.save(f"run:{run.id}", run.stored)
+
+    def save_member(self, member: Member) -> None:
+        self.save(
+            f"member:{member.name}",
+            lambda: {
+                "format": FORMAT,
+                "epoch": member.epoch,
+                "alive": member.alive,
+                "allow": list(member.allow),
+                "place": list(member.place) if member.place else None,
+            },
+        )
+
+    def give_token(self, model: Model, index: int) -> None:
+        """A new ownership of that partition begins."""
+        self.tokens_given += 1
+        owner = model.owners[index]
+        owner.token = make_token(self.term, self.tokens_given)
+        owner.from_version = None
+        self._tokens.append((model.partition(index), owner.token))
+
+    def place_changed(self, model: Model) -> None:
+        """The model's owners are others; also makes a new map epoch."""
+        self.save(f"place:{model.name}", model.stored_place)
+        self.map_changed()
+        self.model_changed(model)
+
+    def map_changed(self) -> None:
+        """Shards or owners have changed: a new map epoch, once for each event."""
+        if not self._map_changed:
+            self._map_changed = True
+            self.map_epoch += 1
+            self.save_cluster()
+
+    def model_changed(self, model: Model) -> None:
+        """Shards must see the model's document."""
+        self._models_changed[model.name] = None
+        self.touch(model)
+
+    def roster_changed(self, model: Model) -> None:
+        """Workers have joined or gone; with linear scaling that is a new revision (semantics 8)."""
+        if model.spec.optimizer.linear_scaling:
+            model.revision += 1
+            self.save_model(model)
+            self.model_changed(model)
+        self._rosters_changed[model.name] = None
+        self.touch(model)
+
+    def touch(self, model: Model) -> None:
+        self.touched[model.name] = None
+
+    def again(self, model: Model) -> None:
+        """There is more to decide for that model: look at it once more, at once."""
+        self.unfinished[model.name] = None
+
+    def publish(self, document: Mapping[str, Any]) -> None:
+        self._published.append(Publish(document))
+
+    def answer(self, request: int, outcome: Mapping[str, Any] | PsError | None, status: int = 200) -> None:
+        """The reply, seen only when all that was stored before is safe."""
+        if isinstance(outcome, PsError):
+            status = outcome.status
+        self._late.append(Reply(request, outcome, status))
+
+    def answer_now(self, request: int, outcome: Mapping[str, Any] | PsError | None, status: int = 200) -> None:
+        """A reply that says nothing which is not stored."""
+        if isinstance(outcome, PsError):
+            status = outcome.status
+        self._early.append(Reply(request, outcome, status, waits=False))
+
+    def perform(self, effect: Effect) -> None:
+        """Another effect, after everything stored."""
+        self._late.append(effect)
+
+    def effects(self) -> list[Effect]:
+        """What the events since the last call brought about, in the order in which it is to be performed."""
+        out: list[Effect] = list(self._early)
+        if self._fields:
+            out.append(Store({k: None if v is None else v() for k, v in self._fields.items()}))
+        if self._tokens:
+            out.append(SetTokens(tuple(self._tokens)))
+        if self._map_changed:
+            out.append(Publish(self.map_document()))
+        for name in self._models_changed:
+            if name in self.models:
+                out.append(Publish(self.models[name].feed_document()))
+        for name in self._rosters_changed:
+            if name in self.models and name not in self._models_changed:
+                out.append(Publish(self.models[name].roster_document()))
+        out += [*self._published, *self._late]
+        self._fields, self._tokens, self._map_changed = {}, [], False
+        self._models_changed, self._rosters_changed = {}, {}
+        self._published, self._early, self._late = [], [], []
+        return out
+
+    # --- looking things up ---
+
+    def model(self, name: Any) -> Model:
+        """The model of that name; raises NotFoundError."""
+        model = self.models.get(name) if isinstance(name, str) else None
+        if model is None:
+            raise problem("unknown_model", f"no model {name!r:.80}", hint="POST /models creates one")
+        return model
+
+    def of_key(self, name: str, generation: int) -> Model | None:
+        """That very creation of the model, if it is still there."""
+        model = self.models.get(name)
+        return model if model is not None and model.generation == generation else None
+
+    def live_shards(self) -> list[str]:
+        """Names, sorted."""
+        return sorted(s.name for s in self.shards.values() if s.alive)
+
+    def addresses(self) -> dict[str, tuple[str, ...]]:
+        """Of every shard."""
+        return {s.name: s.addresses for s in self.shards.values()}
+
+    def public(self, model: Model) -> dict[str, Any]:
+        """The model's public document."""
+        return model.public(self.map_epoch, self.addresses())
+
+    def map_document(self) -> dict[str, Any]:
+        """The feed's `map`."""
+        return {
+            "type": "map",
+            "map_epoch": self.map_epoch,
+            "shards": {s.name: {"addresses": list(s.addresses), "alive": s.alive} for s in self.shards.values()},
+        }
+
+    def stored(self) -> dict[str, Any]:
+        """Field `cluster`."""
+        return {
+            "format": FORMAT,
+            "map_epoch": self.map_epoch,
+            "generations": self.generations,
+            "run_count": self.run_count,
+            "member_count": self.member_count,
+        }

@@ -1,0 +1,235 @@
+"""Models are created, changed, filled with values, restored and deleted."""
+
+from typing import Any
+
+from paramserver import limits
+from paramserver.core.cluster import Cluster
+from paramserver.core.models import RESTORED, Model, Owner, Waiter
+from paramserver.core.run_desk import RunDesk
+from paramserver.core.scheduler_io import (
+    CreateModel,
+    DeleteModel,
+    FilesLoaded,
+    ForgetModel,
+    LoadFiles,
+    ParameterUploaded,
+    PatchModel,
+    RestoreFinished,
+    StartRestore,
+)
+from paramserver.core.shard_desk import ShardDesk
+from paramserver.core.spec import ModelSpec
+from paramserver.core.timeline import begin_sync
+from paramserver.errors import PsError, problem
+
+
+class ModelDesk:
+    """Handles the events of models."""
+
+    def __init__(self, cluster: Cluster, shards: ShardDesk, runs: RunDesk) -> None:
+        self.c = cluster
+        self.shards = shards
+        self.runs = runs
+
+    def create(self, e: CreateModel, now: float) -> None:
+        spec = ModelSpec.parse(e.spec)
+        model = self.c.models.get(spec.name)
+        if model is not None:
+            self._create_again(e, spec, model, now)
+            return
+        if not self.c.live_shards():
+            raise problem(
+                "no_shards",
+                "no shard is alive to own the model's partitions",
+                hint="start one with 'paramserver-shard', or a whole cluster with 'psctl up'",
+            )
+        if len(self.c.models) >= limits.MODELS_MAX:
+            raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the bound")
+        self.c.generations += 1
+        self.c.save_cluster()
+        model = Model(spec, spec.document(), self.c.generations, now, now + self.c.wall_offset_s)
+        model.owners = [Owner() for _ in range(spec.partitions)]
+        model.checkpoints.last_s = now
+        model.restored = e.restore
+        files = {p.name: p.init.path for p in spec.params if p.init.kind == "file"}
+        model.missing = {RESTORED} if e.restore else {*spec.uploads, *files}
+        token = None
+        if spec.uploads and not e.restore:
+            token = model.upload_token = e.nonce
+            model.upload_until_s = now + limits.UPLOAD_TOKEN_S
+        self.c.models[spec.name] = model
+        self.c.save_model(model)
+        self.c.save_clock(model)
+        self.shards.place(model)
+        if files and not e.restore:
+            self.c.perform(LoadFiles(model.key, files))
+        self._park(model, e.request, 201, token, now)
+
+    def _create_again(self, e: CreateModel, spec: ModelSpec, model: Model, now: float) -> None:
+        if e.restore or spec.document() != model.created:
+            raise problem(
+                "model_exists",
+                f"model '{spec.name}' exists" + ("" if e.restore else " with another spec"),
+                hint="choose another name, PATCH the model, or delete it first",
+            )
+        token = None
+        if set(spec.uploads) & model.missing and now >= model.upload_until_s:
+            token = model.upload_token = e.nonce
+            model.upload_until_s = now + limits.UPLOAD_TOKEN_S
+            self.c.save_model(model)
+            self.c.model_changed(model)
+        self._park(model, e.request, 200, token, now)
+
+    def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
+        deadline = now + limits.CLIENT_TIMEOUT_S
+        model.creators.append(Waiter(request, deadline, status=status, token=token))
+        self.c.touch(model)
+
+    def advance(self, model: Model, now: float) -> None:
+        """Answers those who wait for the model to be served."""
+        files = any(p.init.kind == "file" for p in model.spec.params) and not model.restored
+        file_names = {p.name for p in model.spec.params if p.init.kind == "file"} if files else set()
+        complete = model.served and not file_names & model.missing
+        for w in list(model.creators):
+            if complete:
+                body = self.c.public(model)
+                if w.token is not None:
+                    body["upload_token"] = w.token
+                self.c.answer(w.request, body, w.status)
+            elif now >= w.deadline_s:
+                late = problem("loading", f"model '{model.name}' is not served yet", hint="send the same request again")
+                self.c.answer(w.request, late)
+            else:
+                continue
+            model.creators.remove(w)
+
+    def patch(self, e: PatchModel, now: float) -> None:
+        model = self.c.model(e.model)
+        spec = model.spec.patched(e.patch)
+        if spec != model.spec:
+            was_sync = model.gate.sync
+            model.spec = spec
+            model.revision += 1
+            if was_sync and spec.consistency.mode != "sync":
+                model.pending_cut = None
+                model.cut_seen.clear()
+                model.cut = None
+                model.switched = False
+            model.gate.change(spec.consistency)
+            self.c.save_model(model)
+            self.c.save_clock(model)
+            self.c.model_changed(model)
+            if model.gate.sync and not was_sync and not self._untouched(model):
+                begin_sync(self.c, model)
+        self.c.answer(e.request, self.c.public(model))
+
+    def _untouched(self, model: Model) -> bool:
+        """Whether its values are the initial ones still, as far as one can know."""
+        clean = model.gate.clock == 0 and model.timeline == 0 and not model.restored
+        return clean and not model.roster.workers and not any(o.version for o in model.owners)
+
+    def delete(self, e: DeleteModel, now: float) -> None:
+        model = self.c.model(e.model)
+        self.remove(model, problem("unknown_model", f"model '{model.name}' was deleted"), now)
+        self.c.answer(e.request, None, 204)
+
+    def remove(self, model: Model, why: PsError, now: float) -> None:
+        """The model is gone, and all that waits for it is told why."""
+        for w in model.waiters():
+            self.c.answer(w.request, why)
+        for wanted in model.checkpoints.wanted:
+            for request in wanted.requests:
+                self.c.answer(request, why)
+        del self.c.models[model.name]
+        for prefix in ("model", "place", "clock"):
+            self.c.drop(f"{prefix}:{model.name}")
+        for _, commit in model.commits:
+            self.c.drop(f"commit:{model.name}:{commit.t}")
+        for worker in model.roster:
+            self.c.drop(f"worker:{model.name}:{worker.name}")
+        for dataset in model.datasets:
+            self.c.drop(f"dataset:{model.name}:{dataset}")
+            self.c.drop(f"tasks:{model.name}:{dataset}")
+        for record in model.checkpoints.records:
+            # The files stay: a checkpoint outlives its model.
+            self.c.drop(f"checkpoint:{model.name}:{record}")
+        self.c.map_changed()
+        self.c.publish(model.gone_document())
+        self.c.perform(ForgetModel(model.key, len(model.owners)))
+        self.runs.model_gone(model.name, now)
+
+    # --- first values ---
+
+    def uploaded(self, e: ParameterUploaded, now: float) -> None:
+        model = self.c.model(e.model)
+        if e.token is not None and e.token != model.upload_token:
+            raise problem("upload_in_progress", f"another client uploads the values of model '{model.name}'")
+        if not any(p.name == e.name for p in model.spec.params):
+            raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
+        if model.missing:
+            model.upload_until_s = now + limits.UPLOAD_TOKEN_S
+            self._filled(model, {e.name})
+        self.c.answer(e.request, {"missing": sorted(model.missing - {RESTORED})})
+
+    def _filled(self, model: Model, names: set[str]) -> None:
+        if not names & model.missing:
+            return
+        model.missing -= names
+        if model.ready:
+            model.upload_token = None
+        self.c.save_model(model)
+        self.c.model_changed(model)
+
+    def files_loaded(self, e: FilesLoaded, now: float) -> None:
+        model = self.c.of_key(e.model.name, e.model.generation)
+        if model is None:
+            return
+        if e.error is not None:
+            self.remove(model, e.error, now)
+            return
+        self._filled(model, set(e.names))
+
+    # --- restores ---
+
+    def start_restore(self, e: StartRestore, now: float) -> None:
+        model = self.c.model(e.model)
+        if model.restoring:
+            raise problem("conflict", f"model '{model.name}' is being restored already")
+        model.restoring = True
+        self.c.save_model(model)
+        self.c.answer(e.request, self.c.public(model))
+
+    def finish_restore(self, e: RestoreFinished, now: float) -> None:
+        model = self.c.of_key(e.model.name, e.model.generation)
+        if model is None:
+            raise problem("unknown_model", f"model '{e.model.name}' was deleted")
+        if e.error is not None and RESTORED in model.missing:
+            self.remove(model, e.error, now)
+        else:
+            model.restoring = False
+            self.c.save_model(model)
+            if e.error is None:
+                self._filled(model, {RESTORED})
+            if model.gate.sync:
+                # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
+                begin_sync(self.c, model)
+        self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """A line of `GET /models`: the public document without spec and partitions."""
+    return {
+        "name": model.name,
+        "generation": model.generation,
+        "revision": model.revision,
+        "timeline": model.timeline,
+        "clock": model.gate.clock,
+        "version": model.version,
+        "state": "ready" if model.ready else "initializing",
+        "mode": model.spec.consistency.mode,
+        "optimizer": model.spec.optimizer.name,
+        "size": model.spec.size,
+        "partitions": len(model.owners),
+        "served": model.served,
+        "live_workers": len(model.roster.live()),
+    }

@@ -1,0 +1,334 @@
+"""One model as the scheduler knows it: settings, owners, clocks, cuts, commits, and its documents.
+
+Stored in fields `model:NAME` (settings), `place:NAME` (owners), `clock:NAME` (what changes with every clock) and
+`commit:NAME:T` (one for each commit that a shard may still lack).
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.core.checkpoints import Checkpoints
+from paramserver.core.gate import Commit, Gate
+from paramserver.core.layout import Layout
+from paramserver.core.membership import Roster, Worker
+from paramserver.core.series import Series
+from paramserver.core.spec import ModelSpec
+from paramserver.core.tasks import Dataset, Evaluation
+from paramserver.types import ModelKey, PartitionKey, Token
+
+FORMAT: Final = 1
+COMMITS_KEPT: Final = 4096
+COMMIT_KEPT_S: Final = 30.0
+"""A shard that lives has seen a commit long before; a commit younger than this is kept for those who reconnect."""
+COMMITS_PUBLISHED: Final = 64
+"""Commits that a changed model's document repeats; a new feed gets all that are kept."""
+RESTORED: Final = "*"
+"""Stands in `missing` for values that a restore brings."""
+
+
+@dataclass(slots=True)
+class Owner:
+    """Who owns one partition, and what was last heard of it."""
+
+    shard: str | None = None
+    token: Token = 0
+    version: int = 0
+    durable_version: int = 0
+    from_version: int | None = None
+    """The first version reported under this token; None until the owner serves it."""
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A request that is parked until something happens."""
+
+    request: int
+    deadline_s: float
+    worker: str = ""
+    epoch: int = 0
+    clock: int = 0
+    dataset: str = ""
+    status: int = 200
+    token: str | None = None
+
+
+@dataclass
+class Model:
+    """One creation of a named model."""
+
+    spec: ModelSpec
+    created: Mapping[str, Any]
+    """The spec as created, which 'the same spec' compares with."""
+    generation: int
+    now: float
+    """When this object was made."""
+    unix_s: float
+    revision: int = 0
+    timeline: int = 0
+    source: Any = "init"
+    """Where a partition under a new token gets its state: "init", "snapshot" or {"cut": clock}."""
+    owners: list[Owner] = field(default_factory=list)
+    missing: set[str] = field(default_factory=set)
+    """Parameters whose first values are not there; the model is ready when it is empty."""
+    upload_token: str | None = None
+    upload_until_s: float = 0.0
+    cut: int | None = None
+    """The newest clock that is stored on every partition."""
+    pending_cut: int | None = None
+    cut_seen: set[int] = field(default_factory=set)
+    """Partitions that have stored the pending cut."""
+    cut_wanted: bool = False
+    last_cut_s: float = float("-inf")
+    last_commit_s: float = float("-inf")
+    restoring: bool = False
+    """A restore is being written: no commits."""
+    restored: bool = False
+    """Created from a checkpoint."""
+    switched: bool = False
+    """sync: the values at its beginning were not the initial ones, and no cut is stored since."""
+    commits: deque[tuple[float, Commit]] = field(default_factory=deque)
+    """(when decided, commit), oldest first, of this timeline."""
+    evaluated: int = 0
+    """Clock of the newest evaluation asked for."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    worker_count: int = 0
+    """Names given out."""
+    roster: Roster = field(default_factory=Roster)
+    datasets: dict[str, Dataset] = field(default_factory=dict)
+    series: Series = field(default_factory=Series)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    creators: list[Waiter] = field(default_factory=list)
+    clock_waiters: list[Waiter] = field(default_factory=list)
+    task_waiters: list[Waiter] = field(default_factory=list)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where partitions begin and end; PATCH cannot change it."""
+        return Layout(self.spec)
+
+    @cached_property
+    def gate(self) -> Gate:
+        """Its clocks."""
+        return Gate(self.spec.consistency)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def key(self) -> ModelKey:
+        return ModelKey(self.name, self.generation)
+
+    @property
+    def ready(self) -> bool:
+        """Whether its first values are complete."""
+        return not self.missing
+
+    @property
+    def served(self) -> bool:
+        """Whether every partition's owner has reported it."""
+        return all(o.from_version is not None for o in self.owners)
+
+    @property
+    def version(self) -> int:
+        """sync: the clock; else the lowest version heard of."""
+        return self.gate.clock if self.gate.sync else min((o.version for o in self.owners), default=0)
+
+    def partition(self, index: int) -> PartitionKey:
+        return PartitionKey(self.key, index)
+
+    def bytes_of(self, index: int) -> int:
+        """Bytes of one partition's values."""
+        return 4 * self.layout.partition_size(index)
+
+    def waiters(self) -> list[Waiter]:
+        """Every request parked here."""
+        return [*self.creators, *self.clock_waiters, *self.task_waiters]
+
+    def forget(self, request: int, now: float) -> bool:
+        """Drops a parked request; whether there was one."""
+        for queue in (self.creators, self.clock_waiters, self.task_waiters):
+            for w in queue:
+                if w.request == request:
+                    queue.remove(w)
+                    self.unpark(w, now)
+                    return True
+        return False
+
+    def unpark(self, waiter: Waiter, now: float) -> None:
+        """One long poll of that worker is over; until now it was alive."""
+        worker = self.worker_of(waiter)
+        if worker is not None:
+            worker.parked -= 1
+            worker.heard_s = now
+
+    def worker_of(self, waiter: Waiter) -> Worker | None:
+        """The incarnation that parked it, dead or alive; None when it has been replaced."""
+        worker = self.roster.workers.get(waiter.worker)
+        return worker if worker is not None and worker.epoch == waiter.epoch else None
+
+    def prune_commits(self, now: float) -> list[Commit]:
+        """Takes out the commits that no shard can need any more."""
+        old: list[Commit] = []
+        while self.commits and (
+            len(self.commits) > COMMITS_KEPT
+            or (len(self.commits) > COMMITS_PUBLISHED and now - self.commits[0][0] > COMMIT_KEPT_S)
+        ):
+            old.append(self.commits.popleft()[1])
+        return old
+
+    def restart_at(self, clock: int) -> None:
+        """A new timeline begins: every partition and every worker is at that clock."""
+        self.timeline += 1
+        self.gate.reset(self.roster, clock)
+        self.commits.clear()
+        self.pending_cut = None
+        self.cut_seen.clear()
+        self.last_cut_s = float("-inf")
+        if self.cut is not None and self.cut > clock:
+            self.cut = None
+        self.evaluated = min(self.evaluated, clock)
+        self.evaluations = [e for e in self.evaluations if e.clock <= clock]
+        self.checkpoints.last_clock = min(self.checkpoints.last_clock, clock)
+
+    # --- documents ---
+
+    def stored(self) -> dict[str, Any]:
+        """Field `model:NAME`."""
+        return {
+            "format": FORMAT,
+            "generation": self.generation,
+            "revision": self.revision,
+            "created": dict(self.created),
+            "spec": self.spec.document(),
+            "missing": sorted(self.missing),
+            "upload_token": self.upload_token,
+            "restoring": self.restoring,
+            "restored": self.restored,
+            "worker_count": self.worker_count,
+            "epoch_floor": self.roster.floor,
+            "created_s": self.unix_s,
+        }
+
+    def stored_place(self) -> dict[str, Any]:
+        """Field `place:NAME`."""
+        return {"format": FORMAT, "source": self.source, "owners": [[o.shard, o.token] for o in self.owners]}
+
+    def stored_clock(self) -> dict[str, Any]:
+        """Field `clock:NAME`."""
+        return {
+            "format": FORMAT,
+            "clock": self.gate.clock,
+            "opened": self.gate.opened,
+            "timeline": self.timeline,
+            "cut": self.cut,
+            "pending_cut": self.pending_cut,
+            "switched": self.switched,
+            "cut_wanted": self.cut_wanted,
+            "evaluated": self.evaluated,
+            "evaluations": [[e.clock, *(e.leased or ())] for e in self.evaluations],
+            "checkpoint_number": self.checkpoints.number,
+            "checkpoint_clock": self.checkpoints.last_clock,
+        }
+
+    @classmethod
+    def of(cls, doc: Mapping[str, Any], place: Mapping[str, Any], clock: Mapping[str, Any], now: float) -> "Model":
+        """The model that its three stored documents describe."""
+        m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], now, doc["created_s"])
+        m.revision = doc["revision"]
+        m.missing = set(doc["missing"])
+        m.upload_token, m.upload_until_s = doc["upload_token"], now + limits.UPLOAD_TOKEN_S
+        m.restoring, m.restored, m.worker_count = doc["restoring"], doc["restored"], doc["worker_count"]
+        m.roster.floor = doc["epoch_floor"]
+        m.source = place["source"]
+        m.owners = [Owner(shard, token) for shard, token in place["owners"]]
+        m.gate.clock, m.gate.opened, m.timeline = clock["clock"], clock["opened"], clock["timeline"]
+        m.cut, m.pending_cut, m.evaluated = clock["cut"], clock["pending_cut"], clock["evaluated"]
+        m.switched, m.cut_wanted = clock["switched"], clock["cut_wanted"]
+        m.evaluations = [Evaluation(c, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]]
+        m.checkpoints.number, m.checkpoints.last_clock = clock["checkpoint_number"], clock["checkpoint_clock"]
+        m.checkpoints.last_s = now
+        return m
+
+    def roster_document(self) -> dict[str, Any]:
+        """The feed's `roster`."""
+        live = self.roster.live()
+        return {
+            "type": "roster",
+            "model": self.name,
+            "generation": self.generation,
+            "revision": self.revision,
+            "workers": {w.name: [w.epoch, w.rank] for w in live},
+            "live_workers": len(live),
+        }
+
+    def feed_document(self, all_commits: bool = False) -> dict[str, Any]:
+        """The feed's `model`."""
+        live = self.roster.live()
+        kept = [c for _, c in self.commits]
+        upload = {"token": self.upload_token, "missing": sorted(self.missing)} if self.missing else None
+        return {
+            "type": "model",
+            "name": self.name,
+            "generation": self.generation,
+            "revision": self.revision,
+            "timeline": self.timeline,
+            "clock": self.gate.clock,
+            "spec": self.spec.document(),
+            "live_workers": len(live),
+            "state": "ready" if self.ready else "initializing",
+            "owners": [[o.shard, o.token] for o in self.owners],
+            "source": self.source,
+            "cut": self.cut,
+            "upload": upload,
+            "workers": {w.name: [w.epoch, w.rank] for w in live},
+            "commits": [
+                c.document(self.name, self.generation) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])
+            ],
+        }
+
+    def gone_document(self) -> dict[str, Any]:
+        """The feed's `gone`."""
+        return {"type": "gone", "model": self.name, "generation": self.generation}
+
+    def public(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+        """What `GET /models/{m}` answers."""
+        return {
+            "name": self.name,
+            "generation": self.generation,
+            "revision": self.revision,
+            "timeline": self.timeline,
+            "clock": self.gate.clock,
+            "min_clock": self.gate.min_clock(self.roster),
+            "version": self.version,
+            "cut": self.cut,
+            "state": "ready" if self.ready else "initializing",
+            "missing": sorted(self.missing - {RESTORED}),
+            "served": self.served,
+            "live_workers": len(self.roster.live()),
+            "created_s": self.unix_s,
+            "spec": self.spec.document(),
+            "bounds": list(self.layout.bounds),
+            "map_epoch": map_epoch,
+            "partitions": [
+                {
+                    "index": i,
+                    "shard": o.shard,
+                    "incarnation": o.token,
+                    "version": o.version,
+                    "durable_version": o.durable_version,
+                    "from_version": o.from_version,
+                    "served": o.from_version is not None,
+                }
+                for i, o in enumerate(self.owners)
+            ],
+            "shards": {
+                s: {"addresses": list(addresses[s])}
+                for s in sorted({o.shard for o in self.owners if o.shard})
+                if s in addresses
+            },
+        }

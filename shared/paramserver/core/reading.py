@@ -1,0 +1,160 @@
+"""What the scheduler's readers get: JSON documents of everything it knows, for GET routes.  Changes nothing."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from paramserver.core.cluster import Cluster
+from paramserver.core.membership import Holder, Worker
+from paramserver.core.model_desk import describe
+from paramserver.core.models import Model
+from paramserver.errors import problem
+
+
+class Reading:
+    """Read-only view of a `Cluster`.  Methods that name a model raise NotFoundError (`unknown_model`)."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._c = cluster
+
+    @property
+    def term(self) -> int:
+        """Leader term of this scheduler."""
+        return self._c.term
+
+    def map(self) -> dict[str, Any]:
+        """{"map_epoch", "shards": {name: {"addresses", "alive"}}}."""
+        return {k: v for k, v in self._c.map_document().items() if k != "type"}
+
+    def shards(self, now: float) -> list[dict[str, Any]]:
+        """Every shard that ever joined, by name."""
+        owned: dict[str, list[int]] = {}
+        for model in self._c.models.values():
+            for i, o in enumerate(model.owners):
+                if o.shard is not None:
+                    owned.setdefault(o.shard, []).append(model.bytes_of(i))
+        return [
+            {
+                "name": s.name,
+                **_lease(s, now),
+                "addresses": list(s.addresses),
+                "version": s.version,
+                "partitions": len(owned.get(s.name, ())),
+                "bytes": sum(owned.get(s.name, ())),
+                "metrics": dict(s.metrics),
+            }
+            for s in sorted(self._c.shards.values(), key=lambda s: s.name)
+        ]
+
+    def models(self) -> list[dict[str, Any]]:
+        """One line for each model, by name."""
+        return [describe(m) for _, m in sorted(self._c.models.items())]
+
+    def model(self, name: str) -> dict[str, Any]:
+        """The whole document of `GET /models/{m}`."""
+        return self._c.public(self._c.model(name))
+
+    def workers(self, name: str, now: float) -> list[dict[str, Any]]:
+        """The workers of a model: the living by rank, then the dead."""
+        model = self._c.model(name)
+        ordered = sorted(model.roster, key=lambda w: (not w.alive, w.rank, w.name))
+        return [_worker(model, w, now) for w in ordered]
+
+    def worker(self, name: str, worker: str, now: float) -> dict[str, Any]:
+        """One worker; raises NotFoundError (`unknown_worker`) when it never joined."""
+        model = self._c.model(name)
+        found = model.roster.workers.get(worker)
+        if found is None:
+            raise problem("unknown_worker", f"worker {worker!r:.140} has not joined model '{name}'")
+        return _worker(model, found, now)
+
+    def datasets(self, name: str) -> list[dict[str, Any]]:
+        """The datasets of a model and how far they have come."""
+        return [d.document() for d in self._c.model(name).datasets.values()]
+
+    def metrics(self, name: str, names: Iterable[str] | None = None, after: float = 0.0) -> list[dict[str, Any]]:
+        """[{"name", "points": [[Unix seconds, clock or null, worker, value], ...]}, ...]."""
+        found = self._c.model(name).series.document(names, after)
+        return [{"name": n, "points": p} for n, p in found.items()]
+
+    def waiting_for(self, name: str) -> list[str]:
+        """Whom the parked workers of a model wait for."""
+        model = self._c.model(name)
+        out: dict[str, None] = {}
+        for w in model.clock_waiters:
+            out |= dict.fromkeys(model.gate.waiting_for(w.clock, model.roster))
+        return list(out)
+
+    def checkpoints(self, name: str) -> list[dict[str, Any]]:
+        """The checkpoints of a model, oldest first."""
+        records = self._c.model(name).checkpoints.records.values()
+        return [r.document() for r in sorted(records, key=lambda r: r.number)]
+
+    def checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
+        """One checkpoint; raises NotFoundError (`unknown_checkpoint`)."""
+        record = self._c.model(name).checkpoints.records.get(checkpoint)
+        if record is None:
+            raise problem("unknown_checkpoint", f"model '{name}' has no checkpoint {checkpoint!r:.80}")
+        return record.document()
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Every run that is kept, oldest first."""
+        return [r.document() for r in self._c.runs.values()]
+
+    def run(self, run: str) -> dict[str, Any]:
+        """One run; raises NotFoundError (`unknown_run`)."""
+        found = self._c.runs.get(run)
+        if found is None:
+            raise problem("unknown_run", f"no run {run!r:.80}")
+        return found.document()
+
+    def pool(self, now: float) -> list[dict[str, Any]]:
+        """The living members of the worker pool."""
+        return [
+            {
+                "member": m.name,
+                **_lease(m, now),
+                "allow": list(m.allow),
+                "run": m.place[0] if m.place else None,
+                "place": m.place[1] if m.place else None,
+            }
+            for m in self._c.members.values()
+            if m.alive
+        ]
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Everything at a glance: map, shards, models with their workers, runs, pool."""
+        return {
+            "term": self._c.term,
+            "map_epoch": self._c.map_epoch,
+            "now": now + self._c.wall_offset_s,
+            "shards": self.shards(now),
+            "models": [
+                {**line, "waiting_for": self.waiting_for(line["name"]), "workers": self.workers(line["name"], now)}
+                for line in self.models()
+            ],
+            "runs": self.runs(),
+            "pool": self.pool(now),
+        }
+
+
+def _lease(holder: Holder, now: float) -> dict[str, Any]:
+    return {
+        "epoch": holder.epoch,
+        "alive": holder.alive,
+        "state": "active" if holder.alive else "dead",
+        "heartbeat_age_s": max(0.0, now - holder.heard_s),
+    }
+
+
+def _worker(model: Model, w: Worker, now: float) -> dict[str, Any]:
+    lease = _lease(w, now)
+    if w.alive and (w.draining or w.resting):
+        lease["state"] = "draining" if w.draining else "resting"
+    return {
+        "worker": w.name,
+        **lease,
+        "rank": w.rank,
+        "clock": w.done,
+        "next_clock": model.gate.next_clock(w),
+        "metrics": dict(w.metrics),
+    }

@@ -1,0 +1,92 @@
+"""The scheduler's state from the documents it stored: what a killed one knew and had told anyone is known again."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paramserver.core.checkpoints import Record
+from paramserver.core.cluster import Cluster
+from paramserver.core.gate import Commit
+from paramserver.core.membership import Member, Shard, Worker
+from paramserver.core.models import FORMAT, RESTORED, Model
+from paramserver.core.runs import Run
+from paramserver.core.scheduler_io import LoadFiles
+from paramserver.core.tasks import Dataset
+from paramserver.core.timeline import begin_sync
+from paramserver.errors import problem
+
+KINDS: Final = tuple("cluster shard model place clock commit worker dataset tasks checkpoint run member".split())
+
+
+def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float) -> Cluster:
+    """The cluster that these fields of `ps:state` describe, with one full lease for everyone who was alive.
+
+    Raises CorruptState for fields that this version does not know or cannot read.
+    """
+    groups: dict[str, dict[str, Mapping[str, Any]]] = {k: {} for k in KINDS}
+    for name, doc in documents.items():
+        kind, _, rest = name.partition(":")
+        if kind not in groups:
+            raise problem("corrupt_state", f"field {name!r:.80} of the stored state is of no kind known here")
+        if doc.get("format", FORMAT) != FORMAT:
+            raise problem(
+                "corrupt_state", f"field {name!r:.80} has format {doc.get('format')}, known is {FORMAT}",
+                hint="start the version that wrote it, or a newer one",
+            )  # fmt: skip
+        groups[kind][rest] = doc
+    c = Cluster(term, unix_s - now)
+    try:
+        _fill(c, groups, now)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        raise problem("corrupt_state", f"the stored state cannot be read: {type(e).__name__}: {e}") from e
+    return c
+
+
+def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now: float) -> None:
+    cluster = groups["cluster"].get("", {})
+    c.map_epoch, c.generations = cluster.get("map_epoch", 0), cluster.get("generations", 0)
+    c.run_count, c.member_count = cluster.get("run_count", 0), cluster.get("member_count", 0)
+    for name, doc in groups["shard"].items():
+        c.shards[name] = Shard(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])
+    for name, doc in groups["model"].items():
+        c.models[name] = Model.of(doc, groups["place"][name], groups["clock"][name], now)
+    for name, doc in groups["worker"].items():
+        model_name, _, worker = name.partition(":")
+        model = c.models[model_name]
+        clock = max(doc["clock"], model.gate.clock) if model.gate.sync else doc["clock"]
+        model.roster.workers[worker] = Worker(
+            worker, doc["epoch"], now, doc["alive"], doc["rank"], clock, granted=clock, state=doc["state"],
+            # A worker that does not send the timeline is taken to know it.
+            timeline=model.timeline,
+        )  # fmt: skip
+    commits: dict[str, list[Commit]] = {}
+    for name, doc in groups["commit"].items():
+        commits.setdefault(name.partition(":")[0], []).append(Commit.of(doc))
+    for name, records in commits.items():
+        c.models[name].commits.extend((now, r) for r in sorted(records, key=lambda r: r.t))
+    for name, doc in groups["dataset"].items():
+        model_name, _, dataset = name.partition(":")
+        c.models[model_name].datasets[dataset] = Dataset.of(doc, groups["tasks"].get(name))
+    for name, doc in groups["checkpoint"].items():
+        model_name, _, record = name.partition(":")
+        c.models[model_name].checkpoints.records[record] = Record.of(doc)
+    for id_, doc in sorted(groups["run"].items(), key=lambda r: r[1]["created_s"]):
+        c.runs[id_] = Run.of(doc, now)
+    for name, doc in groups["member"].items():
+        place = (doc["place"][0], doc["place"][1]) if doc["place"] else None
+        c.members[name] = Member(name, doc["epoch"], now, doc["alive"], tuple(doc["allow"]), place)
+    for model in c.models.values():
+        _resume(c, model)
+
+
+def _resume(c: Cluster, model: Model) -> None:
+    """What was under way in the process that is gone begins anew."""
+    files = {p.name: p.init.path for p in model.spec.params if p.init.kind == "file" and p.name in model.missing}
+    if files and RESTORED not in model.missing:
+        c.perform(LoadFiles(model.key, files))
+    if model.restoring:
+        # Nobody will finish that restore: what it has set stays, and sync goes on from there.
+        model.restoring = False
+        c.save_model(model)
+        if model.gate.sync:
+            begin_sync(c, model)
+    c.model_changed(model)

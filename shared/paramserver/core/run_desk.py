@@ -1,0 +1,290 @@
+"""Runs and the worker pool: who works at which place, and when a run ends."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.core.cluster import Cluster
+from paramserver.core.fields import MODEL_NAME
+from paramserver.core.membership import Member, current, expired
+from paramserver.core.models import Model
+from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run
+from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
+from paramserver.errors import problem
+
+SAVE_TIME_S: Final = 15.0
+"""How much of a run's counted time a killed scheduler may lose."""
+MEMBERS_MAX: Final = 4096
+
+
+class RunDesk:
+    """Handles the events of runs and pool members."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.c = cluster
+
+    # --- runs ---
+
+    def find(self, run: Any) -> Run:
+        """The run of that id; raises NotFoundError."""
+        found = self.c.runs.get(run) if isinstance(run, str) else None
+        if found is None:
+            raise problem("unknown_run", f"no run {run!r:.80}")
+        return found
+
+    def create(self, e: CreateRun, now: float) -> None:
+        check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
+        stop = StopRule.check(e.stop)
+        if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
+            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
+        model = self.c.model(e.model)
+        busy = next((r.id for r in self.c.runs.values() if r.model == e.model and not r.ended), None)
+        if busy is not None:
+            raise problem("conflict", f"run '{busy}' is training model '{e.model}'", hint="stop it first", run=busy)
+        self.c.run_count += 1
+        self.c.save_cluster()
+        id_ = f"run-{self.c.run_count}"
+        run = Run(
+            id_,
+            e.name or id_,
+            e.model,
+            e.entry,
+            dict(e.args),
+            stop,
+            [Place() for _ in range(e.workers)],
+            now + self.c.wall_offset_s,
+            e.evaluate_every,
+            e.checkpoint_every,
+            from_clock=model.gate.clock,
+            counted_s=now,
+            saved_s=now,
+        )
+        self.c.runs[id_] = run
+        ended = [r for r in self.c.runs.values() if r.ended]
+        for old in ended[: max(0, len(self.c.runs) - limits.RUNS_KEPT_MAX)]:
+            del self.c.runs[old.id]
+            self.c.drop(f"run:{old.id}")
+        self.fill(now)
+        self._changed(run, now)
+        self.c.answer(e.request, run.document(), 201)
+
+    def patch(self, e: PatchRun, now: float) -> None:
+        run = self.find(e.run)
+        if e.state is not None and e.state not in ("paused", "running", "stopped"):
+            raise problem("invalid_field", "state: must be paused, running or stopped", where="state")
+        if e.workers is not None:
+            check_run(run.entry, e.workers, {}, 0, 0)
+        stop = StopRule.check(e.stop) if e.stop is not None else run.stop
+        if run.ended and (e.state != run.state or e.workers is not None or e.stop is not None):
+            raise problem("conflict", f"run '{run.id}' is {run.state} already", hint="create a new run")
+        run.stop = stop
+        if e.workers is not None:
+            for i in range(e.workers, len(run.places)):
+                self._take_away(run, i)
+            del run.places[e.workers :]
+            run.places += [Place() for _ in range(e.workers - len(run.places))]
+        if e.state == "paused" and run.active:
+            run.change("paused", now, "paused by request")
+        elif e.state == "running" and run.state == "paused":
+            run.change("waiting", now)
+        elif e.state == "stopped" and not run.ended:
+            self.end(run, "stopped", "stopped by request", now)
+        self.fill(now)
+        self._changed(run, now)
+        self.c.answer(e.request, run.document())
+
+    def _take_away(self, run: Run, place: int) -> None:
+        member = run.places[place].member
+        if member is not None:
+            run.leaving[member] = place
+
+    def end(self, run: Run, state: str, reason: str, now: float) -> None:
+        """The run is over; its workers learn it from their heartbeats and free their places."""
+        run.change(state, now, reason)
+        self._changed(run, now)
+
+    def _changed(self, run: Run, now: float) -> None:
+        run.settle(now)
+        self.c.save_run(run)
+        model = self.c.models.get(run.model)
+        if model is not None:
+            self.c.touch(model)
+
+    def of_model(self, model: Model) -> Run | None:
+        """The run that is training that model."""
+        return next((r for r in self.c.runs.values() if r.model == model.name and not r.ended), None)
+
+    def worker_state(self, worker: str) -> str:
+        """What a worker's run asks of it: active, paused or stop; active for one that belongs to no run."""
+        run_id, _, place = worker.partition("/w")
+        run = self.c.runs.get(run_id)
+        if run is None:
+            return "active"
+        gone = place.isascii() and place.isdigit() and int(place[:9]) >= len(run.places)
+        if run.ended or gone:
+            return "stop"
+        return "paused" if run.state == "paused" else "active"
+
+    def watch(self, model: Model, now: float) -> None:
+        """Ends the run of that model when its clocks or minutes are over."""
+        run = self.of_model(model)
+        if run is None:
+            return
+        run.count_time(now)
+        clocks = model.gate.clock - run.from_clock
+        if run.stop.clocks is not None and clocks >= run.stop.clocks:
+            self.end(run, "finished", f"{clocks} clocks are done", now)
+        elif run.stop.minutes is not None and run.ran_s >= 60.0 * run.stop.minutes:
+            self.end(run, "finished", f"{run.stop.minutes:g} minutes are over", now)
+        elif run.state == "running" and now - run.saved_s >= SAVE_TIME_S:
+            run.saved_s = now
+            self.c.save_run(run)
+
+    def saw_metrics(self, model: Model, metrics: Mapping[str, float], now: float) -> None:
+        """Ends the run of that model when a metric reaches its bound."""
+        run = self.of_model(model)
+        if run is None or run.state not in ("running", "paused"):
+            return
+        for name, value in metrics.items():
+            why = run.stop.met_by(name, value)
+            if why is not None:
+                self.end(run, "finished", why, now)
+                return
+
+    def model_gone(self, name: str, now: float) -> None:
+        """The model was deleted."""
+        for run in self.c.runs.values():
+            if run.model == name and not run.ended:
+                self.end(run, "stopped", f"model '{name}' was deleted", now)
+
+    # --- the pool ---
+
+    def join(self, e: JoinPool, now: float) -> None:
+        if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
+            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
+        if not all(isinstance(p, str) and 0 < len(p) <= 256 for p in e.allow) or len(e.allow) > 64:
+            raise problem("invalid_field", "allow: must be a list of module prefixes", where="allow")
+        name = e.name
+        while name is None:
+            self.c.member_count += 1
+            self.c.save_cluster()
+            name = None if f"pool-{self.c.member_count}" in self.c.members else f"pool-{self.c.member_count}"
+        old = self.c.members.get(name)
+        if old is None and len(self.c.members) >= MEMBERS_MAX:
+            raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the bound")
+        if old is not None:
+            self.part(old, now)
+        member = Member(name, old.epoch + 1 if old else 1, now, allow=tuple(e.allow))
+        self.c.members[name] = member
+        self.c.save_member(member)
+        self.fill(now)
+        self.c.answer(e.request, {"member": name, "epoch": member.epoch, "lease_s": limits.LEASE_S}, 201)
+
+    def heartbeat(self, e: PoolHeartbeat, now: float) -> None:
+        member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
+        member.heard_s = now
+        self.c.answer(e.request, self.assignment(member))
+
+    def assignment(self, member: Member) -> dict[str, Any]:
+        """What that member is to do."""
+        if member.place is None:
+            return {"state": "idle", "run": None}
+        run_id, place = member.place
+        run = self.c.runs[run_id]
+        stop = run.ended or member.name in run.leaving
+        return {
+            "state": "stop" if stop else "assigned",
+            "run": {
+                "id": run.id,
+                "name": run.name,
+                "model": run.model,
+                "entry": run.entry,
+                "args": dict(run.args),
+                "place": place,
+                "worker": run.worker_name(place),
+                "rank": place,
+                "workers": len(run.places),
+            },
+        }
+
+    def leave(self, e: LeavePool, now: float) -> None:
+        member = self.c.members.get(e.member)
+        if member is not None and member.alive and e.epoch in (None, member.epoch):
+            self.part(member, now)
+            self.fill(now)
+        self.c.answer(e.request, None, 204)
+
+    def part(self, member: Member, now: float) -> None:
+        """That incarnation is gone; its place is free again."""
+        self._free(member, now)
+        member.alive = False
+        self.c.save_member(member)
+
+    def expire(self, now: float) -> None:
+        """Members whose lease has run out; the dead of long ago are forgotten."""
+        gone = expired(self.c.members.values(), now)
+        for member in gone:
+            self.part(member, now)
+        dead = sorted((m for m in self.c.members.values() if not m.alive), key=lambda m: m.heard_s)
+        for member in dead[: max(0, len(dead) - 256)]:
+            del self.c.members[member.name]
+            self.c.drop(f"member:{member.name}")
+        if gone:
+            self.fill(now)
+
+    def _free(self, member: Member, now: float) -> None:
+        if member.place is None:
+            return
+        run_id, place = member.place
+        member.place = None
+        self.c.save_member(member)
+        run = self.c.runs.get(run_id)
+        if run is None:
+            return
+        run.leaving.pop(member.name, None)
+        if place < len(run.places) and run.places[place].member == member.name:
+            run.places[place].member = None
+        self._changed(run, now)
+
+    def done(self, e: PlaceDone, now: float) -> None:
+        run = self.find(e.run)
+        member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
+        member.heard_s = now
+        if member.place == (e.run, e.place):
+            lost = e.place >= len(run.places) or member.name in run.leaving
+            self._free(member, now)
+            if not lost and not run.ended:
+                self._place_done(run, e.place, e.error, now)
+            self.fill(now)
+            self._changed(run, now)
+        self.c.answer(e.request, run.document())
+
+    def _place_done(self, run: Run, index: int, error: str | None, now: float) -> None:
+        place = run.places[index]
+        if error is None:
+            place.done = True
+            if all(p.done for p in run.places):
+                self.end(run, "finished", "every worker has finished", now)
+            return
+        place.restarts += 1
+        if place.restarts > RESTARTS_MAX:
+            reason = f"worker {index} raised {place.restarts} times; the last time:\n{error[-16_384:]}"
+            self.end(run, "failed", reason, now)
+
+    def fill(self, now: float) -> None:
+        """Gives free places to idle members, oldest run first."""
+        idle = [m for m in self.c.members.values() if m.alive and m.place is None]
+        for run in self.c.runs.values():
+            if not idle or not run.active:
+                continue
+            for i, place in enumerate(run.places):
+                if place.member is not None or place.done:
+                    continue
+                member = next((m for m in idle if m.allows(run.entry)), None)
+                if member is None:
+                    break
+                idle.remove(member)
+                place.member, place.epoch = member.name, member.epoch
+                member.place = (run.id, i)
+                self.c.save_member(member)
+                self._changed(run, now)

@@ -1,0 +1,259 @@
+"""A run: one training of one model by workers from the pool, with its states and stopping rule.
+
+waiting -> running -> finished | failed | stopped, and paused in between.  A run is waiting while none of its places has
+a worker.  Nothing here starts a process: members of the pool ask for work.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.core.fields import finite
+from paramserver.errors import PsError, combined, problem
+
+RESTARTS_MAX: Final = 3
+"""A place whose entry has raised more often fails the run."""
+ENDED: Final = ("finished", "failed", "stopped")
+ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+HOW_TO_START: Final = "start one with 'paramserver-worker', or N on this machine with 'psctl up --workers N'"
+
+
+@dataclass(slots=True)
+class Place:
+    """One worker's place in a run."""
+
+    member: str | None = None
+    epoch: int = 0
+    """Of the member."""
+    restarts: int = 0
+    done: bool = False
+    """The entry has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When a run is finished; the first condition met counts, none of them means when every entry has returned."""
+
+    clocks: int | None = None
+    """Clocks of the model since the run began."""
+    minutes: float | None = None
+    """Minutes in state running."""
+    metric: str | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @classmethod
+    def check(cls, data: Any) -> "StopRule":
+        """The rule described; raises RequestError naming each wrong field."""
+        errors: list[PsError] = []
+
+        def fail(where: str, what: str, hint: str = "") -> None:
+            errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
+
+        if not isinstance(data, Mapping):
+            raise problem("invalid_field", "stop: must be an object", where="stop")
+        for key in data:
+            if key not in ("clocks", "minutes", "metric"):
+                fail(f"stop.{key!s:.40}", "is not a known field", "known fields: clocks, metric, minutes")
+        clocks, minutes, metric = data.get("clocks"), data.get("minutes"), data.get("metric")
+        if clocks is not None and not (
+            isinstance(clocks, int) and not isinstance(clocks, bool) and 0 < clocks < 1 << 53
+        ):
+            fail("stop.clocks", "must be a positive integer")
+        if minutes is not None and not (finite(minutes) and minutes > 0):
+            fail("stop.minutes", "must be a positive number")
+        name = low = high = None
+        if metric is not None:
+            if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
+                fail("stop.metric", 'must be {"name": ..., "at_least" or "at_most": number}')
+            else:
+                name, low, high = metric["name"], metric.get("at_least"), metric.get("at_most")
+                given = [v for v in (low, high) if v is not None]
+                if len(given) != 1 or not finite(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
+                    fail("stop.metric", "needs either at_least or at_most, a number")
+        if errors:
+            raise combined(errors)
+        return cls(clocks, minutes, name, low, high)
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object of this rule."""
+        out: dict[str, Any] = {}
+        if self.clocks is not None:
+            out["clocks"] = self.clocks
+        if self.minutes is not None:
+            out["minutes"] = self.minutes
+        if self.metric is not None:
+            bound = {"at_least": self.at_least, "at_most": self.at_most}
+            out["metric"] = {"name": self.metric} | {k: v for k, v in bound.items() if v is not None}
+        return out
+
+    def met_by(self, name: str, value: float) -> str | None:
+        """Why that metric ends the run, or None."""
+        if name != self.metric:
+            return None
+        if self.at_least is not None and value >= self.at_least:
+            return f"{name} reached {value:g}, at least {self.at_least:g} was asked for"
+        if self.at_most is not None and value <= self.at_most:
+            return f"{name} reached {value:g}, at most {self.at_most:g} was asked for"
+        return None
+
+
+@dataclass(slots=True)
+class Run:
+    """One training of one model."""
+
+    id: str
+    name: str
+    model: str
+    entry: str
+    args: Mapping[str, Any]
+    stop: StopRule
+    places: list[Place]
+    created_s: float
+    """Unix time."""
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    state: str = "waiting"
+    reason: str = ""
+    from_clock: int = 0
+    """Clock of the model when the run was made."""
+    ran_s: float = 0.0
+    """Seconds in state running, up to `counted_s`."""
+    counted_s: float = 0.0
+    """Monotonic; not stored."""
+    saved_s: float = 0.0
+    """When `ran_s` was stored last; monotonic."""
+    leaving: dict[str, int] = field(default_factory=dict)
+    """Members whose place was taken away -> place; they are told to stop."""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def active(self) -> bool:
+        """Whether its workers are to work."""
+        return self.state in ("waiting", "running")
+
+    def worker_name(self, place: int) -> str:
+        """The worker that a place is."""
+        return f"{self.id}/w{place}"
+
+    def count_time(self, now: float) -> None:
+        """Adds the time since the last call if the run was running."""
+        if self.state == "running":
+            self.ran_s += max(0.0, now - self.counted_s)
+        self.counted_s = now
+
+    def settle(self, now: float) -> None:
+        """Waiting or running, by whether anyone works; the reason says what is missing."""
+        if not self.active:
+            return
+        self.count_time(now)
+        filled = sum(p.member is not None for p in self.places)
+        open_places = sum(p.member is None and not p.done for p in self.places)
+        self.state = "running" if filled else "waiting"
+        wanted = len(self.places)
+        if open_places and filled:
+            self.reason = f"{filled} of {wanted} workers; {open_places} more can join: {HOW_TO_START}"
+        elif open_places:
+            self.reason = f"no worker has taken one of its {wanted} places: {HOW_TO_START}"
+        else:
+            self.reason = ""
+
+    def change(self, state: str, now: float, reason: str = "") -> None:
+        """Another state from now on."""
+        self.count_time(now)
+        self.state, self.reason = state, reason
+        if state == "waiting":
+            self.settle(now)
+
+    def stored(self) -> dict[str, Any]:
+        """As stored."""
+        return {
+            "format": 1,
+            "id": self.id,
+            "name": self.name,
+            "model": self.model,
+            "entry": self.entry,
+            "args": dict(self.args),
+            "stop": self.stop.document(),
+            "places": [[p.member, p.epoch, p.restarts, p.done] for p in self.places],
+            "created_s": self.created_s,
+            "evaluate_every": self.evaluate_every,
+            "checkpoint_every": self.checkpoint_every,
+            "state": self.state,
+            "reason": self.reason,
+            "from_clock": self.from_clock,
+            "ran_s": self.ran_s,
+        }
+
+    @classmethod
+    def of(cls, doc: Mapping[str, Any], now: float) -> "Run":
+        """The run that a stored document describes."""
+        return cls(
+            doc["id"],
+            doc["name"],
+            doc["model"],
+            doc["entry"],
+            doc["args"],
+            StopRule.check(doc["stop"]),
+            [Place(m, e, r, d) for m, e, r, d in doc["places"]],
+            doc["created_s"],
+            doc["evaluate_every"],
+            doc["checkpoint_every"],
+            doc["state"],
+            doc["reason"],
+            doc["from_clock"],
+            doc["ran_s"],
+            counted_s=now,
+            saved_s=now,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """What readers get."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "model": self.model,
+            "entry": self.entry,
+            "args": dict(self.args),
+            "workers": len(self.places),
+            "stop": self.stop.document(),
+            "evaluate_every": self.evaluate_every,
+            "checkpoint_every": self.checkpoint_every,
+            "state": self.state,
+            "reason": self.reason,
+            "from_clock": self.from_clock,
+            "ran_s": self.ran_s,
+            "created_s": self.created_s,
+            "places": [
+                {"place": i, "worker": self.worker_name(i), "member": p.member, "restarts": p.restarts, "done": p.done}
+                for i, p in enumerate(self.places)
+            ],
+        }
+
+
+def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoint_every: Any) -> None:
+    """Raises RequestError naming each wrong field of a new run."""
+    errors: list[PsError] = []
+
+    def fail(where: str, what: str, hint: str = "") -> None:
+        errors.append(problem("invalid_field", f"{where}: {what}", hint=hint, where=where))
+
+    def count(value: Any, low: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value < 1 << 53
+
+    if not isinstance(entry, str) or len(entry) > 256 or not ENTRY.fullmatch(entry):
+        fail("entry", f"{entry!r:.80} is no entry", "write 'package.module:function'")
+    if not count(workers, 1) or workers > limits.WORKERS_PER_MODEL_MAX:
+        fail("workers", f"must be an integer from 1 to {limits.WORKERS_PER_MODEL_MAX}")
+    if not isinstance(args, Mapping) or not all(isinstance(k, str) for k in args):
+        fail("args", "must be an object")
+    for where, value in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
+        if not count(value, 0):
+            fail(where, "must be a number of clocks, 0 for none")
+    if errors:
+        raise combined(errors)

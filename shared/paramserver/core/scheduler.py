@@ -1,0 +1,134 @@
+"""The scheduler's decisions: events in, effects out; see `scheduler_io`.
+
+`SchedulerCore` only hands each event to the desk that knows about it, then lets every model that was touched go on:
+commits that can be made are made, those who wait for something are answered.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from paramserver import limits
+from paramserver.core import scheduler_io as io
+from paramserver.core.checkpoint_desk import CheckpointDesk
+from paramserver.core.cluster import Cluster
+from paramserver.core.model_desk import ModelDesk
+from paramserver.core.reading import Reading
+from paramserver.core.recovery import restore
+from paramserver.core.run_desk import RunDesk
+from paramserver.core.shard_desk import ShardDesk
+from paramserver.core.worker_desk import WorkerDesk
+from paramserver.errors import PsError
+
+ROUNDS_MAX = 16
+
+
+class SchedulerCore:
+    """One scheduler.  Changed by `handle` alone; `read` is for everything that only looks."""
+
+    def __init__(self, cluster: Cluster, now: float) -> None:
+        self._c = cluster
+        self._now = now
+        self.read = Reading(cluster)
+        shards, runs = ShardDesk(cluster), RunDesk(cluster)
+        models, workers, checkpoints = (
+            ModelDesk(cluster, shards, runs),
+            WorkerDesk(cluster, runs),
+            CheckpointDesk(cluster, runs),
+        )
+        self._shards, self._runs, self._models, self._workers, self._checkpoints = (
+            shards, runs, models, workers, checkpoints,
+        )  # fmt: skip
+        self._desk: Mapping[type, Callable[[Any, float], None]] = {
+            io.JoinShard: shards.join,
+            io.ShardHeartbeat: shards.heartbeat,
+            io.LeaveShard: shards.leave,
+            io.OpenFeed: shards.feed,
+            io.CreateModel: models.create,
+            io.PatchModel: models.patch,
+            io.DeleteModel: models.delete,
+            io.ParameterUploaded: models.uploaded,
+            io.FilesLoaded: models.files_loaded,
+            io.StartRestore: models.start_restore,
+            io.RestoreFinished: models.finish_restore,
+            io.JoinWorker: workers.join,
+            io.WorkerHeartbeat: workers.heartbeat,
+            io.LeaveWorker: workers.leave,
+            io.DrainWorker: workers.drain,
+            io.ReportClock: workers.clock,
+            io.ReportMetrics: workers.metrics,
+            io.RegisterDataset: workers.register,
+            io.LeaseTask: workers.lease,
+            io.TaskDone: workers.task_done,
+            io.RequestEvaluation: workers.ask_evaluation,
+            io.RequestCheckpoint: checkpoints.request,
+            io.CheckpointWritten: checkpoints.written,
+            io.CheckpointFailed: checkpoints.failed,
+            io.CreateRun: runs.create,
+            io.PatchRun: runs.patch,
+            io.JoinPool: runs.join,
+            io.PoolHeartbeat: runs.heartbeat,
+            io.LeavePool: runs.leave,
+            io.PlaceDone: runs.done,
+            io.RequestGone: self._gone,
+            io.Tick: self._tick,
+        }
+
+    @classmethod
+    def restore(cls, documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float = 0.0) -> Self:
+        """The core of a scheduler that starts in this term and found these fields in `ps:state`.
+
+        Everyone who was alive gets one full lease from `now`.  Raises CorruptState when the fields cannot be read.
+        """
+        return cls(restore(documents, now, term, unix_s), now)
+
+    def handle(self, event: io.Event, now: float) -> list[io.Effect]:
+        """What that event brings about, to be performed in order.  Refusals become replies; nothing is raised."""
+        self._now = now
+        try:
+            self._desk[type(event)](event, now)
+        except PsError as e:
+            request = getattr(event, "request", None)
+            if request is None:
+                raise
+            # Where the model went back to is only told once that is stored.
+            (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(request, e)
+        self._advance(now)
+        return self._c.effects()
+
+    def _advance(self, now: float) -> None:
+        c = self._c
+        for _ in range(ROUNDS_MAX):
+            names, c.touched, c.unfinished = [*c.touched, *c.unfinished], {}, {}
+            if not names:
+                return
+            for model in [c.models[n] for n in dict.fromkeys(names) if n in c.models]:
+                self._models.advance(model, now)
+                self._workers.advance(model, now)
+                self._checkpoints.advance(model, now)
+                self._runs.watch(model, now)
+
+    def _tick(self, event: io.Tick, now: float) -> None:
+        self._shards.expire(now)
+        self._workers.expire(now)
+        self._runs.expire(now)
+        for model in self._c.models.values():
+            self._c.touch(model)
+
+    def _gone(self, event: io.RequestGone, now: float) -> None:
+        self._checkpoints.forget(event.request)
+        for model in self._c.models.values():
+            if model.forget(event.request, now):
+                return
+
+    def deadline(self) -> float:
+        """When a `Tick` is due at the latest: a lease or a wait ends, or simply a second has passed."""
+        c = self._c
+        if c.touched or c.unfinished:
+            return self._now
+        ends = [self._now + limits.HEARTBEAT_S]
+        ends += [s.expires_s() for s in c.shards.values() if s.alive]
+        ends += [m.expires_s() for m in c.members.values() if m.alive]
+        for model in c.models.values():
+            ends += [w.expires_s() for w in model.roster if w.alive and w.parked <= 0]
+            ends += [w.deadline_s for w in model.waiters()]
+        return max(self._now, min(ends))

@@ -1,0 +1,25 @@
+"""Timelines: when a model's clocks begin anew, so that nothing of before counts any more (semantics 4)."""
+
+from paramserver.core.cluster import Cluster
+from paramserver.core.models import Model
+
+
+def restart(cluster: Cluster, model: Model, clock: int) -> None:
+    """A new timeline begins at that clock; staged gradients and done reports of the old one count no more."""
+    for _, commit in model.commits:
+        cluster.drop(f"commit:{model.name}:{commit.t}")
+    model.restart_at(clock)
+    cluster.save_clock(model)
+    cluster.model_changed(model)
+
+
+def begin_sync(cluster: Cluster, model: Model) -> None:
+    """A sync phase begins on values that are not the initial ones: everyone takes up one clock.
+
+    A commit without contributions then makes the first cut.  The clock is none that a partition's version has not
+    reached, so a pull that waits for it is met at once.
+    """
+    clock = min(model.gate.clock, min(o.version for o in model.owners))
+    model.cut = None
+    model.switched = model.cut_wanted = True
+    restart(cluster, model, clock)
