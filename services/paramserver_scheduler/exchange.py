@@ -11,10 +11,12 @@ from fastapi import Request, Response
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.reading import Reading
 from paramserver.errors import problem
 from paramserver_node import negotiate
 from paramserver_node.forward import Forwarder
 from paramserver_scheduler import bodies
+from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.runtime import Answer, Runtime
 
@@ -29,6 +31,7 @@ class Service:
     runtime: Runtime
     jobs: Jobs
     forwarder: Forwarder
+    history: History
     url: str
     """Where others reach this scheduler."""
     started_s: float

@@ -4,7 +4,7 @@ Documents are level-triggered: a reader that is too slow is cut off and hears ev
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 BACKLOG_MAX: Final = 4096
@@ -51,13 +51,15 @@ class Feed:
 class Hub:
     """All open feeds of this scheduler."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[Mapping[str, Any]], None]) -> None:
+        self._note = note
         self._feeds: set[Feed] = set()
         self._changed = asyncio.Event()
         self._closed = False
 
     def publish(self, document: Mapping[str, Any]) -> None:
         """Give the document to every open feed."""
+        self._note(document)
         for feed in self._feeds:
             feed.put(document)
         self._feeds = {f for f in self._feeds if f.open}

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
+from time import monotonic
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -15,6 +16,7 @@ from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
 from paramserver_scheduler import checkpoints
 from paramserver_scheduler.checkpoints import CheckpointStore
+from paramserver_scheduler.history import History
 from paramserver_scheduler.runtime import Answer, Runtime
 from paramserver_scheduler.shards import Owner, ShardClient
 
@@ -29,12 +31,19 @@ class Jobs:
     """Performs the long effects in tasks of the process' task group; each ends with its event."""
 
     def __init__(
-        self, runtime: Runtime, store: CheckpointStore, shards: ShardClient, redis: Redis, group: asyncio.TaskGroup
+        self,
+        runtime: Runtime,
+        store: CheckpointStore,
+        shards: ShardClient,
+        redis: Redis,
+        history: History,
+        group: asyncio.TaskGroup,
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._shards = shards
         self._redis = redis
+        self._history = history
         self._group = group
 
     def start(self, effect: io.Effect) -> None:
@@ -112,10 +121,14 @@ class Jobs:
             )
         except (PsError, OSError) as e:
             log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, e)
+            self._history.add(monotonic(), "checkpoint_failed", f"checkpoint {effect.name} of {effect.model.name}: {e}")
             error = e if isinstance(e, PsError) else problem("unavailable", f"the disk refuses: {e}")
             self._runtime.send(io.CheckpointFailed(effect.model, effect.name, error))
         else:
             log.info("checkpoint.written model=%s name=%s bytes=%d", effect.model, effect.name, size)
+            self._history.add(
+                monotonic(), "checkpoint_written", f"checkpoint {effect.name} of model {effect.model.name}"
+            )
             self._runtime.send(io.CheckpointWritten(effect.model, effect.name, size, versions, path))
 
     async def _remove(self, model: str, name: str) -> None:

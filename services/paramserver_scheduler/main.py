@@ -9,18 +9,20 @@ from typing import Annotated
 
 import typer
 from fastapi import FastAPI
-from paramserver.core.scheduler import SchedulerCore
 from redis.asyncio import Redis
 
+from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import CorruptState, PsError, problem
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
 from paramserver_node.server import serve_uvicorn, stop_on_signals
 from paramserver_node.settings import SchedulerSettings
+from paramserver_scheduler import telemetry
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.exchange import Service
+from paramserver_scheduler.history import History
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.runtime import Runtime
@@ -48,16 +50,20 @@ async def decide(settings: SchedulerSettings, redis: Redis, http: FastAPI, stop:
     checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     await asyncio.to_thread(checkpoints.sweep)
     core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())
-    runtime = Runtime(core, store, Hub())
+    history = History(time.time() - time.monotonic())
+    history.begin(core.read)
+    runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
     shards, forwarder = ShardClient(), Forwarder()
     try:
         async with asyncio.TaskGroup() as group:
-            jobs = Jobs(runtime, checkpoints, shards, redis, group)
+            jobs = Jobs(runtime, checkpoints, shards, redis, history, group)
             runtime.jobs = jobs
             url = settings.advertise or f"http://{settings.host}:{settings.port}"
-            http.state.service = Service(runtime, jobs, forwarder, url, time.monotonic())
+            http.state.service = Service(runtime, jobs, forwarder, history, url, time.monotonic())
             log.info("scheduler.ready term=%d models=%d url=%s", store.term, len(core.read.models()), url)
+            history.add(time.monotonic(), "scheduler_started", f"the scheduler has started (term {store.term})")
             group.create_task(runtime.run())
+            group.create_task(_observe(runtime, history))
             await stop.wait()
             # Feeds and long polls end now; the server then has nothing left to wait for.
             runtime.close(problem("unavailable", "the scheduler is stopping"))
@@ -65,6 +71,15 @@ async def decide(settings: SchedulerSettings, redis: Redis, http: FastAPI, stop:
     finally:
         await shards.aclose()
         await forwarder.aclose()
+
+
+async def _observe(runtime: Runtime, history: History) -> None:
+    """Samples rates and gauges each second."""
+    while True:
+        now = time.monotonic()
+        history.sample(runtime.core.read, now)
+        telemetry.update(runtime.core.read, now, redis_away=runtime.redis_away)
+        await asyncio.sleep(1.0)
 
 
 async def serve(settings: SchedulerSettings) -> None:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final, Protocol
 
-from paramserver.core.scheduler import SchedulerCore
-
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError, problem
 from paramserver.types import PartitionKey, Token
 from paramserver_scheduler.hub import Hub
@@ -33,6 +32,9 @@ TICK_S: Final = 0.5
 
 _PASSING: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat, io.OpenFeed, io.LeaseTask, io.ReportClock)
 """Events of a request that are taken in while Redis is away: they keep leases alive, or can wait."""
+
+_LEASES: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat)
+"""Events that only ever move deadlines further away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,7 @@ class Runtime:
         if self.stopped is not None:
             return
         self._take(self.core.handle(event, monotonic()))
-        deadline = self.core.deadline()
-        if deadline is not None and deadline < self._wake_at:
+        if not isinstance(event, _LEASES) and self.core.deadline() < self._wake_at:
             self._wake.set()
 
     def _take(self, effects: list[io.Effect]) -> None:
@@ -212,9 +213,8 @@ class Runtime:
     async def _keep_time(self) -> None:
         while True:
             now = monotonic()
-            deadline = self.core.deadline()
             # A deadline that stays in the past must not turn into a busy loop.
-            wait_s = TICK_S if deadline is None else min(TICK_S, max(0.002, deadline - now))
+            wait_s = min(TICK_S, max(0.002, self.core.deadline() - now))
             self._wake_at = now + wait_s
             self._wake.clear()
             try:

@@ -31,9 +31,9 @@ class NodeStatus(BaseModel):
     addresses: list[str]
     epoch: int
     heartbeat_age_s: float
-    partitions: int = 0
-    bytes: int = Field(0, description="bytes of parameters it owns")
-    metrics: dict[str, Any] = Field({}, description="what its last heartbeat said")
+    partitions: int = Field(default=0)
+    bytes: int = Field(default=0, description="bytes of parameters it owns")
+    metrics: dict[str, Any] = Field(default={}, description="what its last heartbeat said")
 
 
 class WorkerStatus(BaseModel):
@@ -45,7 +45,9 @@ class WorkerStatus(BaseModel):
     clock: int
     state: str = Field(examples=["active", "draining", "dead"])
     heartbeat_age_s: float
-    metrics: dict[str, Any] = Field({}, description="what its last heartbeat said: loss, version lag, samples/s, ...")
+    metrics: dict[str, Any] = Field(
+        default={}, description="what its last heartbeat said: loss, version lag, samples/s, ..."
+    )
 
 
 class Series(BaseModel):

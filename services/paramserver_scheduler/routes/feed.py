@@ -44,7 +44,7 @@ async def get_map(request: Request) -> Response:
                 await until_gone(request, newer())
         except TimeoutError:
             pass
-    return respond(request, {k: v for k, v in s.read.map().items() if k != "type"})
+    return respond(request, s.read.map())
 
 
 @router.get("/events", responses=gives(200, "Server-sent events: map, model, roster, commit, gone"))

@@ -27,5 +27,4 @@ async def report(request: Request, m: str) -> Response:
 async def series(request: Request, m: str) -> Response:
     """All series of a model; `?name=` gives one."""
     name = request.query_params.get("name")
-    found = service(request).core.metrics(m)
-    return page(request, [s for s in found if name is None or s["name"] == name])
+    return page(request, service(request).read.metrics(m, None if name is None else [name]))
