@@ -17,6 +17,8 @@ CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 FRAME_HEADER_BYTES_MAX: Final = 1 * MIB
 MSGPACK_DEPTH_MAX: Final = 8
 MSGPACK_CONTAINER_MAX: Final = 4096
+MSGPACK_ITEMS_MAX: Final = 1 << 17
+"""Values in one msgpack body; numbers of a tensor are one value together."""
 JSON_DEPTH_MAX: Final = 32
 CHUNK_BYTES: Final = 1 * MIB
 """Size of the pieces in which responses are written."""

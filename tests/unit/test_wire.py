@@ -1,5 +1,6 @@
 """Frames, tensors and bounded reading: what goes in comes out, and bad bytes give nothing but a PsError."""
 
+import json
 import struct
 import tracemalloc
 import zlib
@@ -89,7 +90,8 @@ def test_a_newer_frame_format_is_refused_by_name() -> None:
         ({"parts": [[0, [1], None]]}, "malformed"),
         ({"parts": [[0, None, [[3, 3]]]]}, "invalid_range"),
         ({"parts": [[0, None, [[3, 5], [4, 6]]]]}, "invalid_range"),
-        ({"dtype": "int8"}, "malformed"),
+        ({"dtype": "int8"}, "invalid_dtype"),
+        ({"dtype": 4}, "malformed"),
         ({"weight": float("nan")}, "malformed"),
         ({"pull": {"parts": [["x", None]]}}, "malformed"),
     ],
@@ -112,6 +114,38 @@ def test_damaged_frames_give_a_problem_or_a_frame(name: str, at: int, junk: byte
             type(FRAMES[name]).from_header(header)
         except RequestError:
             continue
+
+
+@pytest.mark.parametrize("name", sorted(FRAMES))
+def test_every_truncation_of_a_frame_is_refused(name: str) -> None:
+    """A frame cut off after any byte before the end of its header is refused."""
+    data = (GOLDEN / f"{name}.bin").read_bytes()
+    whole = frame.PREFIX_BYTES + int.from_bytes(data[4:8], "little")
+
+    for end in range(whole):
+        with pytest.raises(RequestError):
+            frame.decode_prefix(data[:end])
+    frame.decode_prefix(data[:whole])
+
+
+scrambled = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=3)
+    | st.binary(max_size=3),
+    lambda c: st.lists(c, max_size=4) | st.dictionaries(st.text(max_size=3), c, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FRAMES)), st.data())
+def test_scrambled_headers_give_a_problem_or_a_frame(name: str, data: st.DataObject) -> None:
+    """Any value in place of any field gives a RequestError or a frame that can be written again."""
+    header = FRAMES[name].to_header()
+    header[data.draw(st.sampled_from(sorted(header)))] = data.draw(scrambled)
+    try:
+        read = type(FRAMES[name]).from_header(header)
+    except RequestError:
+        return
+    frame.encode_header(read.to_header())
 
 
 def nested(depth: int, claimed: int) -> bytes:
@@ -168,6 +202,15 @@ def test_msgpack_round_trips(value: Any) -> None:
         (b"[1, -Infinity]", "non_finite"),
         (b"\xff\xfe", "malformed"),
         (b"9" * 10_000, "malformed"),
+        (b"1e999", "non_finite"),
+        (b'{"a": -' + b"9" * 400 + b"}", "non_finite"),
+        (b"[" * 33 + b"]" * 33, "too_large"),
+        (b'["]]","\\"]]",' + b"[" * 32 + b"]" * 33, "too_large"),
+        (b'{"a": "\\ud800"}', "malformed"),
+        (b'{"\\uDC00x": 1}', "malformed"),
+        (b"\xef\xbb\xbf{}", "malformed"),
+        ('{"a": "é"}'.encode("latin-1"), "malformed"),
+        ("{}".encode("utf-16"), "malformed"),
         (b"", "malformed"),
         (b"{} {}", "malformed"),
     ],
@@ -178,6 +221,67 @@ def test_bad_json_is_refused(text: bytes, code: str) -> None:
         parse_json(text)
 
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (b"[" * 32 + b"]" * 32, None),
+        (b'{"a": "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\\"[[["}', {"a": "[" * 40 + '"[[['}),
+        (b'"\\ud83d\\ude00"', "\U0001f600"),
+        (b"[1e22, 100000000000000000000]", [1e22, 1e20]),
+    ],
+)
+def test_unusual_json_is_read(text: bytes, value: Any) -> None:
+    """What looks too deep, half a pair or too large, and is not, is read."""
+    assert value is None or parse_json(text) == value
+    assert parse_json(text) is not None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8")),
+    lambda c: st.lists(c, max_size=5) | st.dictionaries(st.text(st.characters(codec="utf-8")), c, max_size=5),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(json_values, st.booleans())
+def test_json_round_trips(value: Any, ascii_only: bool) -> None:
+    """Whatever JSON can say comes back as it was, escaped or not."""
+    assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@given(st.binary(max_size=60) | st.text('[]{}",:\\u0d8e19-+.Ntrue ', max_size=60).map(str.encode))
+def test_any_bytes_are_json_or_a_problem(data: bytes) -> None:
+    """Arbitrary bytes give a value that can be written again, or a RequestError."""
+    try:
+        value = parse_json(data)
+    except RequestError:
+        return
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    msgpack.packb(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x82\xa1a\x01\xa1a\x02",
+        b"\x81\xc4\x01a\x01",
+        b"\x81\x01\x01",
+        b"\x81\x90\x01",
+        b"\xa2\xed\xa0",
+        b"\xd6\xff\x00\x00\x00\x00",
+        b"\xc1",
+        b"\x01\x01",
+        msgpack.packb([0] * 4097),
+        msgpack.packb([[0] * 4096] * 64),
+    ],
+)
+def test_msgpack_outside_the_rules_is_refused(data: bytes) -> None:
+    """Keys that come twice or are no strings, extension types, bad UTF-8, trailing bytes and too many values."""
+    with pytest.raises(RequestError):
+        unpack(data)
 
 
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -1,14 +1,18 @@
 """msgpack and JSON, read with every length checked before it allocates.
 
 `msgpack.unpackb` bounds a container by the length of its input only: nested headers that claim long arrays cost seconds
-and hundreds of megabytes.  So the structure is walked first (`_measure`), without building anything.
+and hundreds of megabytes.  So the structure is walked first (`_measure`), without building anything.  JSON grows only
+by what it spells out, but its depth is measured first too, so that nothing that recurses over it later can run out.
 """
 
 import json
+import math
+import re
 import struct
 from typing import Any, Final
 
 import msgpack
+import numpy as np
 
 from paramserver import limits
 from paramserver.errors import problem
@@ -26,7 +30,7 @@ _LONG: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
     """Walk one msgpack value; raises RequestError if it is cut short, too deep, too wide, or of an extension type."""
-    at, end = 0, len(buf)
+    at, end, total = 0, len(buf), 0
     open_items = [1]  # values still to come at each depth
     while open_items:
         if open_items[-1] == 0:
@@ -37,11 +41,11 @@ def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
             raise problem("malformed", "the msgpack body is cut short")
         b = buf[at]
         at += 1
-        items = 0
+        items, per = 0, 1
         if b <= 0x7F or b >= 0xE0:
             continue
         if b <= 0x8F:
-            items = (b & 0x0F) * 2
+            items, per = (b & 0x0F) * 2, 2
         elif b <= 0x9F:
             items = b & 0x0F
         elif b <= 0xBF:
@@ -60,53 +64,107 @@ def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
         if at > end:
             raise problem("malformed", "the msgpack body is cut short")
         if items:
-            if items > container_max * 2:
+            total += items
+            if items > container_max * per:
                 raise problem("too_large", f"a msgpack container holds more than {container_max} items")
             if len(open_items) > depth_max:
                 raise problem("too_large", f"the msgpack body is nested deeper than {depth_max}")
+            if total > limits.MSGPACK_ITEMS_MAX:
+                raise problem("too_large", f"the msgpack body holds more than {limits.MSGPACK_ITEMS_MAX} values")
             open_items.append(items)
     if at != end:
         raise problem("malformed", f"{end - at} bytes follow the msgpack body")
 
 
+def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise problem("malformed", "a key comes twice in one object")
+    if not all(isinstance(k, str) for k in out):
+        raise problem("malformed", "the keys of an object must be strings")
+    return out
+
+
 def unpack(
     buf: Buffer, *, container_max: int = limits.MSGPACK_CONTAINER_MAX, depth_max: int = limits.MSGPACK_DEPTH_MAX
 ) -> Any:
-    """The value of a msgpack body; map keys are strings.
+    """The value of a msgpack body; map keys are strings, none twice.
 
-    Raises RequestError: `malformed`, or `too_large` past `container_max` items in a container or `depth_max` levels.
+    Raises RequestError: `malformed`, or `too_large` past `container_max` items in a container, `depth_max` levels or
+    `limits.MSGPACK_ITEMS_MAX` values in all.
     """
     view = memoryview(buf).cast("B")
     _measure(view, container_max, depth_max)
     try:
         return msgpack.unpackb(
-            view, raw=False, strict_map_key=True, max_array_len=container_max, max_map_len=container_max
+            view,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=container_max,
+            max_map_len=container_max,
+            object_pairs_hook=_object,
         )
     except (ValueError, TypeError, OverflowError, struct.error, msgpack.exceptions.UnpackException) as e:
         raise problem("malformed", f"the msgpack body cannot be read: {e}") from None
+
+
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""One JSON string, or the unfinished last one; possessive, so it never looks at a byte twice."""
+_NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_ODD_NUMBER: Final = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}")
+"""What a number beyond 64 bits, or beyond float64, cannot do without."""
+_HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _check_depth(text: bytes) -> None:
+    if text.count(b"[") + text.count(b"{") <= limits.JSON_DEPTH_MAX:
+        return
+    brackets = np.frombuffer(_STRING.sub(b"", text).translate(None, _NOT_BRACKETS), np.uint8)
+    steps = np.where(brackets & 2, 1, -1)  # the bit that tells [ and { from ] and }
+    if brackets.size and int(np.cumsum(steps).max()) > limits.JSON_DEPTH_MAX:
+        raise problem("too_large", f"the JSON body is nested deeper than {limits.JSON_DEPTH_MAX}")
 
 
 def _no_constant(name: str) -> float:
     raise problem("non_finite", f"{name} is not a number that JSON or paramserver knows")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise problem("malformed", "a key comes twice in one JSON object")
-    return out
+def _settled(value: Any) -> Any:
+    """The value with integers beyond 64 bits as floats; raises RequestError (`malformed`, `non_finite`)."""
+    if isinstance(value, dict):
+        return {_settled(k): _settled(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_settled(v) for v in value]
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise problem("malformed", "a string holds half of a surrogate pair") from None
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        try:
+            return float(value)
+        except OverflowError:
+            raise problem("non_finite", "a number lies beyond float64") from None
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise problem("non_finite", "a number lies beyond float64")
+    return value
 
 
 def parse_json(buf: Buffer) -> Any:
-    """The value of a JSON body (RFC 8259: no NaN, no Infinity, no key twice).
+    """The value of a JSON body (RFC 8259 in UTF-8: no NaN, no Infinity, no key twice, no half surrogate pair).
 
-    Raises RequestError: `malformed`, `too_large` when nested too deep, or `non_finite`.
+    Integers beyond 64 bits come as floats.  Bodies above `limits.CONTROL_BODY_BYTES_MAX` hold tensors, whose reader
+    tests every number itself; there such integers and infinities (1e999) come as they are.
+    Raises RequestError: `malformed`, `too_large` when nested deeper than `limits.JSON_DEPTH_MAX`, or `non_finite`.
     """
+    text = bytes(buf)
+    _check_depth(text)
     try:
-        return json.loads(bytes(buf).decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
-    except RecursionError:
-        raise problem("too_large", "the JSON body is nested too deep") from None
+        value = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_object)
     except UnicodeDecodeError:
         raise problem("malformed", "the JSON body is not UTF-8") from None
     except ValueError as e:
         raise problem("malformed", f"the JSON body cannot be read: {e}") from None
+    odd = b"\\u" in text and _HALF_PAIR.search(text)
+    odd = odd or (len(text) <= limits.CONTROL_BODY_BYTES_MAX and _ODD_NUMBER.search(text))
+    return _settled(value) if odd else value

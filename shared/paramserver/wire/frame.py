@@ -10,7 +10,7 @@ offset  bytes
                body: elements, little-endian, end to end, in the order of the header's `parts`
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -109,13 +109,23 @@ class _Header:
         return str(self.take("model", ok, "a model's name", needed=True))
 
     def dtype(self) -> str:
-        return str(self.take("dtype", lambda v: isinstance(v, str) and v in ITEMSIZE, "a dtype", "float32"))
+        value = self.take("dtype", lambda v: isinstance(v, str), "a string", "float32")
+        if value not in ITEMSIZE:
+            raise problem("invalid_dtype", f"dtype {value!r:.40} is not one of {', '.join(ITEMSIZE)}")
+        return str(value)
 
-    def rows(self, name: str, *widths: int) -> list[list[Any]]:
+    def rows(self, name: str, width: int) -> list[list[Any]]:
         rows = self.take(name, lambda v: isinstance(v, list), "a list", needed=True)
-        if not all(isinstance(r, list) and len(r) in widths for r in rows):
-            raise self._wrong(name, f"a list of lists of {widths[0]}")
+        if not all(isinstance(r, list) and len(r) == width for r in rows):
+            raise self._wrong(name, f"a list of lists of {width}")
         return list(rows)
+
+    def counts(self, name: str, width: int) -> tuple[tuple[int, ...], ...]:
+        """Rows of `width` integers each."""
+        rows = self.rows(name, width)
+        if not all(_count(v) for row in rows for v in row):
+            raise self._wrong(name, f"a list of lists of {width} integers of at least 0")
+        return tuple(tuple(row) for row in rows)
 
 
 def _count(v: Any) -> bool:
@@ -139,9 +149,16 @@ def _ranges(value: Any) -> tuple[Range, ...] | None:
     raise problem("invalid_range", f"ranges must be sorted, disjoint [start, stop) pairs, not {value!r:.60}")
 
 
-def _unique(partitions: list[int]) -> None:
-    if len(set(partitions)) != len(partitions):
-        raise problem("malformed", "a partition comes twice in one frame")
+def _check_parts(parts: Iterable[tuple[int, Sequence[Range] | None]]) -> None:
+    seen: set[int] = set()
+    ranges = 0
+    for partition, held in parts:
+        if partition in seen:
+            raise problem("malformed", f"partition {partition} comes twice in one frame")
+        seen.add(partition)
+        ranges += len(held or ())
+    if ranges > limits.RANGES_PER_PUSH_MAX:
+        raise problem("too_large", f"the frame names {ranges} ranges; at most {limits.RANGES_PER_PUSH_MAX} are allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +198,7 @@ class PullSpec:
             if not _count(p):
                 raise problem("malformed", f"frame header: {p!r:.20} is not a partition")
             parts.append((p, _ranges(ranges)))
-        _unique([p for p, _ in parts])
+        _check_parts(parts)
         wait_s = min(max(h.number("wait_s", 0.0), 0.0), limits.WAIT_S_MAX)
         return cls(tuple(parts), h.integer("min_version", 0), wait_s, h.dtype())
 
@@ -247,7 +264,7 @@ class PushFrame:
             if base is not None and not (isinstance(base, list) and len(base) == 2 and all(map(_count, base))):
                 raise problem("malformed", "frame header: a base is [version, incarnation]")
             parts.append(PushPart(p, (base[0], base[1]) if base else None, _ranges(ranges)))
-        _unique([p.partition for p in parts])
+        _check_parts((p.partition, p.ranges) for p in parts)
         if not parts:
             raise problem("empty_push", "the push names no partition")
         pull = h.take("pull", lambda v: isinstance(v, dict), "a map")
@@ -348,7 +365,7 @@ class PushReply:
             h.integer("durable_version", needed=True),
             h.integer("incarnation", needed=True),
             h.integer("timeline", needed=True),
-            tuple((int(a), int(b), int(c), int(d)) for a, b, c, d in h.rows("parts", 4)),
+            tuple((a, b, c, d) for a, b, c, d in h.counts("parts", 4)),
             h.header.get("late") is True,
         )
 
@@ -391,6 +408,6 @@ class PullReply:
             h.integer("version", needed=True),
             h.integer("incarnation", needed=True),
             h.dtype(),
-            tuple((int(a), int(b), int(c)) for a, b, c in h.rows("parts", 3)),
+            tuple((a, b, c) for a, b, c in h.counts("parts", 3)),
             None if push is None else PushReply.from_header(push),
         )
