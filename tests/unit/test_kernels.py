@@ -1,0 +1,396 @@
+"""The fused steps and reductions: exact arithmetic, segments, refusal of NaN, element types, sums in order."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver import kernels
+from paramserver.core.spec import OptimizerSpec
+from paramserver.kernels import SegmentStep, compiled
+from paramserver.types import F32, AnyArray
+
+SIZE = 5000  # more than two blocks, and not a multiple of one
+F = np.float32
+ALL = (
+    OptimizerSpec("sgd"),
+    OptimizerSpec("momentum", momentum=0.9),
+    OptimizerSpec("nesterov", momentum=0.9),
+    OptimizerSpec("adagrad", eps=1e-10),
+    OptimizerSpec("rmsprop"),
+    OptimizerSpec("rmsprop", momentum=0.9),
+    OptimizerSpec("rmsprop", centered=True),
+    OptimizerSpec("rmsprop", centered=True, momentum=0.9),
+    OptimizerSpec("adam"),
+    OptimizerSpec("adamw"),
+    OptimizerSpec("ftrl", l1=0.01, l2=0.1),
+    OptimizerSpec("sum"),
+)
+every_optimizer = pytest.mark.parametrize(
+    "o", ALL, ids=lambda o: o.name + " centered" * o.centered + " momentum" * (o.name == "rmsprop" and o.momentum > 0)
+)
+
+
+def vector(seed: int, size: int = SIZE) -> F32:
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal(size).astype(F)
+
+
+def state(o: OptimizerSpec, size: int = SIZE) -> list[F32]:
+    """Slots as after some steps: squares are positive, and at least the square of what is averaged."""
+    return [np.abs(vector(10 + i, size)) + F(2 - i) for i in range(kernels.slot_count(o))]
+
+
+def run(
+    o: OptimizerSpec, steps: Sequence[SegmentStep], w: F32, slots: Sequence[F32], grad: AnyArray, dtype: str = "float32"
+) -> tuple[bool, list[F32]]:
+    """Whether the step was finite, and [values, *slots] after it; outputs start as garbage."""
+    out = [np.full(w.size, 7e7, F) for _ in range(1 + len(slots))]
+    ok = kernels.apply(o, steps, w, slots, grad, dtype, out[0], out[1:])
+    return ok, out
+
+
+def same(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> None:
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def bf16(a: F32) -> AnyArray:
+    """The upper halves, as uint16."""
+    return (a.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def test_sgd_is_exactly_two_roundings() -> None:
+    """SGD gives the bytes of w - lr * g in float32, so every machine gives the same."""
+    w, g = vector(0), vector(1)
+
+    _, (plain,) = run(OptimizerSpec("sgd"), [SegmentStep(0, SIZE, 0.1)], w, (), g)
+    _, (full,) = run(OptimizerSpec("sgd"), [SegmentStep(0, SIZE, 0.1, 0.01, 1, 0.5, 3.0)], w, (), g)
+
+    np.testing.assert_array_equal(plain, w - F(0.1) * g)
+    used = np.clip(F(3.0) * g, F(-0.5), F(0.5)) + F(0.01) * w
+    np.testing.assert_array_equal(full, w - F(0.1) * used)
+
+
+def test_adam_is_exactly_its_formula_in_float32() -> None:
+    """Adam gives the bytes of its formula, one rounding to each operation and none fused."""
+    o, w, g = OptimizerSpec("adam"), vector(0), vector(1)
+    m, v = vector(2), np.abs(vector(3))
+
+    _, (out, m_out, v_out) = run(o, [SegmentStep(0, SIZE, 0.01, step=7)], w, (m, v), g)
+
+    first = F(0.9) * m + F(1 - 0.9) * g
+    second = F(0.999) * v + F(1 - 0.999) * (g * g)
+    size, grow = F(0.01 / (1 - 0.9**7)), F(1 / (1 - 0.999**7) ** 0.5)
+    same([out, m_out, v_out], [w - size * (first / (np.sqrt(second) * grow + F(1e-8))), first, second])
+
+
+@every_optimizer
+def test_a_step_leaves_its_inputs_alone(o: OptimizerSpec) -> None:
+    """The old version stays valid while, and after, the new one is computed."""
+    w, g, slots = vector(0), vector(1), state(o)
+    kept = [a.copy() for a in (w, g, *slots)]
+
+    ok, out = run(o, [SegmentStep(0, SIZE, 0.1, 0.01)], w, slots, g)
+
+    assert ok
+    same([w, g, *slots], kept)
+    assert all((new != old).any() for new, old in zip(out, [w, *slots], strict=True))
+
+
+@every_optimizer
+def test_each_segment_steps_by_its_own_numbers(o: OptimizerSpec) -> None:
+    """Rate, decay, step count, clip and scale of a segment act on its elements as if it were the whole partition."""
+    w, g, slots = vector(0), vector(1), state(o)
+    cuts = [0, 17, 18, 2050, 2100, SIZE]
+    steps = [
+        SegmentStep(a, b, 0.01 * (i + 1), 0.1 * i, i + 1, None if i % 2 else 0.3, 1.0 + i)
+        for i, (a, b) in enumerate(pairwise(cuts))
+    ]
+
+    ok, out = run(o, steps, w, slots, g)
+
+    assert ok
+    for s in steps:
+        part = slice(s.start, s.stop)
+        alone = replace(s, start=0, stop=s.stop - s.start)
+        _, expected = run(o, [alone], w[part].copy(), [a[part].copy() for a in slots], g[part].copy())
+        same([a[part] for a in out], expected)
+
+
+@every_optimizer
+def test_neighbouring_segments_with_the_same_numbers_step_as_one(o: OptimizerSpec) -> None:
+    """Where the partition is cut into parameters does not change what is computed."""
+    w, g, slots = vector(0), vector(1), state(o)
+    cuts = [0, 1, 2, 900, 4000, SIZE]
+    many = [SegmentStep(a, b, 0.1, 0.01, 3) for a, b in pairwise(cuts)]
+
+    _, whole = run(o, [SegmentStep(0, SIZE, 0.1, 0.01, 3)], w, slots, g)
+    _, parts = run(o, many, w, slots, g)
+
+    same(parts, whole)
+
+
+@every_optimizer
+def test_untouched_and_frozen_elements_are_copied(o: OptimizerSpec) -> None:
+    """Inactive segments and elements in no segment keep values and slots, and their gradient is not even read."""
+    w, g, slots = vector(0), vector(1), state(o)
+    steps = [SegmentStep(100, 2500, 0.1), SegmentStep(2500, 2600, 0.1, active=False), SegmentStep(4000, 4000, 0.1)]
+    touched = np.zeros(SIZE, bool)
+    touched[100:2500] = True
+    poisoned = np.where(touched, g, F(np.nan))
+
+    ok, out = run(o, steps, w, slots, poisoned)
+
+    assert ok
+    same([a[~touched] for a in out], [a[~touched] for a in (w, *slots)])
+    _, whole = run(o, [SegmentStep(0, SIZE, 0.1)], w, slots, g)
+    same([a[touched] for a in out], [a[touched] for a in whole])
+
+
+def test_a_step_of_nothing_copies_everything() -> None:
+    """A push that touches no range of a partition leaves it as it is; ftrl at rate zero does too."""
+    w, g = vector(0), vector(1)
+    for o, steps in ((OptimizerSpec("adam"), []), (OptimizerSpec("ftrl"), [SegmentStep(0, SIZE, 0.0)])):
+        slots = state(o)
+        ok, out = run(o, steps, w, slots, g)
+        assert ok
+        same(out, [w, *slots])
+
+
+def test_the_new_values_may_take_the_gradient_s_own_buffer() -> None:
+    """A float32 gradient's receive buffer can become the next version."""
+    for o in (OptimizerSpec("sgd"), OptimizerSpec("adam")):
+        w, g, slots = vector(0), vector(1), state(o)
+        steps = [SegmentStep(0, SIZE, 0.1)]
+        _, expected = run(o, steps, w, slots, g)
+
+        assert kernels.apply(o, steps, w, slots, g, "float32", g, slots)
+
+        np.testing.assert_array_equal(g, expected[0])
+
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+def encoded(values: F32, dtype: str) -> AnyArray:
+    return bf16(values) if dtype == "bfloat16" else values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_optimizer
+def test_gradients_of_every_element_type_count_as_their_float32_values(o: OptimizerSpec, dtype: str) -> None:
+    """A float16, bfloat16 or float64 gradient gives the bytes that its values in float32 give."""
+    w, slots = vector(0), state(o)
+    g = (bf16(vector(1)).astype(np.uint32) << 16).view(F).astype(np.float16).astype(F)  # exact in all four
+    steps = [SegmentStep(3, 4001, 0.1, 0.01, 2, 2.0, 0.5)]
+    _, expected = run(o, steps, w, slots, g)
+
+    ok, out = run(o, steps, w, slots, encoded(g, dtype), dtype)
+
+    assert ok
+    same(out, expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_optimizer
+def test_a_gradient_with_nan_or_infinity_is_refused(o: OptimizerSpec, dtype: str, bad: float) -> None:
+    """One NaN or infinity anywhere refuses the step, also where a clip would hide it."""
+    w, slots, good = vector(0), state(o), encoded(vector(1), dtype)
+    for at, clip in ((0, None), (2047, 1.0), (SIZE - 1, None)):
+        grad = good.copy()
+        grad[at : at + 1] = encoded(np.array([bad], F), dtype)
+        assert not run(o, [SegmentStep(0, SIZE, 0.1, clip_value=clip)], w, slots, grad, dtype)[0]
+    assert run(o, [SegmentStep(0, SIZE, 0.1)], w, slots, good, dtype)[0]
+
+
+def test_a_finite_gradient_whose_result_is_not_finite_is_refused() -> None:
+    """Overflow of a value, of a slot, or of a float64 gradient beyond float32 refuses the step."""
+    w, big = vector(0, 8), np.full(8, 3e38, F)
+    huge = np.full(8, 1e300)
+
+    assert not run(OptimizerSpec("sgd"), [SegmentStep(0, 8, 10.0)], w, (), big)[0]
+    assert not run(OptimizerSpec("sum"), [SegmentStep(0, 8, 0.0)], big, (), big)[0]
+    assert not run(OptimizerSpec("adam"), [SegmentStep(0, 8, 1e-3)], w, (w, np.abs(w)), big)[0]
+    assert not run(OptimizerSpec("sgd"), [SegmentStep(0, 8, 1e-3)], w, (), huge, "float64")[0]
+    assert kernels.all_finite(big)
+    assert kernels.all_finite(huge)
+
+
+def test_centred_rmsprop_stays_finite_when_rounding_makes_its_variance_negative() -> None:
+    """A constant gradient leaves a variance of about zero, which rounds below it now and then."""
+    o = OptimizerSpec("rmsprop", centered=True, alpha=0.9)
+    g = np.abs(vector(0)) + F(0.1)
+    w, slots = np.zeros(SIZE, F), list(kernels.initial_slots(o, np.zeros(SIZE, F)))
+    below = False
+    for t in range(300):
+        ok, (w, *slots) = run(o, [SegmentStep(0, SIZE, 1e-6, step=t + 1)], w, slots, g)
+        assert ok
+        below = below or bool((slots[0] - slots[1] * slots[1] < 0).any())
+    assert below
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_half_precision_number_converts_exactly(dtype: str) -> None:
+    """All 65,536 bit patterns, subnormals, infinities and NaN included, become the float32 of the same value."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    if dtype == "float16":
+        expected = bits.view(np.float16).astype(F)
+    else:
+        expected = (bits.astype(np.uint32) << 16).view(F)
+    out = np.empty(1 << 16, F)
+
+    kernels.mean([(bits, dtype, 1.0)], 1.0, out)
+
+    np.testing.assert_array_equal(out, expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.signbit(out[finite]), np.signbit(expected[finite]))
+    assert kernels.all_finite(bits[finite], dtype)
+    assert not kernels.all_finite(bits, dtype)
+
+
+def test_gradients_may_be_read_only_and_unaligned() -> None:
+    """A gradient can lie anywhere in a received body."""
+    w, g = vector(0), vector(1)
+    body = b"x" + g.tobytes()
+    received = np.frombuffer(body, F, offset=1)
+    assert not received.flags.aligned
+    assert not received.flags.writeable
+
+    _, out = run(OptimizerSpec("adam"), [SegmentStep(0, SIZE, 0.1)], w, state(OptimizerSpec("adam")), received)
+
+    same(out, run(OptimizerSpec("adam"), [SegmentStep(0, SIZE, 0.1)], w, state(OptimizerSpec("adam")), g)[1])
+    assert kernels.norm2(received) == kernels.norm2(g)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"grad": vector(1, 9)},
+        {"grad": vector(1, 8), "dtype": "float64"},
+        {"grad": vector(1, 8), "dtype": "int8"},
+        {"grad": vector(1, 16)[::2]},
+        {"slots": []},
+        {"slots": [vector(1, 7)]},
+        {"w_out": vector(1, 9)},
+        {"steps": [SegmentStep(0, 9, 0.1)]},
+        {"steps": [SegmentStep(4, 8, 0.1), SegmentStep(0, 4, 0.1)]},
+        {"steps": [SegmentStep(0, 5, 0.1), SegmentStep(4, 8, 0.1)]},
+        {"steps": [SegmentStep(-1, 5, 0.1)]},
+    ],
+)
+def test_arguments_that_do_not_fit_raise_before_anything_is_written(change: dict[str, Any]) -> None:
+    """A wrong length, type, stride or order of segments is a ValueError and writes nothing."""
+    call: dict[str, Any] = {
+        "steps": [SegmentStep(0, 8, 0.1)], "w": vector(0, 8), "slots": [vector(2, 8)], "grad": vector(1, 8),
+        "dtype": "float32", "w_out": np.zeros(8, F), "slots_out": [np.zeros(8, F)],
+    }  # fmt: skip
+    kernels.apply(OptimizerSpec("momentum"), **{**call, "w_out": np.zeros(8, F), "slots_out": [np.zeros(8, F)]})
+
+    with pytest.raises(ValueError, match=r"need|hold|slots|lengths|segment"):
+        kernels.apply(OptimizerSpec("momentum"), **(call | change))
+
+    assert not call["w_out"].any()
+    assert not call["slots_out"][0].any()
+
+
+BIG = (1 << 16) + 777  # mean works through blocks of 65,536
+
+
+def test_a_mean_is_the_float32_sum_in_the_order_given() -> None:
+    """The mean has the bytes of a left-to-right float32 sum, and another order gives other bytes."""
+    parts = [(vector(i, BIG) * F(10.0**i), "float32", 1.0 + 0.25 * i) for i in range(5)]
+    out, other = np.empty(BIG, F), np.empty(BIG, F)
+
+    kernels.mean(parts, 7.5, out)
+    kernels.mean(parts[::-1], 7.5, other)
+
+    expected = F(parts[0][2]) * parts[0][0]
+    for a, _, weight in parts[1:]:
+        expected = expected + F(weight) * a
+    np.testing.assert_array_equal(out, expected / F(7.5))
+    assert (out != other).any()
+
+
+def test_a_mean_takes_parts_of_different_element_types() -> None:
+    """Each part of a mean is read as its own dtype and added in float32."""
+    a = vector(1)
+    parts = [(encoded(a, d), d, 1.0) for d in DTYPES]
+    out = np.empty(SIZE, F)
+
+    kernels.mean(parts, 4.0, out)
+
+    half = (bf16(a).astype(np.uint32) << 16).view(F)
+    np.testing.assert_array_equal(out, (((a + a) + a.astype(np.float16).astype(F)) + half) / F(4.0))
+
+
+def test_a_mean_of_one_part_is_the_part() -> None:
+    """Synchronous training with one contributor applies its gradient bit for bit, negative zeros included."""
+    a = np.array([-0.0, 1.5, -2.0], F)
+    out = np.empty(3, F)
+
+    kernels.mean([(a, "float32", 1.0)], 1.0, out)
+
+    assert out.tobytes() == a.tobytes()
+
+
+@pytest.mark.parametrize(("parts", "divisor"), [([], 1.0), ([(vector(0, 3), "float32", 1.0)], 0.0)])
+def test_a_mean_of_nothing_raises(parts: list[Any], divisor: float) -> None:
+    """No parts, or no positive divisor, is a ValueError."""
+    with pytest.raises(ValueError, match="mean"):
+        kernels.mean(parts, divisor, np.empty(3, F))
+
+
+def test_accumulate_adds_in_place() -> None:
+    """out += weight * grad, in float32, for any element type."""
+    out, g = vector(0), vector(1)
+    expected = out + F(0.3) * g.astype(np.float16).astype(F)
+
+    kernels.accumulate(out, g.astype(np.float16), "float16", 0.3)
+
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match="lengths"):
+        kernels.accumulate(out, g[:-1], "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_is_summed_in_float64(dtype: str) -> None:
+    """The 2-norm agrees with numpy's in float64, and large elements do not overflow it."""
+    g = encoded(vector(1, BIG) * F(1e3), dtype)
+    exact = (g.astype(np.uint32) << 16).view(F) if dtype == "bfloat16" else g
+
+    assert kernels.norm2(g, dtype) == pytest.approx(np.linalg.norm(exact.astype(np.float64)), rel=1e-13)
+    assert kernels.norm2(g[:5], dtype) == pytest.approx(np.linalg.norm(exact[:5].astype(np.float64)), rel=1e-13)
+    assert kernels.norm2(g[:0], dtype) == 0.0
+
+
+def test_the_norm_of_elements_whose_squares_leave_float32_is_finite() -> None:
+    """float64 holds the square of every float32."""
+    assert kernels.norm2(np.array([3e38, 0.0], F)) == pytest.approx(float(F(3e38)))
+
+
+def test_nothing_is_compiled_after_warm_up() -> None:
+    """Every entry point has one compiled signature and makes no other, whatever arrays it is given."""
+    kernels.warm_up()
+    frozen = vector(0, 64)
+    frozen.flags.writeable = False
+    for dtype in DTYPES:
+        for o in ALL:
+            run(o, [SegmentStep(0, 64, 0.1)], frozen, state(o, 64), encoded(vector(1, 64), dtype), dtype)
+        kernels.norm2(encoded(frozen, dtype), dtype)
+        kernels.all_finite(encoded(frozen, dtype), dtype)
+    for function, _ in compiled.SIGNATURES:
+        assert len(function.signatures) == 1
+
+
+def test_slots_have_names_and_first_values() -> None:
+    """Each optimizer's state has its names in order, and starts at zero but for adagrad's accumulator."""
+    for o in ALL:
+        assert len(kernels.slot_names(o)) == kernels.slot_count(o)
+        assert all(not s.any() for s in kernels.initial_slots(o, np.zeros(4, F)))
+    assert kernels.slot_names(ALL[7]) == ("square_avg", "grad_avg", "momentum_buffer")
+    (accumulator,) = kernels.initial_slots(OptimizerSpec("adagrad", initial_accumulator_value=0.5), np.ones(3, F))
+    np.testing.assert_array_equal(accumulator, np.full(3, 0.5, F))

@@ -1,0 +1,48 @@
+"""The learning rate of an update: warm-up, where schedules end, and scaling by workers."""
+
+from dataclasses import replace
+
+import pytest
+
+from paramserver.core.schedule import learning_rate
+from paramserver.core.spec import OptimizerSpec, ScheduleSpec
+
+PLAIN = OptimizerSpec("sgd", lr=0.1)
+
+
+def test_warm_up_rises_to_the_whole_rate_before_the_schedule_begins() -> None:
+    """The first update has 1/warmup of the rate, the warm-up's last all of it, and step 0 of the schedule follows."""
+    o = replace(PLAIN, schedule=ScheduleSpec("step", step_size=2, gamma=0.5, warmup=4))
+
+    rates = [learning_rate(o, t, 1) for t in range(9)]
+
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1, 0.05, 0.05, 0.025])
+
+
+def test_cosine_stays_at_its_end() -> None:
+    """After t_max updates the rate stays at eta_min instead of rising again."""
+    o = replace(PLAIN, schedule=ScheduleSpec("cosine", t_max=10, eta_min=0.01))
+
+    assert learning_rate(o, 0, 1) == pytest.approx(0.1)
+    assert learning_rate(o, 5, 1) == pytest.approx(0.055)
+    assert [learning_rate(o, t, 1) for t in (10, 11, 20, 10**9)] == pytest.approx([0.01] * 4)
+
+
+@pytest.mark.parametrize("kind", ["constant", "step", "exponential", "cosine"])
+def test_linear_scaling_multiplies_by_the_live_workers(kind: str) -> None:
+    """With linear scaling n workers have n times the rate, and none live counts as one; without it none matter."""
+    o = replace(PLAIN, schedule=ScheduleSpec(kind, step_size=3, gamma=0.9, t_max=20, warmup=2))
+    scaled = replace(o, linear_scaling=True)
+
+    for t in range(12):
+        one = learning_rate(o, t, 1)
+        assert learning_rate(o, t, 8) == one
+        assert learning_rate(scaled, t, 8) == pytest.approx(8 * one)
+        assert learning_rate(scaled, t, 0) == pytest.approx(one)
+
+
+def test_a_growing_schedule_stays_a_number() -> None:
+    """A gamma above one never overflows into an exception or an infinite rate."""
+    for kind in ("step", "exponential"):
+        o = replace(PLAIN, schedule=ScheduleSpec(kind, gamma=10.0))
+        assert 1e30 < learning_rate(o, 1 << 40, 1) < 3.5e38
