@@ -62,7 +62,7 @@ def restore(
     cluster: Cluster, path: str, as_: str | None, partitions: int | None, deadline: Deadline, *, exist_ok: bool
 ) -> Call[ModelMap]:
     """Make a model from a checkpoint folder, or with `exist_ok` set the one that is there to its values."""
-    from paramserver import checkpoint, kernels
+    from paramserver import checkpoint
     from paramserver.core.assembly import scatter
 
     found = checkpoint.read(os.fspath(path))
@@ -73,8 +73,7 @@ def restore(
     if partitions is not None:
         document["partitions"] = partitions
     held = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
-    slot_count = kernels.slot_count(held.spec.optimizer)
-    states = scatter(held.layout, found.params, found.slots, found.steps, slot_count)
+    states = scatter(held.layout, found.params, found.slots, found.steps)
     pending = list(range(len(states)))
     backoff = Backoff(deadline)
     while pending:
@@ -92,7 +91,7 @@ def _states(
     found: dict[int, Response] = {}
     pending = list(range(held.spec.partitions))
     backoff = Backoff(deadline)
-    query = f"?version={cut}" if cut is not None else ""
+    query = f"?cut={cut}&version={cut}" if cut is not None else ""
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
         requests = [

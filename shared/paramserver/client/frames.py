@@ -159,6 +159,7 @@ class Incoming:
         """Forget an earlier attempt."""
         self.reply = None
         self._head = bytearray()
+        self._head_bytes = PREFIX_BYTES
         self._places: list[memoryview] = []
         self._wide: list[tuple[AnyArray, AnyArray]] = []
         self._at = 0
@@ -188,16 +189,15 @@ class Incoming:
 
     def _feed_head(self, data: memoryview) -> memoryview:
         """Collect the prefix; what is left of `data` once it is whole."""
-        want = PREFIX_BYTES
-        while len(self._head) < want:
-            n = min(want - len(self._head), len(data))
+        while len(self._head) < self._head_bytes:
+            n = min(self._head_bytes - len(self._head), len(data))
             self._head += data[:n]
             data = data[n:]
-            if len(self._head) < want:
+            if len(self._head) < self._head_bytes:
                 return data
-            if want == PREFIX_BYTES:
+            if self._head_bytes == PREFIX_BYTES:
                 try:
-                    want = header_end(self._head)
+                    self._head_bytes = header_end(self._head)
                 except PsError as e:
                     raise problem("in_doubt", f"the answer to a pull is no frame: {e.detail}") from e
         try:

@@ -17,10 +17,12 @@ from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, 
 from paramserver.client.gradients import Grads, prepare
 from paramserver.client.retry import Backoff, judged, passes
 from paramserver.client.selection import Names, Part, Ranges, Selection, select
-from paramserver.errors import InDoubt, PsError, StaleMapError, Unreachable, problem
+from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import PushReply
 
+REFRESH_S: Final = 2.0
+"""How long a call waits for a new map before it tries again by the old one."""
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 State: TypeAlias = Literal["applied", "staged", "buffered", "dropped"]
 
@@ -101,7 +103,12 @@ class Transfer:
         return good, again
 
     def _refresh(self) -> Call[None]:
-        fresh = yield from self.cluster.map_of(self.held.name, self.deadline, newer_than=self.held)
+        """Take up a newer map if a scheduler tells one soon; shards serve on without it."""
+        soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
+        try:
+            fresh = yield from self.cluster.map_of(self.held.name, soon, newer_than=self.held)
+        except Unavailable:
+            return
         if fresh.generation != self.held.generation:
             raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
         self.held = fresh

@@ -1,0 +1,323 @@
+"""A worker's session as pure calls: joins, clocks, rollbacks, lost leases and reports, answered by hand."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response
+from paramserver.client.cluster import Cluster
+from paramserver.client.numbers import PushNumbers
+from paramserver.client.session import Session
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import Unavailable, problem
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_prefix, encode_header
+
+T = TypeVar("T")
+
+
+def drive(call: Call[T], answer: Callable[[Request], Outcome], seen: list[float] | None = None) -> T:
+    """Run a call with `answer` as the network; pauses only add up."""
+    try:
+        effect = next(call)
+        while True:
+            if isinstance(effect, Pause):
+                if seen is not None:
+                    seen.append(effect.seconds)
+                effect = call.send([])
+            else:
+                effect = call.send([answer(r) for r in effect])
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def ok(doc: Any, status: int = 200) -> Response:
+    return Response(status, {"content-type": "application/json"}, json.dumps(doc).encode())
+
+
+def no(code: str, **members: Any) -> Response:
+    doc = problem(code, "refused", **members).document()
+    return Response(doc["status"], {}, json.dumps(doc).encode())
+
+
+class Node:
+    """A scheduler and shard in one, which answers from a script where there is one."""
+
+    def __init__(self, mode: str = "sync") -> None:
+        self.spec = ModelSpec.parse(
+            {"name": "m", "params": {"w": {"shape": [4]}}, "consistency": {"mode": mode}, "partitions": 1}
+        )
+        self.mode = mode
+        self.epoch, self.timeline, self.clock, self.version = 0, 0, 0, 0
+        self.script: dict[str, list[Response]] = {}
+        self.sent: list[tuple[str, str, Any]] = []
+        self.pushes: list[PushFrame] = []
+        self.pulls: list[PullFrame] = []
+
+    def __call__(self, request: Request) -> Outcome:
+        path, body = request.path, bytes(request.body or b"")
+        framed = body[:2] == b"PS"
+        self.sent.append((request.method, path, None if framed or not body else json.loads(body)))
+        if self.script.get(path):
+            return self.script[path].pop(0)
+        if path == "/livez":
+            return Response(200, {})
+        if path == "/models/m":
+            return ok(self.document())
+        if path == "/models/m/workers":
+            self.epoch += 1
+            return ok(self.joined(), 201)
+        if path.startswith("/models/m/workers/"):
+            return ok(
+                {"state": "active", "clock": self.clock, "min_clock": 0, "timeline": self.timeline, "evaluate": False}
+            )
+        if path == "/models/m/clock":
+            return ok(
+                {
+                    "released": True,
+                    "clock": self.sent[-1][2]["clock"],
+                    "version": self.sent[-1][2]["clock"],
+                    "state": "active",
+                }
+            )
+        if path == "/models/m/metrics":
+            return ok({"accepted": 1})
+        assert framed, path
+        header, _ = decode_prefix(body)
+        if path == "/push":
+            self.pushes.append(PushFrame.from_header(header))
+            state = "staged" if self.mode == "sync" else "applied"
+            reply = PushReply(state, False, 0, 0, 1, self.timeline, [(0, 0, 1, 0)])
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply.to_header()))
+        self.pulls.append(PullFrame.from_header(header))
+        values = PullReply("m", 1, self.timeline, self.version, 1, "float32", [(0, self.version, 1)])
+        assert request.sink is not None
+        request.sink.begin()
+        request.sink.feed(memoryview(encode_header(values.to_header()) + np.zeros(4, "<f4").tobytes()))
+        request.sink.end()
+        return Response(200, {})
+
+    def document(self) -> dict[str, Any]:
+        spec = {**self.spec.document(), "consistency": {"mode": self.mode}}
+        return {
+            "name": "m", "generation": 1, "timeline": self.timeline, "clock": self.clock, "map_epoch": 1, "spec": spec,
+            "partitions": [{"index": 0, "shard": "a"}], "shards": {"a": {"addresses": ["http://a:1"]}},
+        }  # fmt: skip
+
+    def joined(self) -> dict[str, Any]:
+        return {
+            "worker": "m/w0", "epoch": self.epoch, "rank": 3, "lease_s": 5.0, "clock": self.clock,
+            "timeline": self.timeline, "generation": 1, "state": None,
+        }  # fmt: skip
+
+    def bodies(self, path: str) -> list[Any]:
+        return [b for _, p, b in self.sent if p == path]
+
+
+def deadline() -> Deadline:
+    return Deadline.after(30.0)
+
+
+def opened(node: Node) -> Session:
+    session = Session(Cluster(("http://given:1",)), "m", None, None, 30.0)
+    drive(session.join(deadline()), node)
+    return session
+
+
+GRAD = {"w": np.ones(4, np.float32)}
+
+
+def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
+    """Clock t travels with the push, t + 1 with the report, and the next pull waits for the commit."""
+    node = Node()
+    session = opened(node)
+
+    for _ in range(2):
+        drive(session.pull(deadline()), node)
+        done = drive(session.step(GRAD, {}, deadline(), None), node)
+        assert done.state == "staged"
+
+    assert [(f.clock, f.push_id.seq) for f in node.pushes if f.push_id] == [(0, 1), (1, 2)]
+    assert [b["clock"] for b in node.bodies("/models/m/clock")] == [1, 2]
+    assert [f.min_version for f in node.pulls] == [0, 1]
+    assert session.clock == 2
+
+
+def test_async_steps_never_ask_the_scheduler() -> None:
+    """Clocks and metrics of an asynchronous worker travel with its heartbeats."""
+    node = Node("async")
+    session = opened(node)
+    node.sent.clear()
+
+    for i in range(9):
+        drive(session.step(GRAD, {"loss": 1.0 / (i + 1)}, deadline(), None), node)
+    assert {path for _, path, _ in node.sent} == {"/livez", "/push"} or {p for _, p, _ in node.sent} == {"/push"}
+    drive(session.beat(deadline()), node)
+
+    assert node.bodies("/models/m/workers/m%2Fw0")[0]["clock"] == 9
+    assert len(node.bodies("/models/m/metrics")) <= 4
+
+
+def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
+    """After 409 rolled_back the push is dropped, no clock is reported, and the next push is of the new timeline."""
+    node = Node()
+    session = opened(node)
+    drive(session.pull(deadline()), node)
+    drive(session.step(GRAD, {}, deadline(), None), node)
+    drive(session.pull(deadline()), node)
+    node.timeline, node.clock = 5, 0
+    node.script["/push"] = [no("rolled_back", timeline=5, clock=0)]
+    reports = len(node.bodies("/models/m/clock"))
+
+    dropped = drive(session.step(GRAD, {}, deadline(), None), node)
+    drive(session.pull(deadline()), node)
+    drive(session.step(GRAD, {}, deadline(), None), node)
+
+    assert dropped.state == "dropped"
+    assert len(node.bodies("/models/m/clock")) == reports + 1
+    assert (node.pushes[-1].timeline, node.pushes[-1].clock) == (5, 0)
+    assert node.pulls[-1].min_version == 0
+
+
+def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
+    """If the heartbeat hears of the rollback first, the gradient computed meanwhile is dropped all the same."""
+    node = Node()
+    session = opened(node)
+    drive(session.pull(deadline()), node)
+    node.timeline = 2
+    node.script["/models/m/workers/m%2Fw0"] = [no("rolled_back", timeline=2, clock=0)]
+    drive(session.beat(deadline()), node)
+
+    done = drive(session.push(GRAD, deadline()), node)
+
+    assert done.state == "dropped"
+    assert node.pushes == []
+
+
+def test_a_rollback_at_the_clock_goes_back_to_the_clock_told() -> None:
+    """`clock()` that hears rolled_back returns the clock to work on."""
+    node = Node()
+    session = opened(node)
+    for _ in range(3):
+        drive(session.step(GRAD, {}, deadline(), None), node)
+    node.script["/models/m/clock"] = [no("rolled_back", timeline=1, clock=1)]
+
+    assert drive(session.advance(deadline(), None), node) == 1
+    assert (session.clock, session.timeline) == (1, 1)
+
+
+@pytest.mark.parametrize("code", ["fenced", "unknown_worker"])
+def test_a_lost_lease_is_taken_anew(code: str) -> None:
+    """The worker joins again under its own id, above its old epoch, and numbers its pushes from 1."""
+    node = Node("async")
+    session = opened(node)
+    drive(session.push(GRAD, deadline()), node)
+    node.script["/push"] = [no(code)]
+
+    assert drive(session.push(GRAD, deadline()), node).state == "dropped"
+    drive(session.push(GRAD, deadline()), node)
+
+    assert node.bodies("/models/m/workers")[-1] == {"name": "m/w0", "rank": 3, "above": 1}
+    last = node.pushes[-1].push_id
+    assert last is not None
+    assert (last.worker, last.epoch, last.seq) == ("m/w0", 2, 1)
+
+
+def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
+    """Joining again works though another worker has the rank now."""
+    node = Node()
+    session = opened(node)
+    node.script["/models/m/workers/m%2Fw0"] = [no("fenced")]
+    node.script["/models/m/workers"] = [no("conflict")]
+
+    drive(session.beat(deadline()), node)
+
+    assert node.bodies("/models/m/workers")[-2:] == [
+        {"name": "m/w0", "rank": 3, "above": 1},
+        {"name": "m/w0", "above": 1},
+    ]
+
+
+def test_waiting_has_an_end_only_when_asked_for() -> None:
+    """With `timeout` the clock gives up naming whom it waited for; the clock stays to be reported again."""
+    node = Node()
+    session = opened(node)
+    node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
+
+    with pytest.raises(Unavailable, match="m/w7"):
+        drive(session.advance(deadline(), 0.0), node)
+
+    assert session.clock == 0
+    assert drive(session.advance(deadline(), None), node) == 1
+
+
+def test_stop_ends_waiting_and_tasks() -> None:
+    """A worker that is told to stop neither waits for others nor takes another task."""
+    node = Node()
+    session = opened(node)
+    node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "stop"})]
+
+    drive(session.advance(deadline(), None), node)
+
+    assert drive(session.lease("train", deadline()), node) is None
+    assert session.status == "stop"
+
+
+def test_tasks_are_waited_for_and_done() -> None:
+    """No task now but not finished: ask again; then the task, then done with its id."""
+    node = Node()
+    session = opened(node)
+    task = {
+        "id": "train:0:2",
+        "kind": "range",
+        "dataset": "train",
+        "uri": None,
+        "pass": 0,
+        "index": 2,
+        "start": 20,
+        "stop": 30,
+    }
+    node.script["/models/m/tasks/lease"] = [
+        ok({"task": None, "finished": False, "clock": 0}),
+        ok({"task": task, "finished": False, "clock": 4}),
+    ]
+    node.script["/models/m/tasks/train%3A0%3A2/done"] = [ok({"done": True})]
+
+    found = drive(session.lease("train", deadline()), node)
+    assert found is not None
+    drive(session.done(found, deadline()), node)
+
+    assert (found.start, found.stop, found.index) == (20, 30, 2)
+    assert session.clock == 4, "while it waited it held nobody up, so it goes on where the others are"
+    assert node.bodies("/models/m/tasks/train%3A0%3A2/done")[0]["epoch"] == 1
+
+
+def test_state_is_sent_when_it_has_changed() -> None:
+    """`w.state` goes with the next heartbeat, once."""
+    node = Node()
+    session = opened(node)
+    session.state["seen"] = np.int64(7)
+
+    for _ in range(2):
+        drive(session.beat(deadline()), node)
+
+    beats = node.bodies("/models/m/workers/m%2Fw0")
+    assert beats[0]["state"] == {"seen": 7}
+    assert "state" not in beats[1]
+
+
+def test_numbers_stay_within_the_window() -> None:
+    """A 65th push waits while the first is in doubt, however many after it were answered."""
+    numbers = PushNumbers("c-1", 1)
+    taken = [drive(numbers.take(deadline()), Node()) for _ in range(64)]
+    for push_id in taken[1:]:
+        numbers.settle(push_id)
+
+    with pytest.raises(Unavailable):
+        drive(numbers.take(Deadline.after(0.0)), Node())
+
+    numbers.settle(taken[0])
+    assert drive(numbers.take(deadline()), Node()).seq == 65

@@ -1,0 +1,163 @@
+"""What the client makes of its arguments, and what importing it costs."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.client.cluster import urls_of
+from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.spec_builder import model_document, patch_document
+from paramserver.core.layout import Layout
+from paramserver.core.optimizer import slot_count
+from paramserver.core.spec import ConsistencySpec, ModelSpec, OptimizerSpec
+from paramserver.wire.tensor import f32_to_bf16
+
+
+def test_importing_is_light() -> None:
+    """`import paramserver` and the client load neither kernels nor servers."""
+    heavy = "numba fastapi redis granian sklearn uvicorn torch pydantic"
+    code = f"import sys, paramserver as ps; ps.connect, ps.Adam, ps.AsyncClient, ps.local; print([m for m in {heavy.split()!r} if m in sys.modules])"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    """`__all__` lists what can be used, and nothing else."""
+    assert all(getattr(ps, name) is not None for name in ps.__all__)
+    assert set(ps._HOME_OF) == set(ps.__all__)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = ps.nothing_such
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ps.SGD(0.1), ps.Momentum(), ps.Nesterov(), ps.Adagrad(), ps.RMSprop(), ps.Adam(betas=(0.8, 0.9)), ps.AdamW(),
+        ps.FTRL(l1=0.1), ps.Sum(), ps.SGD(0.1, schedule=ps.Cosine(t_max=10, warmup=3), clip_norm=1.0, linear_scaling=True),
+    ],
+)  # fmt: skip
+def test_optimizers_and_the_server_agree_on_every_field(optimizer: ps.Optimizer) -> None:
+    """What a builder writes is read without loss, defaults included."""
+    errors: list[ps.PsError] = []
+
+    read = OptimizerSpec.read(optimizer.document(), "optimizer", errors)
+
+    assert errors == []
+    assert read.document() == optimizer.document()
+    assert slot_count(read) >= 0
+
+
+@pytest.mark.parametrize("name", ["SGD", "Momentum", "Nesterov", "Adagrad", "RMSprop", "Adam", "AdamW", "FTRL", "Sum"])
+def test_defaults_of_optimizers_are_the_servers(name: str) -> None:
+    """A builder without arguments means what the bare name means."""
+    built = getattr(ps, name)()
+
+    assert built.document() == OptimizerSpec.read({"name": built.name}, "optimizer", []).document()
+
+
+@pytest.mark.parametrize(
+    "built", [ps.Async(), ps.SSP(3), ps.Sync(quorum=0.75, late="fold"), ps.Buffered(4, lag="scale")]
+)
+def test_consistency_modes_and_the_server_agree(built: ps.Consistency) -> None:
+    """What a builder writes is read without loss."""
+    errors: list[ps.PsError] = []
+
+    read = ConsistencySpec.read(built.document(), "consistency", errors)
+
+    assert errors == []
+    assert read.document() == built.document()
+
+
+def test_params_may_be_arrays_shapes_or_more() -> None:
+    """Arrays are uploaded in their shape; float64 becomes float32, float16 stays."""
+    body, uploads = model_document(
+        "m",
+        {
+            "a": np.zeros((2, 3)),
+            "h": np.zeros(4, np.float16),
+            "s": (10,),
+            "n": 7,
+            "e": (),
+            "x": ps.Param((4, 4), init={"kind": "normal", "std": 0.1}, lr_scale=0.5, trainable=False),
+            "d": ps.Param(np.zeros(2), dtype="float64"),
+            "j": {"shape": [3], "init": {"kind": "constant", "value": 2.0}},
+        },
+        ps.Adam(),
+        "async",
+        {"partitions": None},
+    )
+
+    assert {n: (p["shape"], p.get("dtype"), p["init"]["kind"]) for n, p in body["params"].items()} == {
+        "a": ([2, 3], "float32", "upload"), "h": ([4], "float16", "upload"), "s": ([10], "float32", "zeros"),
+        "n": ([7], "float32", "zeros"), "e": ([], "float32", "zeros"), "x": ([4, 4], "float32", "normal"),
+        "d": ([2], "float64", "upload"), "j": ([3], None, "constant"),
+    }  # fmt: skip
+    assert sorted(uploads) == ["a", "d", "h"]
+    assert body["params"]["x"]["trainable"] is False
+
+
+def test_a_wrong_spec_is_told_before_anything_is_sent() -> None:
+    """Every wrong parameter and field is in one error."""
+    with pytest.raises(ps.RequestError) as e:
+        model_document("m", {"a": np.array(["x"]), "b": ps.Param((0,))}, ps.SGD(-1.0), None, {})
+
+    assert "dtype" in str(e.value)
+
+
+def test_set_takes_single_fields_and_builders() -> None:
+    """`lr=` goes into the optimizer; a builder replaces it whole."""
+    assert patch_document(None, ps.SSP(2), None, {}, {"lr": 0.5}) == {
+        "optimizer": {"lr": 0.5},
+        "consistency": ps.SSP(2).document(),
+    }
+    with pytest.raises(ps.RequestError, match="nothing to set"):
+        patch_document(None, None, None, {"checkpoint": None}, {})
+
+
+@pytest.mark.parametrize(
+    ("url", "env", "urls"),
+    [
+        (None, {}, ("http://127.0.0.1:8700",)),
+        (None, {"PARAMSERVER_URL": "http://a:1/, b:2"}, ("http://a:1", "http://b:2")),
+        ("https://x/ps/", {"PARAMSERVER_URL": "http://a:1"}, ("https://x/ps",)),
+    ],
+)
+def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[str, ...]) -> None:
+    """The argument wins over the environment, which wins over the default; several are taken apart."""
+    assert urls_of(url, env) == urls
+
+
+def test_nobody_there_is_said_in_words_that_help() -> None:
+    """The error of a refused connection names the address, the reason and the remedy."""
+    with pytest.raises(ps.Unreachable) as e:
+        ps.connect("http://127.0.0.1:9")
+
+    assert (
+        str(e.value) == "cannot reach http://127.0.0.1:9 (connection refused): is a cluster up? 'psctl up' starts one"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_pass_over_a_gradient_rounds_and_measures(dtype: str) -> None:
+    """What travels is the nearest value of its dtype, and the norm is that of what travels, in float64."""
+    size = 200_000
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [size]}}, "partitions": 3}))
+    values = np.random.default_rng(1).normal(size=size).astype(np.float32)
+    gradient = prepare(layout, {"w": values}, dtype=dtype)
+    body = np.empty(size * gradient.itemsize, np.uint8)
+    scan = Scan()
+
+    write(gradient, gradient.selection.parts, body.data, scan)
+
+    if dtype == "bfloat16":
+        assert np.array_equal(body.view(np.uint16), f32_to_bf16(values))
+        sent = (body.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        sent = body.view(dtype)
+        assert np.array_equal(sent, values.astype(dtype))
+    assert scan.norm == pytest.approx(float(np.linalg.norm(sent.astype(np.float64))), rel=1e-12)

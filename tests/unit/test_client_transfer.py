@@ -1,0 +1,481 @@
+"""Pushes and pulls of the client as pure calls: requests are answered by hand, no socket is opened."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from paramserver.client import transfer
+from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response
+from paramserver.client.cluster import Cluster
+from paramserver.client.frames import PushTerms
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import (
+    ConflictError,
+    FencedError,
+    InDoubt,
+    PsError,
+    RequestError,
+    Unavailable,
+    problem,
+)
+from paramserver.types import PushId
+from paramserver.wire.frame import (
+    MEDIA_TYPE,
+    PullFrame,
+    PullReply,
+    PushFrame,
+    PushReply,
+    decode_prefix,
+    encode_header,
+)
+from paramserver.wire.tensor import from_f32, to_f32
+
+T = TypeVar("T")
+A, B = "http://a:1", "http://b:1"
+
+
+class Now:
+    """A clock that only pauses move."""
+
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now) -> T:
+    """Run a call to its end with `answer` as the whole network."""
+    try:
+        effect = next(call)
+        while True:
+            if isinstance(effect, Pause):
+                now.s += effect.seconds
+                effect = call.send([])
+            else:
+                effect = call.send([answer(r) for r in effect])
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+class Shards:
+    """Two shards and a scheduler that hold one model in memory and add what is pushed to it."""
+
+    def __init__(self, *, partitions: int = 4, dtype: str = "float32", clip: bool = False) -> None:
+        params = {"w": {"shape": [10, 5], "dtype": dtype}, "b": {"shape": [14], "dtype": dtype}}
+        self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": partitions})
+        self.layout = Layout(self.spec)
+        self.flat = np.arange(self.layout.size, dtype=np.float32)
+        self.versions = [0] * partitions
+        self.seen: set[tuple[str, int, int, int]] = set()
+        self.owners = ["a" if i % 2 == 0 else "b" for i in range(partitions)]
+        self.map_epoch = 1
+        self.answering = {A, B}
+        self.log: list[tuple[str | None, str]] = []
+        self.pushes: list[PushFrame] = []
+        self.trouble: list[Callable[[Request], Outcome | None]] = []
+
+    def __call__(self, request: Request) -> Outcome:
+        self.log.append((request.to, request.path))
+        if request.path == "/livez":
+            return Response(200, {}) if request.to in self.answering else problem("unreachable", "no")
+        for t in list(self.trouble):
+            found = t(request)
+            if found is not None:
+                self.trouble.remove(t)
+                return found
+        if request.path == "/models/m":
+            return Response(200, {}, json.dumps(self.document()).encode())
+        assert request.body is not None
+        header, offset = decode_prefix(bytes(request.body))
+        return self.frame(request, header, memoryview(bytes(request.body))[offset:])
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": "m", "generation": 7, "timeline": 0, "clock": 0, "map_epoch": self.map_epoch,
+            "spec": self.spec.document(), "bounds": list(self.layout.bounds), "state": "ready",
+            "partitions": [{"index": i, "shard": o} for i, o in enumerate(self.owners)],
+            "shards": {"a": {"addresses": [A]}, "b": {"addresses": [B + "/"]}},
+        }  # fmt: skip
+
+    def frame(self, request: Request, header: dict[str, Any], body: memoryview) -> Outcome:
+        pull_only = request.path == "/pull"
+        frame: Any = (PullFrame if pull_only else PushFrame).from_header(header)
+        mine = [p[0] if pull_only else p.partition for p in frame.parts]
+        if request.to is not None:
+            shard = "a" if request.to == A else "b"
+            if frame.map_epoch is None or any(self.owners[p] != shard for p in mine):
+                return refusal("wrong_owner", map_epoch=self.map_epoch)
+        push = None if pull_only else self.push(frame, body)
+        if request.path == "/push":
+            assert push is not None
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(push.to_header()))
+        return self.pull(request, frame if pull_only else frame.pull, push)
+
+    def push(self, frame: PushFrame, body: memoryview) -> PushReply:
+        self.pushes.append(frame)
+        assert frame.push_id is not None
+        itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[frame.dtype]
+        stored = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "float64": "<f8"}[frame.dtype]
+        at, duplicate, parts = 0, True, []
+        for part in frame.parts:
+            lo, hi = self.layout.bounds[part.partition : part.partition + 2]
+            new = (frame.push_id.worker, frame.push_id.epoch, frame.push_id.seq, part.partition) not in self.seen
+            self.seen.add((frame.push_id.worker, frame.push_id.epoch, frame.push_id.seq, part.partition))
+            for start, stop in part.ranges or [(0, hi - lo)]:
+                n = stop - start
+                if new:
+                    raw = np.frombuffer(body[at : at + n * itemsize], stored)
+                    self.flat[lo + start : lo + stop] += to_f32(raw, frame.dtype)
+                at += n * itemsize
+            self.versions[part.partition] += new
+            duplicate = duplicate and not new
+            parts.append((part.partition, self.versions[part.partition], 9, 0))
+        assert at == len(body), "the body has exactly the elements that the header names"
+        return PushReply("applied", duplicate, min(p[1] for p in parts), 0, 9, 0, parts)
+
+    def pull(self, request: Request, frame: Any, push: PushReply | None) -> Outcome:
+        pieces, parts = [], []
+        for partition, ranges in reversed(frame.parts):  # any order is allowed
+            lo, hi = self.layout.bounds[partition : partition + 2]
+            for start, stop in ranges or [(0, hi - lo)]:
+                pieces.append(from_f32(self.flat[lo + start : lo + stop], frame.dtype).tobytes())
+            parts.append((partition, self.versions[partition], 9))
+        reply = PullReply("m", 7, 0, min(p[1] for p in parts), 9, frame.dtype, parts, push)
+        raw = encode_header(reply.to_header()) + b"".join(pieces)
+        assert request.sink is not None
+        request.sink.begin()
+        for i in range(0, len(raw), 13):  # awkward chunks
+            request.sink.feed(memoryview(raw[i : i + 13]))
+        request.sink.end()
+        return Response(200, {"content-type": MEDIA_TYPE})
+
+    def wrong_once(self, path: str, outcome: Outcome) -> None:
+        """The next request of that path has this outcome, and reaches nobody."""
+        self.trouble.append(lambda r: outcome if r.path == path else None)
+
+    def lost_once(self, path: str) -> None:
+        """The next request of that path is done, but its answer is lost."""
+
+        def lose(request: Request) -> Outcome | None:
+            if request.path != path:
+                return None
+            assert request.body is not None
+            header, offset = decode_prefix(bytes(request.body))
+            self.frame(request, header, memoryview(bytes(request.body))[offset:])
+            return problem("in_doubt", "the answer was lost")
+
+        self.trouble.append(lose)
+
+
+def refusal(code: str, **members: Any) -> Response:
+    doc = problem(code, "said the shard", **members).document()
+    return Response(doc["status"], {"content-type": "application/problem+json"}, json.dumps(doc).encode())
+
+
+@pytest.fixture
+def shards() -> Shards:
+    return Shards()
+
+
+@pytest.fixture
+def now() -> Now:
+    return Now()
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(("http://given:1",))
+
+
+def terms(seq: int = 1, **more: Any) -> PushTerms:
+    return PushTerms(PushId("c-1", 1, seq), **more)
+
+
+def grads() -> dict[str, Any]:
+    return {"b": np.full(14, 2.0, np.float32), "w": np.ones((10, 5))}
+
+
+def expected() -> Any:
+    return np.arange(64, dtype=np.float32) + np.r_[np.ones(50), np.full(14, 2.0)].astype(np.float32)
+
+
+def test_a_pull_puts_every_partition_in_its_place(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Two shards are asked once each; arrays are writable views of one vector in the model's order."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert p.flat.tolist() == list(range(64))
+    assert p["w"].shape == (10, 5)
+    assert p["b"].base is not None and np.shares_memory(p["b"], p.flat)
+    assert p["w"].flags.writeable
+    assert sorted(to or "" for to, path in shards.log if path == "/pull") == [A, B]
+
+
+def test_a_pull_of_names_and_ranges_is_packed(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Patterns choose parameters, ranges elements; what is not asked for does not travel."""
+    p = drive(
+        transfer.pull(cluster, "m", Deadline.after(30, now), names="[w]", ranges={"w": [(3, 5), (40, 44)]}), shards, now
+    )
+
+    assert p["w"].tolist() == [3, 4, 40, 41, 42, 43]
+    assert list(p) == ["w"]
+
+
+def test_out_is_filled_and_returned(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A pull into an earlier one's arrays allocates nothing and changes its version."""
+    first = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    again = drive(transfer.pull(cluster, "m", Deadline.after(30, now), out=first), shards, now)
+
+    assert again is first
+    assert (first.version, first.flat.tolist()) == (1, expected().tolist())
+
+
+def test_out_that_does_not_fit_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Arrays of another selection are not written to."""
+    part = drive(transfer.pull(cluster, "m", Deadline.after(30, now), names="b"), shards, now)
+
+    with pytest.raises(RequestError, match="out cannot take"):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now), out=part), shards, now)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster: Cluster, dtype: str) -> None:
+    """Small integers survive every dtype; bfloat16 arrives as float32, the others as themselves."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now), dtype=dtype), shards, now)
+
+    assert p.flat.dtype == ("float32" if dtype == "bfloat16" else dtype)
+    assert p.flat.tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "float64"])
+def test_a_push_reaches_all_owners_with_one_norm(shards: Shards, now: Now, cluster: Cluster, dtype: str | None) -> None:
+    """One frame for each shard, each with the norm of the whole gradient."""
+    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
+
+    assert (done.state, done.version, done.duplicate) == ("applied", 1, False)
+    assert shards.flat.tolist() == expected().tolist()
+    assert [f.norm for f in shards.pushes] == [pytest.approx((50 + 14 * 4) ** 0.5)] * 2
+
+
+def test_a_flat_vector_is_a_gradient_too(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """It is in the order of `flat`."""
+    vector = np.r_[np.ones(50), np.full(14, 2.0)]
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), vector, terms()), shards, now)
+
+    assert shards.flat.tolist() == expected().tolist()
+
+
+def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Partitions without a range get nothing, the others the ranges relative to them."""
+    drive(
+        transfer.push(
+            cluster, "m", Deadline.after(30, now), {"w": [5.0, 7.0]}, terms(), ranges={"w": [(0, 1), (49, 50)]}
+        ),
+        shards,
+        now,
+    )
+
+    change = shards.flat - np.arange(64)
+    assert (change[0], change[49], np.count_nonzero(change)) == (5.0, 7.0, 2)
+    assert sum(shards.versions) == 2
+
+
+def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """The retry carries the same push id, so it is a duplicate; the reply says only whether all parts were."""
+    shards.lost_once("/push")
+
+    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert shards.flat.tolist() == expected().tolist()
+    assert not done.duplicate
+    assert len({(f.push_id, f.norm) for f in shards.pushes}) == 1
+
+
+def test_a_moved_partition_is_followed_at_once(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """421 makes the client fetch the map and send only what is not done, without waiting."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.owners, shards.map_epoch = ["b", "b", "a", "b"], 2
+    started = now.s
+
+    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert done.version == 1
+    assert shards.flat.tolist() == expected().tolist()
+    assert now.s == started
+    assert sum(path == "/models/m" for _, path in shards.log) == 2
+
+
+def test_shards_that_do_not_answer_are_reached_by_the_url(
+    shards: Shards, now: Now, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a direct way everything goes to the URL given, in one frame without a map epoch, and one line says so."""
+    shards.answering = set()
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(1)), shards, now)
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(2)), shards, now)
+
+    assert [(to, path) for to, path in shards.log if path == "/push"] == [(None, "/push")] * 2
+    assert all(f.map_epoch is None and len(f.parts) == 4 for f in shards.pushes)
+    assert sum("route.proxied" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """An address that did not answer is tried again some seconds later."""
+    shards.answering = {A}
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.answering, now.s = {A, B}, now.s + 10
+    shards.log.clear()
+
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert {to for to, path in shards.log if path == "/pull"} == {A, B}
+
+
+def test_wrong_gradients_are_listed_and_not_sent(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Names, shapes and dtypes are all reported at once."""
+    bad = {"v": np.ones(3), "w": np.ones((5, 10)), "b": np.array(["x"] * 14)}
+
+    with pytest.raises(RequestError) as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms()), shards, now)
+
+    assert {(x["where"], x["code"]) for x in e.value.errors} == {
+        ("v", "unknown_parameter"), ("w", "invalid_shape"), ("b", "invalid_dtype"),
+    }  # fmt: skip
+    assert shards.pushes == []
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, None), (np.inf, "bfloat16"), (1e300, None), (1e6, "float16")])
+def test_values_that_are_not_finite_on_the_way_are_refused(
+    shards: Shards, now: Now, cluster: Cluster, value: float, dtype: str | None
+) -> None:
+    """NaN, infinity, and what overflows the dtype it would travel in; the parameter is named."""
+    bad = grads()
+    bad["w"][9, 4] = value
+
+    with pytest.raises(RequestError, match="'w' holds NaN or infinity") as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms(), dtype=dtype), shards, now)
+
+    assert e.value.code == "non_finite"
+    assert shards.pushes == []
+
+
+def test_a_busy_shard_is_waited_for_as_long_as_it_says(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """503 with Retry-After is tried again, not before that time."""
+    started = now.s
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.wrong_once(
+        "/push",
+        refusal(
+            "loading",
+        ),
+    )
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert now.s - started >= 0.5
+    assert shards.flat.tolist() == expected().tolist()
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [("rolled_back", FencedError), ("worker_required", ConflictError), ("outside_window", ConflictError)],
+)
+def test_refusals_are_raised_at_once(
+    shards: Shards, now: Now, cluster: Cluster, code: str, raised: type[PsError]
+) -> None:
+    """What trying again cannot change reaches the caller with its members."""
+    shards.wrong_once("/push", refusal(code, timeline=4))
+
+    with pytest.raises(raised) as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert e.value.members["timeline"] == 4
+
+
+def test_the_deadline_ends_a_call_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """If an attempt may have been done, the error says so even when later ones could not even connect."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.lost_once("/push")
+
+    def down(request: Request) -> Outcome:
+        if any(path == "/push" for _, path in shards.log):
+            return problem("unreachable", "cannot reach it")
+        return shards(request)
+
+    with pytest.raises(InDoubt):
+        drive(transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()), down, now)
+
+
+def test_a_cluster_that_never_answers_is_unavailable(now: Now, cluster: Cluster) -> None:
+    """The last failure is raised when the deadline is near, never later."""
+    started = now.s
+
+    with pytest.raises(Unavailable, match="cannot reach"):
+        drive(
+            transfer.pull(cluster, "m", Deadline.after(5, now)),
+            lambda _: problem("unreachable", "cannot reach it"),
+            now,
+        )
+
+    assert 1.0 < now.s - started <= 5.0
+
+
+def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """One request to each shard; the values are those after the push."""
+    call = transfer.pushpull(cluster, "m", Deadline.after(30, now), grads(), terms())
+    done, p = drive(call, shards, now)
+
+    assert (done.version, p.version) == (1, 1)
+    assert p.flat.tolist() == expected().tolist()
+    assert [path for _, path in shards.log if path.startswith("/pu")] == ["/pushpull"] * 2
+
+
+def test_base_versions_go_with_each_partition(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A push computed from a pull quotes version and incarnation of every partition."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=p)), shards, now)
+
+    assert {(part.partition, part.base) for f in shards.pushes for part in f.parts} == {(i, (0, 9)) for i in range(4)}
+
+
+def test_a_cut_answer_is_pulled_again(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A body that ends early is not taken for the values; the retry overwrites all of it."""
+
+    def cut(request: Request) -> Outcome | None:
+        if request.path != "/pull" or request.sink is None:
+            return None
+        request.sink.begin()
+        reply = PullReply("m", 7, 0, 0, 9, "float32", [(0, 0, 9), (2, 0, 9)])
+        request.sink.feed(memoryview(encode_header(reply.to_header()) + b"\xff" * 60))
+        try:
+            request.sink.end()
+        except PsError as e:
+            return e
+        raise AssertionError("a short body was accepted")
+
+    shards.trouble.append(cut)
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert p.flat.tolist() == list(range(64))
+
+
+def test_a_model_created_anew_is_noticed(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """409 model_replaced is raised, and the next call fetches the new map."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.wrong_once("/push", refusal("model_replaced"))
+    with pytest.raises(FencedError):
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    shards.log.clear()
+
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert (None, "/models/m") in shards.log
