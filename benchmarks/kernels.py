@@ -1,0 +1,129 @@
+"""How fast the fused optimizer steps move bytes, against a plain copy on the same machine.
+
+    python benchmarks/kernels.py                       one partition of 4 MiB, then one too large for any cache
+    python benchmarks/kernels.py --elements 1048576 --dtype bfloat16 --optimizers adam ftrl
+
+A rate counts each operand once: values, slots and gradient read, values and slots written.  The copy counts its
+source and its target.  Each figure is the median over `--repeats` runs on one thread; `of copy` divides the rates.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from paramserver import kernels
+from paramserver.core.spec import OptimizerSpec
+from paramserver.types import ITEMSIZE, AnyArray
+
+DEFAULT_ELEMENTS = (1 << 20, 25_000_000)
+DEFAULT_OPTIMIZERS = ("sgd", "momentum", "adam")
+
+
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def gradient(elements: int, dtype: str) -> AnyArray:
+    """Normal numbers in the element type; bfloat16 as uint16."""
+    g = np.random.default_rng(1).standard_normal(elements, np.float32)
+    return (g.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else g.astype(dtype)
+
+
+def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[dict[str, Any]]:
+    """One row for the copy and one for each optimizer."""
+    w = np.random.default_rng(0).standard_normal(elements, np.float32)
+    g, out = gradient(elements, dtype), np.zeros(elements, np.float32)
+    copy_s = median_s(lambda: np.copyto(out, w), repeats)
+    rows = [row("copy", elements, "float32", 8 * elements, copy_s)]
+    for name in names:
+        o = OptimizerSpec(name, lr=1e-3, momentum=0.9 if name in ("momentum", "nesterov") else 0.0)
+        slots = [np.ones(elements, np.float32) for _ in range(kernels.slot_count(o))]
+        new = [np.ones(elements, np.float32) for _ in slots]
+        steps = [kernels.SegmentStep(0, elements, 1e-3)]
+        if not kernels.apply(o, steps, w, slots, g, dtype, out, new):
+            raise SystemExit(f"{name} gave a result that is not finite")
+        moved = (8 * (1 + len(slots)) + ITEMSIZE[dtype]) * elements
+        taken_s = median_s(partial(kernels.apply, o, steps, w, slots, g, dtype, out, new), repeats)
+        rows.append(row(name, elements, dtype, moved, taken_s))
+    for r in rows:
+        r["of_copy"] = round(r["gb_per_s"] / rows[0]["gb_per_s"], 2)
+    return rows
+
+
+def row(name: str, elements: int, dtype: str, moved_bytes: int, taken_s: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "elements": elements,
+        "gradient": dtype,
+        "ms": round(taken_s * 1e3, 3),
+        "gb_per_s": round(moved_bytes / taken_s / 1e9, 1),
+        "melements_per_s": round(elements / taken_s / 1e6),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "machine": platform.machine(),
+        "cpu": str(import_module("llvmlite.binding").get_host_cpu_name()),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, nargs="+", default=DEFAULT_ELEMENTS, help="elements of the partition")
+    parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="float32", help="element type of the gradient")
+    parser.add_argument("--optimizers", nargs="+", choices=OptimizerSpec.NAMES, default=DEFAULT_OPTIMIZERS)
+    parser.add_argument("--repeats", type=int, default=15, help="runs of which the median is taken")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
+    options = parser.parse_args()
+    if min(options.elements) < 1 or options.repeats < 1:
+        parser.error("--elements and --repeats must be at least 1")
+
+    start = time.perf_counter()
+    kernels.warm_up()
+    warm_s = time.perf_counter() - start
+    about = machine() | {"warm_up_s": round(warm_s, 2)}
+    rows = [r for n in options.elements for r in measure(n, options.dtype, list(options.optimizers), options.repeats)]
+    if options.json:
+        json.dump({"about": about, "rows": rows}, sys.stdout, indent=1)
+        print()
+        return
+    print(" · ".join(f"{k} {v}" for k, v in about.items()))
+    print(f"\n{'step':10} {'elements':>12} {'gradient':>9} {'ms':>9} {'GB/s':>7} {'M/s':>7} {'of copy':>8}")
+    for r in rows:
+        print(
+            f"{r['name']:10} {r['elements']:12,} {r['gradient']:>9} {r['ms']:9.3f} {r['gb_per_s']:7.1f} "
+            f"{r['melements_per_s']:7,} {r['of_copy']:8.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
