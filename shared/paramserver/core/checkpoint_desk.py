@@ -37,7 +37,7 @@ class CheckpointDesk:
             raise problem("conflict", f"checkpoint '{e.name}' exists", hint="choose another name")
         if len(wanted) >= WANTED_MAX:
             raise problem("too_many_requests", f"{WANTED_MAX} checkpoints wait already")
-        wanted.append(Wanted(now, e.name, [e.request]))
+        wanted.append(Wanted(now, e.name, [e.request], clock=model.gate.clock))
         self.c.touch(model)
 
     def advance(self, model: Model, now: float) -> None:
@@ -50,7 +50,7 @@ class CheckpointDesk:
         clock = model.gate.clock
         if points.due(model.spec.checkpoint, every, clock, model.version, now):
             points.last_clock, points.last_version, points.last_s = clock, model.version, now
-            points.wanted.append(Wanted(now))
+            points.wanted.append(Wanted(now, clock=clock))
         if not points.wanted or points.writing:
             return
         if not model.gate.sync:
@@ -62,10 +62,10 @@ class CheckpointDesk:
             if now - since >= IDLE_S:
                 points.reading_still = True
                 self._begin(model, None, clock, now)
-            elif points.wanted[0].since_s > model.last_cut_s:
+            elif model.cut is None or model.cut < min(points.wanted[0].clock, clock):
                 model.cut_wanted = True
-            elif model.cut is not None:
-                # The cut made for it is complete; it is a little behind by now.
+            else:
+                # The cut made for it is complete; the training is a little ahead of it by now.
                 self._begin(model, model.cut, model.cut, now)
 
     def _begin(self, model: Model, cut: int | None, clock: int, now: float) -> None:

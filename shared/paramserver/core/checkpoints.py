@@ -72,6 +72,7 @@ class Wanted:
     written: str | None = None
     """The name under which it is being written; None: not begun."""
     clock: int = 0
+    """The model's clock when it was asked for; once begun, the clock that it is of."""
     metric: tuple[str, float] | None = None
 
 

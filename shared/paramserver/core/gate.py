@@ -89,13 +89,15 @@ class Gate:
             w.done = w.granted = clock
             w.pending.clear()
 
-    def open(self, roster: Roster) -> None:
-        """Notes whether enough workers have joined, and takes the slowest clock."""
+    def open(self, roster: Roster) -> bool:
+        """Takes the slowest clock, and notes whether enough workers have joined; True when that is news."""
         counting = roster.counting()
+        was_open = self.opened
         if len(roster.live()) >= self.rule.min_workers:
             self.opened = True
         if not self.sync and counting and (self.opened or self.rule.mode != "ssp"):
             self.clock = max(self.clock, min(w.done for w in counting))
+        return self.opened and not was_open
 
     def join_clock(self, roster: Roster) -> int:
         """The clock at which one who joins now begins."""
@@ -139,10 +141,15 @@ class Gate:
         return max(worker.done, self.clock) if self.sync else worker.done
 
     def _roster(self, roster: Roster) -> list[Worker]:
-        """sync: the live roster of the open clock; when all of it have gone, those who are there now."""
-        live = [w for w in roster.counting() if (w.name, w.epoch) in self.members]
-        if not live:
-            live = roster.counting()
+        """sync: the live roster of the open clock.
+
+        It was fixed when the clock before committed.  For the first clock it stays open until somebody has reported,
+        and when all of it have gone, it is those who are there now.
+        """
+        counting = roster.counting()
+        live = [w for w in counting if (w.name, w.epoch) in self.members]
+        if not live or (self.clock == 0 and not any(w.done for w in counting)):
+            live = counting
             self.members = {(w.name, w.epoch) for w in live}
         return live
 

@@ -55,8 +55,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         clock = max(doc["clock"], model.gate.clock) if model.gate.sync else doc["clock"]
         model.roster.workers[worker] = Worker(
             worker, doc["epoch"], now, doc["alive"], doc["rank"], clock, granted=clock, state=doc["state"],
-            # A worker that does not send the timeline is taken to know it.
-            timeline=model.timeline,
+            # A plain client that has not been told of a rollback yet is told now.
+            timeline=doc["timeline"],
         )  # fmt: skip
     commits: dict[str, list[Commit]] = {}
     for name, doc in groups["commit"].items():

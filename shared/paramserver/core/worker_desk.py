@@ -112,6 +112,7 @@ class WorkerDesk:
                 "alive": worker.alive,
                 "rank": worker.rank,
                 "clock": worker.done,
+                "timeline": worker.timeline,
                 "state": worker.state,
             },
         )
@@ -337,7 +338,8 @@ class WorkerDesk:
 
     def advance(self, model: Model, now: float) -> None:
         """Decides commits, asks for evaluations, and answers those who wait."""
-        model.gate.open(model.roster)
+        if model.gate.open(model.roster):
+            self.c.save_clock(model)
         self._commit(model, now)
         run = self.runs.of_model(model)
         every = (run.evaluate_every if run else 0) or model.spec.evaluate_every

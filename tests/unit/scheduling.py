@@ -1,0 +1,140 @@
+"""Drives a `SchedulerCore` as its service would: performs effects, keeps replies, plays the shards, may be killed."""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import SchedulerCore
+from paramserver.errors import PsError
+
+SPEC: dict[str, Any] = {"name": "m", "params": {"w": {"shape": [64]}}, "partitions": 4}
+
+
+class Driver:
+    """A scheduler whose Redis is a dict, on a clock that only `wait` moves."""
+
+    def __init__(self) -> None:
+        self.now, self.term = 100.0, 1
+        self.hash: dict[str, str] = {}
+        self.tokens: dict[str, int] = {}
+        self.replies: dict[int, Any] = {}
+        self.published: list[Any] = []
+        self.work: list[io.Effect] = []
+        """Effects that a service would carry out: checkpoints, files, deletions."""
+        self.numbers = itertools.count(1)
+        self.open: dict[int, io.Event] = {}
+        self.shards: dict[str, int] = {}
+        """Name -> epoch of those that send heartbeats."""
+        self.core = SchedulerCore.restore({}, self.now, self.term, 1e9)
+
+    def send(self, make: Callable[[int], io.Event], perform: int | None = None) -> int:
+        """Handles an event; with `perform`, the process dies after so many of its effects."""
+        number = next(self.numbers)
+        event = make(number)
+        self.open[number] = event
+        self.do(event, perform)
+        return number
+
+    def do(self, event: io.Event, perform: int | None = None) -> None:
+        """Handles an event that nobody waits for."""
+        for effect in self.core.handle(event, self.now)[:perform]:
+            self._perform(effect)
+        if perform is not None:
+            self.restart()
+
+    def _perform(self, effect: io.Effect) -> None:
+        if isinstance(effect, io.Store):
+            for name, doc in effect.fields.items():
+                if doc is None:
+                    self.hash.pop(name, None)
+                else:
+                    self.hash[name] = json.dumps(doc, allow_nan=False)
+        elif isinstance(effect, io.SetTokens):
+            for key, token in effect.tokens:
+                assert token > self.tokens.get(str(key), 0), "owner tokens only grow"
+                self.tokens[str(key)] = token
+        elif isinstance(effect, io.Publish):
+            json.dumps(effect.document, allow_nan=False)
+            self.published.append(effect.document)
+        elif isinstance(effect, io.Reply):
+            assert self.open.pop(effect.request, None) is not None, "every request is answered once"
+            self.replies[effect.request] = effect.outcome
+        else:
+            self.work.append(effect)
+
+    def restart(self) -> None:
+        """kill -9, and a new process on the same Redis."""
+        self.term += 1
+        self.open.clear()
+        documents = {k: json.loads(v) for k, v in self.hash.items()}
+        self.core = SchedulerCore.restore(documents, self.now, self.term, 1e9)
+
+    def ask(self, make: Callable[[int], io.Event]) -> Any:
+        """The body of the reply, which must come at once; raises the error replied."""
+        number = self.send(make)
+        assert number in self.replies, f"{self.open.get(number)} is not answered"
+        return self.result(number)
+
+    def result(self, number: int) -> Any:
+        """What was replied to that request; raises the error replied."""
+        outcome = self.replies[number]
+        if isinstance(outcome, PsError):
+            raise outcome
+        return outcome
+
+    # --- a cluster ---
+
+    def shard(self, name: str) -> None:
+        """A shard joins, or is restarted."""
+        body = self.ask(lambda n: io.JoinShard(n, name, [f"http://{name}:1"]))
+        self.shards[name] = body["epoch"]
+        self.beat(name)
+
+    def beat(self, name: str, stored: bool = True) -> None:
+        """A heartbeat of a shard that serves all it owns and, unless told otherwise, has stored all cuts."""
+        partitions, cuts = [], []
+        for model in self.core._c.models.values():
+            for i, o in enumerate(model.owners):
+                if o.shard == name:
+                    row = [model.name, model.generation, i, o.token]
+                    partitions.append([*row, model.gate.clock if model.gate.sync else o.version, 0])
+                    if model.pending_cut is not None and stored:
+                        cuts.append([*row, model.pending_cut])
+        self.ask(lambda n: io.ShardHeartbeat(n, name, self.shards[name], {}, partitions, cuts))
+
+    def beats(self) -> None:
+        """All shards send one."""
+        for name in self.shards:
+            self.beat(name)
+
+    def wait(self, seconds: float, shards: bool = True) -> None:
+        """Time passes, with ticks and the shards' heartbeats."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.5)
+            if shards:
+                self.beats()
+            self.do(io.Tick())
+
+    def model(self, **fields: Any) -> Any:
+        """Two shards and a model of four partitions."""
+        for name in ("s0", "s1"):
+            if name not in self.shards:
+                self.shard(name)
+        number = self.send(lambda n: io.CreateModel(n, SPEC | fields, "secret"))
+        self.beats()
+        return self.result(number)
+
+    def join(self, name: str, **fields: Any) -> Any:
+        """A worker joins model m."""
+        return self.ask(lambda n: io.JoinWorker(n, "m", name, **fields))
+
+    def clock(self, worker: Any, clock: int, wait_s: float = 10.0, **fields: Any) -> int:
+        """A worker reports a clock; the number of the request."""
+        return self.send(lambda n: io.ReportClock(n, "m", worker["worker"], worker["epoch"], clock, None, wait_s))
+
+    def commits(self) -> list[Any]:
+        """The commits published, in order."""
+        return [d for d in self.published if d["type"] == "commit"]

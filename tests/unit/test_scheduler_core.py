@@ -1,0 +1,409 @@
+"""The scheduler's decisions, event by event."""
+
+from typing import Any
+
+import pytest
+
+from paramserver.core import scheduler_io as io
+from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError, Unavailable
+from paramserver.types import ModelKey
+
+from .scheduling import SPEC, Driver
+
+SYNC = {"consistency": {"mode": "sync"}}
+
+
+def code(d: Driver, number: int) -> str:
+    """The code of the error replied."""
+    outcome = d.replies[number]
+    assert isinstance(outcome, PsError), outcome
+    return outcome.code
+
+
+def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
+    """503 no_shards; the same request succeeds once a shard has joined."""
+    d = Driver()
+    with pytest.raises(Unavailable) as e:
+        d.ask(lambda n: io.CreateModel(n, SPEC, "x"))
+    assert e.value.code == "no_shards"
+    assert not d.hash
+    assert d.model()["served"]
+
+
+def test_creation_is_answered_when_every_partition_is_served() -> None:
+    """The 201 waits for both owners; the same spec is 200, another one 409."""
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    number = d.send(lambda n: io.CreateModel(n, SPEC, "x"))
+    d.beat("s0")
+    assert number in d.open
+    d.beat("s1")
+    assert [p["shard"] for p in d.result(number)["partitions"]] == ["s0", "s1", "s0", "s1"]
+    assert d.ask(lambda n: io.CreateModel(n, SPEC, "y"))["generation"] == 1
+    with pytest.raises(ConflictError, match="another spec"):
+        d.ask(lambda n: io.CreateModel(n, SPEC | {"partitions": 2}, "z"))
+
+
+def test_a_model_deleted_and_made_anew_has_a_higher_generation() -> None:
+    """Waiters of the old one are told; its fields are gone from the store."""
+    d = Driver()
+    d.model(**SYNC)
+    a, b = d.join("a"), d.join("b")
+    waiting = d.clock(a, 1)
+    assert b["rank"] == 1
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    assert code(d, waiting) == "unknown_model"
+    assert not [k for k in d.hash if k.split(":")[0] in ("model", "worker", "clock", "place")]
+    assert any(isinstance(w, io.ForgetModel) and w.model == ModelKey("m", 1) for w in d.work)
+    assert d.model()["generation"] == 2
+
+
+def test_async_death_of_a_shard_moves_its_partitions_alone() -> None:
+    """The others keep their tokens and nobody's clock changes."""
+    d = Driver()
+    before = d.model()["partitions"]
+    del d.shards["s1"]
+    d.wait(6)
+    after = d.core.read.model("m")
+    assert {p["shard"] for p in after["partitions"]} == {"s0"}
+    kept = [i for i, p in enumerate(before) if p["shard"] == "s0"]
+    assert [i for i in range(4) if after["partitions"][i]["incarnation"] == before[i]["incarnation"]] == kept
+    assert after["timeline"] == 0
+    assert d.published[-1]["source"] == "snapshot"
+
+
+def test_partitions_without_a_living_shard_wait_for_the_next_one() -> None:
+    """Both shards die; a newcomer takes everything."""
+    d = Driver()
+    d.model()
+    d.shards.clear()
+    d.wait(6)
+    assert {p["shard"] for p in d.core.read.model("m")["partitions"]} == {None}
+    d.shard("s9")
+    assert {p["shard"] for p in d.core.read.model("m")["partitions"]} == {"s9"}
+
+
+def test_a_shard_that_joins_again_is_a_new_incarnation() -> None:
+    """Its heartbeats under the old epoch are fenced, and its partitions get new tokens."""
+    d = Driver()
+    before = d.model()["partitions"]
+    d.shard("s1")
+    after = d.core.read.model("m")["partitions"]
+    assert [p["shard"] for p in after] == [p["shard"] for p in before]
+    assert all(
+        (a["incarnation"] > b["incarnation"]) == (b["shard"] == "s1") for a, b in zip(after, before, strict=True)
+    )
+    with pytest.raises(FencedError):
+        d.ask(lambda n: io.ShardHeartbeat(n, "s1", 1))
+
+
+def test_sync_goes_back_to_the_newest_cut_when_a_shard_dies() -> None:
+    """All partitions get new tokens, the timeline rises, and workers are told the clock."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    assert d.core.read.model("m")["cut"] == 1
+    d.clock(a, 2)
+    waiting = d.clock(a, 2)
+    assert d.result(waiting)["released"]
+    tokens = dict(d.tokens)
+    d.shard("s1")
+    model = d.core.read.model("m")
+    assert (model["timeline"], model["clock"], model["cut"]) == (1, 1, 1)
+    assert all(d.tokens[k] > tokens[k] for k in tokens)
+    document = [p for p in d.published if p["type"] == "model"][-1]
+    assert document["source"] == {"cut": 1}
+    assert document["commits"] == []
+    late = d.clock(a, 3)
+    assert code(d, late) == "rolled_back"
+    assert d.replies[late].members == {"timeline": 1, "clock": 1}
+    assert d.result(d.clock(a, 2))["released"]
+    assert [(c["timeline"], c["t"]) for c in d.commits()] == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
+    """The parked request is answered with 409, not left to its deadline."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "min_workers": 2})
+    a = d.join("a")
+    d.join("b")
+    parked = d.clock(a, 1)
+    d.shard("s0")
+    assert code(d, parked) == "rolled_back"
+
+
+def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
+    """Half of the reports are not enough, and no second cut is begun before."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beat("s0")
+    assert d.core.read.model("m")["cut"] is None
+    d.now += 4
+    d.beat("s0", stored=False)
+    d.beat("s1", stored=False)
+    d.now += 2
+    d.clock(a, 2)
+    assert [c["cut"] for c in d.commits()] == [True, False]
+    d.beat("s0")
+    d.beat("s1")
+    assert d.core.read.model("m")["cut"] == 1
+    d.clock(a, 3)
+    assert d.commits()[-1]["cut"]
+
+
+def test_entering_sync_makes_one_clock_and_a_cut() -> None:
+    """The timeline rises, the first commit is empty and a cut, and the workers begin after it."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    assert d.result(d.clock(a, 7))["released"]
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
+    (first,) = d.commits()
+    assert first["contributions"] == []
+    assert first["cut"]
+    assert first["timeline"] == 1
+    told = d.clock(a, 8)
+    assert code(d, told) == "rolled_back"
+    clock = d.replies[told].members["clock"]
+    assert clock == first["t"] + 1
+    assert d.result(d.clock(a, clock + 1))["released"]
+
+
+def test_quorum_late_workers_are_dropped_or_folded() -> None:
+    """With drop the late clock is in no commit; with fold it is in the next one; both are told where to go on."""
+    for late, listed in (("drop", [["m/a", 1]]), ("fold", [["m/a", 1], ["m/b", 0]])):
+        d = Driver()
+        d.model(consistency={"mode": "sync", "quorum": 0.5, "late": late, "min_workers": 2})
+        a, b = d.join("a"), d.join("b")
+        d.clock(a, 1)
+        reply = d.result(d.clock(b, 1))
+        assert reply["released"]
+        assert reply["clock"] == 1
+        d.clock(a, 2)
+        assert [[w, c] for w, _, _, c, _ in d.commits()[1]["contributions"]] == listed
+
+
+def test_min_workers_and_waiting_for_are_said() -> None:
+    """Who waits is told for whom, first for workers to come, then by name."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "min_workers": 2})
+    a = d.join("a")
+    reply = d.result(d.clock(a, 1, 0.0))
+    assert (reply["released"], reply["waiting_for"]) == (False, ["1 more worker to join"])
+    d.join("b")
+    assert d.result(d.clock(a, 1, 0.0))["waiting_for"] == ["m/b"]
+
+
+def test_a_dead_worker_opens_the_barrier_and_is_fenced() -> None:
+    """The one parked is released at the lease's end; it was alive all the time for it was parked."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    parked = d.clock(a, 1, 30.0)
+    d.wait(4)
+    assert parked in d.open
+    d.wait(2)
+    assert d.result(parked)["released"]
+    assert code(d, d.clock(b, 1)) == "fenced"
+    again = d.join("b")
+    assert (again["epoch"], again["rank"], again["clock"]) == (2, 1, 1)
+
+
+def test_ssp_blocks_who_is_too_far_ahead() -> None:
+    """Staleness 2: the third clock ahead waits for the slowest."""
+    d = Driver()
+    d.model(consistency={"mode": "ssp", "staleness": 2})
+    a, b = d.join("a"), d.join("b")
+    assert d.result(d.clock(a, 2))["released"]
+    parked = d.clock(a, 3)
+    assert parked in d.open
+    d.ask(lambda n: io.WorkerHeartbeat(n, "m", b["worker"], 1, 1))
+    assert d.result(parked)["released"]
+
+
+def test_join_takes_ids_ranks_and_epochs_as_told() -> None:
+    """Names get the model's prefix, ranks are unique among the living, epochs lie above what is asked."""
+    d = Driver()
+    d.model()
+    assert d.ask(lambda n: io.JoinWorker(n, "m"))["worker"] == "m/w0"
+    assert d.join("run-1/w3", rank=7)["rank"] == 7
+    assert d.join("x", above=41)["epoch"] == 42
+    with pytest.raises(ConflictError):
+        d.join("y", rank=7)
+    for bad in ("", "a b", "a/b/c", "/a", "ä", 3):
+        with pytest.raises(RequestError):
+            d.join(bad)  # type: ignore[arg-type]
+    with pytest.raises(NotFoundError):
+        d.ask(lambda n: io.WorkerHeartbeat(n, "m", "m/nobody", 1))
+
+
+def test_uploads_are_complete_when_every_parameter_is_in() -> None:
+    """The token is given once, again only after it ran out, and the model is ready with the last parameter."""
+    d = Driver()
+    up = {"shape": [4], "init": {"kind": "upload"}}
+    made = d.model(params={"w": up, "b": up}, partitions=2)
+    assert (made["upload_token"], made["state"]) == ("secret", "initializing")
+    assert "upload_token" not in d.model(params={"w": up, "b": up}, partitions=2)
+    with pytest.raises(ConflictError):
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "wrong"))
+    assert d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret")) == {"missing": ["b"]}
+    assert d.published[-1]["upload"] == {"token": "secret", "missing": ["b"]}
+    d.wait(61)
+    again = d.send(lambda n: io.CreateModel(n, SPEC | {"params": {"w": up, "b": up}, "partitions": 2}, "second"))
+    assert d.result(again)["upload_token"] == "second"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "b", "second"))
+    assert d.core.read.model("m")["state"] == "ready"
+
+
+def test_a_dead_workers_data_comes_back() -> None:
+    """Its range goes to another worker, who waits for it; nothing of the dataset is left out."""
+    d = Driver()
+    d.model()
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 20, 10))
+    lease = lambda w, s: d.send(lambda n: io.LeaseTask(n, "m", w["worker"], w["epoch"], "train", s))  # noqa: E731
+    first, second = (d.result(lease(w, 0))["task"] for w in (a, b))
+    assert {first["start"], second["start"]} == {0, 10}
+    d.ask(lambda n: io.TaskDone(n, "m", b["worker"], 1, second["id"]))
+    parked = lease(b, 30)
+    assert parked in d.open
+    d.wait(6)
+    assert d.result(parked)["task"] == first
+    d.ask(lambda n: io.TaskDone(n, "m", b["worker"], 1, first["id"]))
+    assert d.result(lease(b, 0)) == {"task": None, "finished": True, "clock": 0, "timeline": 0}
+
+
+def test_who_waits_for_data_holds_no_barrier_up() -> None:
+    """Sync: one worker has the last range, the other finds none; the clocks of the first go on."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "min_workers": 2})
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 10, 10))
+    assert d.ask(lambda n: io.LeaseTask(n, "m", a["worker"], 1, "train"))["task"]
+    parked = d.clock(a, 1)
+    assert parked in d.open
+    d.send(lambda n: io.LeaseTask(n, "m", b["worker"], 1, "train", 30.0))
+    assert d.result(parked)["released"]
+
+
+def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
+    """Every 5 clocks one task; its result is a point of the series at that clock."""
+    d = Driver()
+    d.model(evaluate_every=5)
+    a, b = d.join("a"), d.join("b")
+    d.clock(a, 5)
+    assert d.result(d.clock(b, 4))["evaluate"] is False
+    assert d.result(d.clock(b, 5))["evaluate"] is True
+    lease = lambda w: d.ask(lambda n: io.LeaseTask(n, "m", w["worker"], 1, "evaluate"))["task"]  # noqa: E731
+    task = lease(a)
+    assert task == {"id": "evaluate:5", "kind": "evaluate", "clock": 5}
+    assert lease(b) is None
+    d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
+    (series,) = d.core.read.metrics("m", ["accuracy"])
+    assert series["points"][0][1:] == [5, "m/a", 0.9]
+
+
+def finish(d: Driver) -> io.WriteCheckpoint:
+    """Completes the checkpoint that is being written."""
+    effect = next(w for w in d.work if isinstance(w, io.WriteCheckpoint))
+    d.work.remove(effect)
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [0, 0, 0, 0], "/x"))
+    return effect
+
+
+def test_checkpoints_in_sync_are_of_one_clock() -> None:
+    """In a training: of the next cut; standing still: of the present clock, and commits wait meanwhile."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    d.clock(a, 2)
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    d.clock(a, 3)
+    assert not d.work
+    d.clock(a, 4)
+    d.beats()
+    assert finish(d).cut == 3
+    assert d.result(asked)["clock"] == 3
+    d.send(lambda n: io.RequestCheckpoint(n, "m"))
+    d.wait(1.5)
+    parked = d.clock(a, 5)
+    assert parked in d.open
+    effect = finish(d)
+    assert (effect.cut, effect.document["clock"]) == (None, 4)
+    assert d.result(parked)["released"]
+
+
+def test_the_last_and_the_best_checkpoints_stay() -> None:
+    """keep 2 and the best by metric; one named by a user is never removed."""
+    d = Driver()
+    d.model(checkpoint={"every_clocks": 10, "keep": 2})
+    a = d.join("a")
+    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    finish(d)
+    for i, accuracy in enumerate((0.5, 0.9, 0.6, 0.7, 0.8)):
+        d.ask(lambda n, v=accuracy: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
+        d.clock(a, 10 * (i + 1))
+        finish(d)
+    names = [c["name"] for c in d.core.read.checkpoints("m")]
+    assert [n.split("-")[-1] for n in names] == ["mine", "20", "40", "50"]
+    assert len([w for w in d.work if isinstance(w, io.RemoveCheckpoint)]) == 2
+
+
+def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
+    """What cannot change is refused and changes nothing."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+    d.clock(a, 1)
+    assert d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))["revision"] == 1
+    with pytest.raises(RequestError):
+        d.ask(lambda n: io.PatchModel(n, "m", {"partitions": 9}))
+    d.clock(a, 2)
+    assert [c["revision"] for c in d.commits()] == [0, 1]
+
+
+def test_linear_scaling_makes_a_revision_of_each_join() -> None:
+    """Semantics 8: live workers belong to the revision."""
+    d = Driver()
+    d.model(optimizer={"name": "sgd", "linear_scaling": True})
+    d.join("a")
+    d.join("b")
+    model = d.core.read.model("m")
+    assert (model["revision"], model["live_workers"]) == (2, 2)
+
+
+def test_refused_clocks_change_nothing() -> None:
+    """A clock far beyond the open one is refused in sync."""
+    d = Driver()
+    d.model(**SYNC)
+    a: Any = d.join("a")
+    for bad in (1 << 40, -1):
+        assert code(d, d.clock(a, bad)) == "invalid_field"
+    assert not d.commits()
+
+
+def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
+    """Until then the model initializes; a failed one leaves nothing."""
+    d = Driver()
+    d.shard("s0")
+    for error in (None, PsError("corrupt_state", "torn")):
+        number = d.send(lambda n: io.CreateModel(n, SPEC | SYNC, "x", restore=True))
+        d.beats()
+        made = d.result(number)
+        assert made["state"] == "initializing"
+        key = ModelKey("m", made["generation"])
+        done = d.send(lambda n, e=error, k=key: io.RestoreFinished(n, k, e))  # type: ignore[misc]
+        if error is None:
+            assert d.result(done)["state"] == "ready"
+            assert d.commits()[-1]["cut"]
+            d.ask(lambda n: io.DeleteModel(n, "m"))
+        else:
+            assert code(d, done) == "corrupt_state"
+            assert not d.core.read.models()
