@@ -1,13 +1,19 @@
-"""Prometheus metrics that every node has; `docs/` lists each name with its unit."""
+"""Prometheus metrics that every node has.
+
+Labels are route templates, methods and statuses, never paths or names that a client chooses: their number is bounded.
+"""
 
 from typing import Final
 
 from fastapi import Response
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from paramserver_node.roles import role
 
 REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status"])
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per metric that nobody reads
+
+IN_FLIGHT: Final = Gauge("paramserver_http_requests_in_flight", "Requests that are being answered")
 REQUEST_S: Final = Histogram(
     "paramserver_http_request_seconds",
     "Time from the first byte of a request to the end of its response",

@@ -1,30 +1,36 @@
-"""Around every request: an id, the drain of a body nobody read, counts and times, and the last word on failures."""
+"""Around every request: an id, a check of the path, the drain of a body nobody read, counts, and the last word."""
 
+import asyncio
 import logging
 import re
 import time
 import uuid
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 from paramserver_node import problems
-from paramserver_node.metrics import REQUEST_S, REQUESTS
+from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 
 log = logging.getLogger("paramserver.node")
 
-_ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 DRAIN_BYTES_MAX: Final = 64 << 20
 """Most that is read of a body whose request has been refused; a client that sends more is cut off."""
+DRAIN_S_MAX: Final = 10.0
+
+_ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 class NodeMiddleware:
     """Outermost ASGI layer of a node.
 
     A response that ends before its request's body was read would be lost by the shard's server, so what the endpoint
-    left is read (and dropped) before the last piece of the response goes out.
+    left is read (and dropped) before the response begins.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -34,50 +40,85 @@ class NodeMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        exchange = _Exchange(scope, receive, send)
+        scope.setdefault("state", {})["request_id"] = exchange.request_id
         started_at = time.monotonic()
-        body_ended = False
-        status = 0
-
-        async def counted_receive() -> Message:
-            nonlocal body_ended
-            message = await receive()
-            if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                body_ended = True
-            return message
-
-        async def drained_send(message: Message) -> None:
-            nonlocal body_ended, status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
-                drained = 0
-                while not body_ended and drained <= DRAIN_BYTES_MAX:
-                    drained += len((await counted_receive()).get("body", b""))
-            await send(message)
-
+        IN_FLIGHT.inc()
         try:
-            await self.app(scope, counted_receive, drained_send)
-        except PsError as e:
-            if status:
-                raise
-            await problems.response(Request(scope), e)(scope, counted_receive, drained_send)
-        except Exception:
-            if status:
-                raise
-            log.exception("request.failed path=%s", scope["path"])
-            error = problem("internal", "paramserver has a bug; the node's log has more")
-            await problems.response(Request(scope), error)(scope, counted_receive, drained_send)
+            _check_path(scope)
+            await self.app(scope, exchange.receive, exchange.send)
+        except Exception as e:
+            if exchange.ended:
+                return  # answered as an internal error, and logged, further in
+            if exchange.status:
+                raise  # half a response is out: all that can be done is to cut the connection
+            if not isinstance(e, PsError):
+                log.exception("request.failed path=%s request_id=%s", scope["path"], exchange.request_id)
+            error = e if isinstance(e, PsError) else problem("internal", problems.OUR_BUG)
+            await problems.response(Request(scope), error)(scope, exchange.receive, exchange.send)
         finally:
+            IN_FLIGHT.dec()
             route: Any = scope.get("route")
             path = getattr(route, "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-            REQUESTS.labels(path, method, str(status)).inc()
+            REQUESTS.labels(path, method, str(exchange.status)).inc()
             REQUEST_S.labels(path).observe(time.monotonic() - started_at)
 
 
-_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+class _Exchange:
+    """One request and its response: how far the body was read, how far the answer got."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        names = {name for name, _ in scope["headers"]}
+        bodiless = scope["method"] in ("GET", "HEAD") and not names & {b"content-length", b"transfer-encoding"}
+        self._body_ended = bodiless
+        self._reading = asyncio.Lock()
+        self.request_id: Final = _request_id(scope)
+        self.status = 0
+        """Of the response; 0 until it begins."""
+        self.ended = False
+
+    async def receive(self) -> Message:
+        async with self._reading:  # an endpoint may listen for a hang-up while the rest is being drained
+            message = await self._receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self._body_ended = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+            if not self._body_ended:
+                await self._drain()
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.ended = True
+
+    async def _drain(self) -> None:
+        drained = 0
+        try:
+            async with asyncio.timeout(DRAIN_S_MAX):
+                while not self._body_ended and drained <= DRAIN_BYTES_MAX:
+                    drained += len((await self.receive()).get("body", b""))
+        except TimeoutError:
+            pass
+
+
+def _check_path(scope: Scope) -> None:
+    """Raises RequestError (`malformed`) for a path that is not percent-encoded UTF-8.
+
+    Servers decode such bytes to replacement characters, and then two different names would be one.
+    """
+    raw: bytes = scope.get("raw_path") or b""
+    path = raw.split(b"?")[0]
+    if _BAD_ESCAPE.search(path):
+        raise problem("malformed", "the path holds a '%' that does not begin an escape", hint="write it as %25")
+    try:
+        unquote_to_bytes(path).decode()
+    except UnicodeDecodeError:
+        raise problem("malformed", "the path is not UTF-8") from None
 
 
 def _request_id(scope: Scope) -> str:

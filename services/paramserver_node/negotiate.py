@@ -1,11 +1,12 @@
 """Media types: bodies come and go as JSON or msgpack, whichever Content-Type and Accept say."""
 
+import json
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, Final
 
 import msgpack
 from fastapi import Request, Response
-from starlette.responses import JSONResponse
 from starlette.types import Receive
 
 from paramserver.errors import problem
@@ -13,6 +14,7 @@ from paramserver.wire.bounded import parse_json, unpack
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
+_JSON_NAMES: Final = (JSON, "application/merge-patch+json")
 _MSGPACK_NAMES: Final = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 
 
@@ -24,26 +26,25 @@ def media_type(request: Request) -> str:
 async def read_body(receive: Receive, size_max: int, declared: str | None = None) -> bytes:
     """The whole body; raises RequestError: `too_large` past `size_max`, `malformed` when it is cut off.
 
-    A body that is too large is read to its end (but not kept), so that the answer reaches the client.
+    What is left of a body that is too large is read by the middleware, so that the answer reaches the client.
     """
+    length = int(declared) if declared is not None and declared.isascii() and declared.isdigit() else None
+    if length is not None and length > size_max:
+        raise problem("too_large", f"the body has {length} bytes; at most {size_max} are taken")
     parts: list[bytes] = []
-    size = 0
-    while True:
+    size, more = 0, True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise problem("malformed", "the body was cut off")
         part: bytes = message.get("body", b"")
         size += len(part)
-        if size <= size_max:
-            parts.append(part)
-        else:
-            parts.clear()
-        if not message.get("more_body", False):
-            break
-    if size > size_max:
-        raise problem("too_large", f"the body has {size} bytes; at most {size_max} are taken")
-    if declared is not None and declared.isascii() and declared.isdigit() and int(declared) != size:
-        raise problem("malformed", f"Content-Length says {declared}, but {size} bytes came")
+        if size > size_max:
+            raise problem("too_large", f"the body has more than the {size_max} bytes that are taken")
+        parts.append(part)
+        more = message.get("more_body", False)
+    if length is not None and length != size:
+        raise problem("malformed", f"Content-Length says {length}, but {size} bytes came")
     return b"".join(parts)
 
 
@@ -52,44 +53,52 @@ async def read(request: Request, size_max: int) -> Any:
 
     Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`, `non_finite`.
     """
-    raw = await read_body(request.receive, size_max, request.headers.get("content-length"))
     kind = media_type(request)
-    if request.headers.get("content-encoding", "identity") != "identity":
+    if kind not in _JSON_NAMES and kind not in _MSGPACK_NAMES:
+        raise problem(
+            "unsupported_media_type", f"Content-Type '{kind:.80}' is not understood", hint=f"{JSON} or {MSGPACK}"
+        )
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise problem("unsupported_media_type", "compressed bodies are not understood", hint="send it uncompressed")
-    if kind == JSON:
-        return parse_json(raw)
-    if kind in _MSGPACK_NAMES:
-        return unpack(raw)
-    raise problem("unsupported_media_type", f"Content-Type '{kind:.80}' is not understood", hint=f"{JSON} or {MSGPACK}")
+    raw = await read_body(request.receive, size_max, request.headers.get("content-length"))
+    if not raw:
+        raise problem("malformed", "the body is empty", hint=f"send one {kind} value")
+    return parse_json(raw) if kind in _JSON_NAMES else unpack(raw)
 
 
 def accepted(request: Request) -> str:
-    """The media type to answer in; raises RequestError (`not_acceptable`) when Accept allows neither."""
-    header = request.headers.get("accept")
+    """The media type to answer in; raises RequestError (`not_acceptable`) when Accept allows neither.
+
+    Where Accept leaves it open, a msgpack body is answered in msgpack and anything else in JSON.
+    """
+    own = MSGPACK if media_type(request) in _MSGPACK_NAMES else JSON
+    header = request.headers.get("accept", "").strip()
     if not header:
-        return MSGPACK if media_type(request) in _MSGPACK_NAMES else JSON
-    best, best_q = "", 0.0
+        return own
+    # The most specific range that matches a type gives its quality (RFC 9110, 12.5.1).
+    quality: dict[str, tuple[int, float]] = {}
     for entry in header.split(","):
         name, *params = (p.strip().lower() for p in entry.split(";"))
-        q = 1.0
-        for param in params:
-            if param.startswith("q="):
-                try:
-                    q = float(param[2:])
-                except ValueError:
-                    q = 0.0
-        offer = ""
-        if name in _MSGPACK_NAMES:
-            offer = MSGPACK
-        elif name in (JSON, "application/problem+json"):
-            offer = JSON
-        elif name in ("*/*", "application/*"):
-            offer = MSGPACK if media_type(request) in _MSGPACK_NAMES else JSON
-        if offer and q > best_q:
-            best, best_q = offer, q
-    if not best:
+        q = _quality(params)
+        for offer, names in ((JSON, (*_JSON_NAMES, "application/problem+json")), (MSGPACK, _MSGPACK_NAMES)):
+            rank = 2 if name in names else 1 if name == "application/*" else 0 if name == "*/*" else -1
+            if rank >= 0 and (rank, q) > quality.get(offer, (-1, 0.0)):
+                quality[offer] = (rank, q)
+    best = max((JSON, MSGPACK), key=lambda offer: (quality.get(offer, (0, 0.0))[1], offer == own))
+    if quality.get(best, (0, 0.0))[1] <= 0.0:
         raise problem("not_acceptable", f"Accept '{header:.80}' allows neither {JSON} nor {MSGPACK}")
     return best
+
+
+def _quality(params: list[str]) -> float:
+    for param in params:
+        if param.startswith("q="):
+            try:
+                q = float(param[2:])
+            except ValueError:
+                return 0.0
+            return q if 0.0 <= q <= 1.0 else 0.0
+    return 1.0
 
 
 def check_accept(request: Request) -> None:
@@ -97,8 +106,40 @@ def check_accept(request: Request) -> None:
     accepted(request)
 
 
+def json_text(body: Any) -> bytes:
+    """JSON in UTF-8; what JSON has no word for is null (NaN, infinity) or a replacement character."""
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_without_nan(body), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")
+
+
+def pack(body: Any) -> bytes:
+    """msgpack; integers beyond 64 bits become floats."""
+    try:
+        return bytes(msgpack.packb(body))
+    except (OverflowError, UnicodeEncodeError):
+        return bytes(msgpack.packb(json.loads(json_text(body), parse_int=_int64), unicode_errors="replace"))
+
+
+def _int64(text: str) -> int | float:
+    value = int(text)
+    return value if -(1 << 63) <= value < 1 << 64 else float(value)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v) for v in value]
+    return value
+
+
 def respond(request: Request, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response of plain values in the media type that the client accepts."""
     if accepted(request) == MSGPACK:
-        return Response(msgpack.packb(body), status, dict(headers or {}), media_type=MSGPACK)
-    return JSONResponse(body, status, dict(headers or {}))
+        return Response(pack(body), status, dict(headers or {}), media_type=MSGPACK)
+    return Response(json_text(body), status, dict(headers or {}), media_type=JSON)

@@ -1,18 +1,19 @@
 """Errors on their way out: every failure of a route becomes RFC 9457 problem details, and none a traceback."""
 
 import logging
+from math import ceil
 from typing import Any, Final
 
-import msgpack
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
 from paramserver.errors import PsError, problem
 from paramserver_node import negotiate
 
 log = logging.getLogger("paramserver.node")
+
+OUR_BUG: Final = "paramserver has a bug; the node's log has more"
 
 _BY_STATUS: Final = {
     400: "malformed", 404: "not_found", 405: "method_not_allowed", 406: "not_acceptable", 413: "too_large",
@@ -22,23 +23,27 @@ _BY_STATUS: Final = {
 
 def response(request: Request, error: PsError) -> Response:
     """The response of an error: problem details as JSON or msgpack, with `Retry-After` where waiting helps."""
-    doc = error.document(str(request.scope.get("state", {}).get("request_id", "")))
+    doc = error.document(_id(request))
     headers: dict[str, str] = {}
     if error.retry_after_s is not None and error.status in (429, 503):
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = str(max(1, ceil(error.retry_after_s)))
     try:
         as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
     except PsError:
         as_msgpack = False
     if as_msgpack:
-        return Response(msgpack.packb(doc), error.status, headers, media_type=negotiate.MSGPACK)
-    return JSONResponse(doc, error.status, headers, media_type="application/problem+json")
+        return Response(negotiate.pack(doc), error.status, headers, media_type=negotiate.MSGPACK)
+    return Response(negotiate.json_text(doc), error.status, headers, media_type="application/problem+json")
+
+
+def _id(request: Request) -> str:
+    return str(request.scope.get("state", {}).get("request_id", ""))
 
 
 async def _ps_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PsError)
     if error.status >= 500 and error.code == "internal":
-        log.error("request.failed path=%s", request.url.path, exc_info=error)
+        log.error("request.failed path=%s request_id=%s", request.url.path, _id(request), exc_info=error)
     return response(request, error)
 
 
@@ -64,8 +69,8 @@ async def _validation(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    log.error("request.failed path=%s", request.url.path, exc_info=error)
-    return response(request, problem("internal", "paramserver has a bug; the node's log has more"))
+    log.error("request.failed path=%s request_id=%s", request.url.path, _id(request), exc_info=error)
+    return response(request, problem("internal", OUR_BUG))
 
 
 def install(app: FastAPI) -> None:

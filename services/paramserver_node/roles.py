@@ -1,10 +1,10 @@
 """Which role may use a route: every route carries a mark, so that a route nobody classified can be found by a test."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal, TypeVar
 
 from fastapi import FastAPI
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 Role = Literal["open", "reader", "worker", "node", "admin"]
 """open: anyone (probes); reader: pulls and lists; worker: pushes too; node: between services; admin: everything."""
@@ -32,9 +32,24 @@ def role_of(route: BaseRoute) -> Role | None:
     return mark if mark in ROLES else None
 
 
-def routes(app: FastAPI) -> Iterator[Route]:
-    """All routes of an app that answer HTTP requests, those of OpenAPI's own pages left out."""
+def routes(app: FastAPI) -> Iterator[BaseRoute]:
+    """Every route of an app, those of included routers too; the pages that FastAPI makes of OpenAPI are left out."""
     own = {app.openapi_url, app.docs_url, app.redoc_url, app.swagger_ui_oauth2_redirect_url}
-    for route in app.routes:
-        if isinstance(route, Route) and route.path not in own:
+    for route in _flat(app.routes):
+        if getattr(route, "path", None) not in own:
             yield route
+
+
+def _flat(found: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+    for route in found:
+        # Newer FastAPI keeps an included router as one entry; older ones copied its routes into the app.
+        inner = getattr(route, "original_router", None)
+        if inner is None:
+            yield route
+        else:
+            yield from _flat(inner.routes)
+
+
+def unmarked(app: FastAPI) -> list[str]:
+    """Paths of the routes that carry no mark; a test holds that there are none."""
+    return [str(getattr(r, "path", r)) for r in routes(app) if role_of(r) is None]
