@@ -1,0 +1,1 @@
+"""Parts of paramserver that run without a network, for tests and simulations."""

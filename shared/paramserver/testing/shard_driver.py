@@ -1,0 +1,288 @@
+"""Runs a `ShardCore` in memory: real kernels, a store that outlives it, and effects whose completion the test decides.
+
+    store = SnapshotShelf()
+    driver = ShardDriver(store)
+    driver.serve(spec)                       # all partitions, version 0
+    outcome = driver.push({0: gradient})     # or send(event), then complete(i) in any order
+    driver.advance(6.0)                      # time passes, ticks come when they are due
+    ShardDriver(store)                       # a crash: nothing but the store survives
+
+Loads, jobs and snapshots wait in `pending` until `complete` is called; with `eager` they complete at once.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paramserver import kernels
+from paramserver.core import initial
+from paramserver.core.layout import Layout, Range
+from paramserver.core.optimizer import initial_slots
+from paramserver.core.shard import ShardCore
+from paramserver.core.shard_io import (
+    Applied,
+    Apply,
+    AskWorker,
+    AssignTask,
+    Capture,
+    CommitDecided,
+    Contribution,
+    Effect,
+    Event,
+    LoadedState,
+    LoadPartition,
+    ModelView,
+    Outcome,
+    PartitionLoaded,
+    PartitionState,
+    PullDone,
+    PullReceived,
+    PushDone,
+    PushPart,
+    PushReceived,
+    Reply,
+    Report,
+    Resync,
+    SnapshotStored,
+    StoreSnapshot,
+    Task,
+    TaskResult,
+    Tick,
+    WorkerAnswered,
+)
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError
+from paramserver.types import AnyArray, DType, ModelKey, PartitionKey, PushId
+from paramserver.wire.tensor import bf16_to_f32, slice_crc
+
+
+class SnapshotShelf:
+    """What Redis holds: of each partition the newest snapshot, and each cut."""
+
+    def __init__(self) -> None:
+        self.newest: dict[PartitionKey, Capture] = {}
+        self.cuts: dict[tuple[PartitionKey, int], Capture] = {}
+
+    def save(self, effect: StoreSnapshot) -> None:
+        """Keep a capture as it is: its buffers never change."""
+        key = effect.capture.key
+        self.newest[key] = effect.capture
+        if effect.cut:
+            self.cuts[key, effect.capture.clock] = effect.capture
+
+    def load(self, effect: LoadPartition) -> LoadedState:
+        """The state a partition starts from."""
+        found = None
+        if isinstance(effect.source, int):
+            found = self.cuts[effect.key, effect.source]
+        elif effect.source == "snapshot":
+            found = self.newest.get(effect.key)
+        if found is None:
+            return first_state(effect)
+        return LoadedState(found.state, found.version, found.clock, found.memory, found.held, stored=True)
+
+
+def first_state(effect: LoadPartition) -> LoadedState:
+    """The initial values of a partition."""
+    layout, index = effect.layout, effect.key.index
+    base, values = layout.bounds[index], np.empty(layout.partition_size(index), np.float32)
+    for segment in layout.segments[index]:
+        param = effect.spec.params[segment.param]
+        offset = base - layout.offsets[param.name][0]
+        values[segment.start : segment.stop] = initial.draw(param, segment.start + offset, segment.stop + offset)
+    slots = initial_slots(effect.spec.optimizer, values)
+    return LoadedState(PartitionState(values, slots, (0,) * len(layout.segments[index])))
+
+
+def perform(task: Task) -> TaskResult:
+    """The result of one task, by the real kernels."""
+    state, values = task.state, np.empty_like(task.state.values)
+    if isinstance(task, AssignTask):
+        part, at = task.part, 0
+        values[:] = state.values
+        data = bf16_to_f32(part.data) if part.dtype == "bfloat16" else part.data
+        for start, stop in part.ranges or ((0, values.size),):
+            values[start:stop] = data[at : at + stop - start]
+            at += stop - start
+        slots = state.slots if part.slots is None else part.slots
+        steps = state.steps if part.steps is None else part.steps
+        return TaskResult(PartitionState(values, slots, steps) if kernels.all_finite(values) else None)
+    gradient, dtype = task.direct or (np.zeros_like(values), "float32")
+    for piece in task.pieces:
+        kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop])
+    new = tuple(np.empty_like(s) for s in state.slots)
+    fine = kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, new)
+    return TaskResult(PartitionState(values, new, task.counts) if fine else None)
+
+
+def push_part(
+    partition: int,
+    data: AnyArray,
+    size: int,
+    *,
+    ranges: tuple[Range, ...] | None = None,
+    base: tuple[int, int] | None = None,
+    dtype: DType = "float32",
+) -> PushPart:
+    """A part as the service makes it, with its checksum and the test for finite values."""
+    finite = bool(kernels.all_finite(data, dtype))
+    return PushPart(partition, data, dtype, slice_crc(dtype, ranges or ((0, size),), data), finite, ranges, base)
+
+
+@dataclass
+class ShardDriver:
+    """One shard under test: its core, its clock, and what it asked for and answered."""
+
+    store: SnapshotShelf = field(default_factory=SnapshotShelf)
+    eager: bool = True
+    """Complete every effect as soon as it comes."""
+    core: ShardCore = field(default_factory=ShardCore)
+    now: float = 100.0
+    pending: list[Effect] = field(default_factory=list)
+    """Loads, jobs and snapshots that are under way."""
+    replies: dict[int, Outcome] = field(default_factory=dict)
+    asked: list[AskWorker] = field(default_factory=list)
+    reports: int = 0
+    resyncs: int = 0
+    view: ModelView | None = None
+    """The newest view that was fed."""
+    roster: Callable[[AskWorker], WorkerAnswered] | None = None
+    """The scheduler's answer to a question about a worker; without it they wait in `asked`."""
+    _requests: int = 0
+
+    def send(self, event: Event) -> None:
+        """Hand an event to the core and take in what comes of it."""
+        if isinstance(event, ModelView):
+            self.view = event
+        events = [event]
+        while events:
+            for effect in self.core.handle(events.pop(0), self.now):
+                events.extend(self._take(effect))
+
+    def _take(self, effect: Effect) -> list[Event]:
+        match effect:
+            case Reply(request, outcome):
+                assert request not in self.replies, f"request {request} was answered twice"
+                self.replies[request] = outcome
+            case AskWorker():
+                if self.roster is not None:
+                    return [self.roster(effect)]
+                self.asked.append(effect)
+            case Report():
+                self.reports += 1
+            case Resync():
+                self.resyncs += 1
+            case _ if self.eager:
+                return [self.result(effect)]
+            case _:
+                self.pending.append(effect)
+        return []
+
+    def result(self, effect: Effect) -> Event:
+        """The event that tells of that effect's success."""
+        match effect:
+            case Apply(job, tasks):
+                return Applied(job, tuple(perform(t) for t in tasks))
+            case LoadPartition(key, token):
+                return PartitionLoaded(key, token, self.store.load(effect))
+            case StoreSnapshot(capture):
+                self.store.save(effect)
+                return SnapshotStored(capture.key, capture.token, capture.version)
+            case _:
+                raise AssertionError(f"{effect} is not completed by an event")
+
+    def complete(self, index: int = 0) -> None:
+        """Complete one of the effects under way."""
+        self.send(self.result(self.pending.pop(index)))
+
+    def settle(self) -> None:
+        """Complete everything under way, and what comes of it."""
+        while self.pending:
+            self.complete()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; ticks come when the core asked for them."""
+        end = self.now + seconds
+        while (at := self.core.deadline(self.now)) is not None and at <= end:
+            self.now = max(self.now, at)
+            self.send(Tick())
+        self.now = end
+
+    # --- in the words of a test
+
+    def serve(self, spec: ModelSpec, **changes: Any) -> ModelView:
+        """Own every partition of a model: the view that a scheduler would send, with these fields changed."""
+        layout = Layout(spec)
+        owned = {i: 1 for i in range(spec.partitions)}
+        view = ModelView(ModelKey(spec.name, 1), spec, layout, 1, 0, 0, 1, True, owned, "init", {})
+        view = replace(view, **changes)
+        self.send(view)
+        return view
+
+    def patch(self, change: Mapping[str, Any], **changes: Any) -> None:
+        """Change the model's settings: the next revision's view."""
+        assert self.view is not None
+        spec = self.view.spec.patched(change)
+        self.send(replace(self.view, spec=spec, revision=self.view.revision + 1, **changes))
+
+    def request(self) -> int:
+        """A fresh number."""
+        self._requests += 1
+        return self._requests
+
+    def submit(
+        self,
+        grads: Mapping[int, AnyArray],
+        push_id: PushId | None = None,
+        *,
+        ranges: Mapping[int, tuple[Range, ...]] | None = None,
+        base: tuple[int, int] | None = None,
+        **fields: Any,
+    ) -> int:
+        """Send a push of these partitions; returns its request."""
+        assert self.view is not None
+        layout, request = self.view.layout, self.request()
+        parts = tuple(
+            push_part(i, g, layout.partition_size(i), ranges=(ranges or {}).get(i), base=base) for i, g in grads.items()
+        )
+        self.send(PushReceived(request, self.view.spec.name, parts, push_id=push_id, **fields))
+        return request
+
+    def push(self, grads: Mapping[int, AnyArray], push_id: PushId | None = None, **fields: Any) -> PushDone:
+        """The outcome of a push that completes at once; raises the PsError it was refused with."""
+        outcome = self.outcome(self.submit(grads, push_id, **fields))
+        assert isinstance(outcome, PushDone)
+        return outcome
+
+    def ask(self, parts: tuple[int, ...], **fields: Any) -> int:
+        """Send a pull of these partitions; returns its request."""
+        assert self.view is not None
+        request = self.request()
+        self.send(PullReceived(request, self.view.spec.name, parts, **fields))
+        return request
+
+    def pull(self, *parts: int, **fields: Any) -> PullDone:
+        """The outcome of a pull that completes at once; raises the PsError it was refused with."""
+        outcome = self.outcome(self.ask(parts, **fields))
+        assert isinstance(outcome, PullDone)
+        return outcome
+
+    def values(self, partition: int = 0) -> list[float]:
+        """A partition's present values."""
+        return [float(x) for x in self.pull(partition).parts[0].state.values]
+
+    def outcome(self, request: int) -> Outcome:
+        """How a request ended; raises the PsError it was refused with."""
+        outcome = self.replies[request]
+        if isinstance(outcome, PsError):
+            raise outcome
+        return outcome
+
+    def commit(self, t: int, *contributions: Contribution, cut: bool = False, **fields: Any) -> None:
+        """Tell of commit `t` with this list."""
+        assert self.view is not None
+        view = self.view
+        commit = CommitDecided(view.model, view.timeline, t, contributions, view.revision, view.live_workers, cut)
+        self.send(replace(commit, **fields))

@@ -1,0 +1,140 @@
+"""Virtual time, a seeded network and a trace: the ground that simulated nodes stand on.
+
+Everything that happens is an entry of one heap, ordered by virtual time and then by the order of its making, and every
+choice is drawn from one seeded generator: the same seed gives the same run, whose trace has the same hash.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+from paramserver.errors import PsError, problem
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How unkind the world is; probabilities are per message or per effect."""
+
+    drop: float = 0.02
+    duplicate: float = 0.05
+    crash: float = 0.0005
+    """A node dies right after having performed an effect."""
+    feed_cut: float = 0.005
+    delay_s: tuple[float, float] = (0.001, 0.05)
+    """Of each message; so messages overtake one another."""
+    down_s: tuple[float, float] = (0.2, 9.0)
+    """From a crash to the restart."""
+    until_s: float = 120.0
+    """No faults after this, so that what waits for calm can finish."""
+
+
+Answer = Callable[[Any], None]
+Delivery = Callable[[Answer], None]
+"""What a message does where it arrives; it answers once, at once or later, or never."""
+Script = Generator["Call | float", Any, None]
+"""A simulated client: yields a call and gets its outcome, or yields seconds to sleep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request over the network."""
+
+    what: str
+    deliver: Delivery
+    timeout_s: float = 10.0
+
+
+class World:
+    """One simulated run."""
+
+    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+        self.seed = seed
+        self.faults = faults or Faults()
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.events = 0
+        self.log: list[str] = []
+        """The newest lines of the trace, for a failure's report."""
+        self._heap: list[tuple[float, int, str, Callable[[], None]]] = []
+        self._count = 0
+        self._hash = hashlib.sha256()
+
+    @property
+    def trace(self) -> str:
+        """Hash of everything that has happened."""
+        return self._hash.hexdigest()
+
+    @property
+    def unkind(self) -> bool:
+        """Whether faults still happen."""
+        return self.now < self.faults.until_s
+
+    def chance(self, probability: float) -> bool:
+        """True with that probability while faults happen."""
+        return self.unkind and self.rng.random() < probability
+
+    def after(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
+        """Do something later."""
+        self._count += 1
+        heappush(self._heap, (self.now + delay_s, self._count, what, action))
+
+    def run(self, until_s: float, done: Callable[[], bool]) -> None:
+        """Let time pass until `done` or that time."""
+        while self._heap and not done():
+            at, _, what, action = heappop(self._heap)
+            if at > until_s:
+                return
+            self.now = at
+            self.events += 1
+            line = f"{at:.6f} {what}"
+            self._hash.update(line.encode())
+            self.log.append(line)
+            del self.log[:-400]
+            action()
+
+    def delay(self) -> float:
+        """How long one message travels."""
+        return self.rng.uniform(*self.faults.delay_s)
+
+    def send(self, call: Call, on_answer: Answer) -> None:
+        """Deliver a request, perhaps never, perhaps twice; its first answer, or `in_doubt` in the end, comes back."""
+        open_ = True
+
+        def settle(outcome: Any) -> None:
+            nonlocal open_
+            if open_:
+                open_ = False
+                on_answer(outcome)
+
+        def answered(outcome: Any) -> None:
+            if not self.chance(self.faults.drop):
+                self.after(self.delay(), f"answer {call.what} {_named(outcome)}", lambda: settle(outcome))
+
+        copies = 0 if self.chance(self.faults.drop) else 2 if self.chance(self.faults.duplicate) else 1
+        for _ in range(copies):
+            self.after(self.delay(), call.what, lambda: call.deliver(answered))
+        late = problem("in_doubt", f"{call.what}: no answer within {call.timeout_s} s")
+        self.after(call.timeout_s, f"timeout {call.what}", lambda: settle(late))
+
+    def play(self, script: Script, ended: Callable[[], None] = lambda: None) -> None:
+        """Run a client's script to its end."""
+
+        def step(value: Any) -> None:
+            try:
+                wanted = script.send(value)
+            except StopIteration:
+                ended()
+                return
+            if isinstance(wanted, Call):
+                self.send(wanted, step)
+            else:
+                self.after(wanted, "wake", lambda: step(None))
+
+        step(None)
+
+
+def _named(outcome: Any) -> str:
+    return outcome.code if isinstance(outcome, PsError) else type(outcome).__name__

@@ -1,0 +1,240 @@
+"""The shard's core against a simple sequential model, under duplicates, reordering and crashes of jobs in flight.
+
+Every push adds a power of two to its partitions, so a value tells exactly which pushes it holds, and how often.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paramserver.core.shard_io import Contribution, LoadPartition, PullDone, PushDone
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError
+from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.types import PushId
+
+PARTITIONS = 3
+PUSHES = 20  # sums of distinct powers of two up to 2^20 are exact in float32
+WORKERS = ("a", "b")
+parts_of_a_push = st.sets(st.integers(0, PARTITIONS - 1), min_size=1)
+
+
+def model(mode: str) -> ModelSpec:
+    consistency = {"mode": mode} if mode == "async" else {"mode": mode, "count": 2}
+    return ModelSpec.parse(
+        {
+            "name": "m",
+            "params": {"w": {"shape": [PARTITIONS]}},
+            "optimizer": {"name": "sum"},
+            "consistency": consistency,
+            "partitions": PARTITIONS,
+        }
+    )
+
+
+class AsyncShard(RuleBasedStateMachine):
+    """Pushes in any order and number; jobs complete when they like, or die with the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf = SnapshotShelf()
+        self.token = 1
+        self.sent: list[tuple[PushId, frozenset[int]]] = []
+        self.open: dict[int, int] = {}
+        """Request -> index into `sent`."""
+        self.acked: list[dict[int, int]] = [{} for _ in range(PARTITIONS)]
+        """Of each partition: push -> version it was answered with, in this incarnation."""
+        self.versions = [0] * PARTITIONS
+        self.start()
+
+    def start(self) -> None:
+        self.driver = ShardDriver(self.shelf)
+        owned = {i: self.token for i in range(PARTITIONS)}
+        self.driver.serve(model("async"), owned=owned, source="init" if self.token == 1 else "snapshot")
+        self.driver.eager = False
+        self.open.clear()
+        self.versions = [self.driver.pull(i).version for i in range(PARTITIONS)]
+
+    @initialize()
+    def begin(self) -> None:
+        """The first push exists, so that every rule can run."""
+        self.new_push("a", {0})
+
+    @precondition(lambda self: len(self.sent) < PUSHES)
+    @rule(worker=st.sampled_from(WORKERS), parts=parts_of_a_push)
+    def new_push(self, worker: str, parts: set[int]) -> None:
+        """A push that was never sent before."""
+        self.sent.append((PushId(worker, 1, len(self.sent)), frozenset(parts)))
+        self.deliver(len(self.sent) - 1)
+
+    @rule(data=st.data())
+    def again(self, data: st.DataObject) -> None:
+        """A push is delivered once more."""
+        self.deliver(data.draw(st.integers(0, len(self.sent) - 1)))
+
+    def deliver(self, index: int) -> None:
+        push_id, parts = self.sent[index]
+        grads = {i: np.full(1, 2.0**index, np.float32) for i in sorted(parts)}
+        self.open[self.driver.submit(grads, push_id)] = index
+        self.collect()
+
+    @precondition(lambda self: self.driver.pending)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        """Something under way comes to its end, in any order."""
+        self.driver.complete(data.draw(st.integers(0, len(self.driver.pending) - 1)))
+        self.collect()
+
+    @rule()
+    def pass_time(self) -> None:
+        """Snapshots fall due."""
+        self.driver.advance(6.0)
+        self.collect()
+
+    @rule()
+    def crash(self) -> None:
+        """The process dies with all that is in flight; another goes on from the stored snapshots."""
+        self.token += 1
+        self.start()
+        for i in range(PARTITIONS):
+            held = self.holds(i)
+            self.acked[i] = {k: v for k, v in self.acked[i].items() if k in held}
+
+    @rule(index=st.integers(0, PARTITIONS - 1))
+    def lose_and_regain(self, index: int) -> None:
+        """One partition goes away and comes back from its snapshot under a newer token."""
+        view = self.driver.view
+        assert view is not None
+        self.driver.send(replace(view, owned={k: v for k, v in view.owned.items() if k != index}))
+        self.token += 1
+        self.driver.send(replace(view, owned=dict(view.owned) | {index: self.token}, source="snapshot"))
+        loads = [i for i, e in enumerate(self.driver.pending) if isinstance(e, LoadPartition)]
+        self.driver.complete(loads[-1])
+        self.versions[index] = self.driver.pull(index).version
+        held = self.holds(index)
+        self.acked[index] = {k: v for k, v in self.acked[index].items() if k in held}
+        self.collect()
+
+    def holds(self, partition: int) -> set[int]:
+        """The pushes whose gradient the partition's value holds; each at most once, or the value would not decode."""
+        value = int(self.driver.values(partition)[0])
+        return {k for k in range(PUSHES) if value >> k & 1}
+
+    def collect(self) -> None:
+        """Compare every new answer with what was answered before."""
+        for request, index in list(self.open.items()):
+            outcome = self.driver.replies.get(request)
+            if outcome is None:
+                continue
+            del self.open[request]
+            if isinstance(outcome, PsError):
+                assert outcome.code == "wrong_owner", outcome
+                continue
+            assert isinstance(outcome, PushDone)
+            assert outcome.version == min(p.version for p in outcome.parts)
+            for part in outcome.parts:
+                first = self.acked[part.partition].setdefault(index, part.version)
+                assert part.version == first, "a duplicate was answered with another version"
+
+    @invariant()
+    def values_hold_what_was_acknowledged(self) -> None:
+        """Every acknowledged push of this incarnation is in the value, and the version counts the pushes in it."""
+        for i in range(PARTITIONS):
+            pulled = self.driver.pull(i)
+            assert isinstance(pulled, PullDone)
+            held = self.holds(i)
+            assert set(self.acked[i]) <= held
+            assert all(i in self.sent[k][1] for k in held)
+            assert pulled.version == len(held)
+            assert pulled.version >= self.versions[i]
+            self.versions[i] = pulled.version
+
+    def teardown(self) -> None:
+        """When everything has come to its end nothing waits."""
+        self.driver.settle()
+        self.collect()
+        assert not self.open
+        assert self.driver.core.waiting == 0
+        assert self.driver.core.held_bytes == 0
+
+
+class SyncShard(RuleBasedStateMachine):
+    """Pushes of three clocks and their commits, delivered in any order and number, to two shards: both must agree."""
+
+    CLOCKS = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        spec = ModelSpec.parse(
+            {
+                "name": "m",
+                "params": {"w": {"shape": [2]}},
+                "optimizer": {"name": "adam", "lr": 0.1},
+                "consistency": {"mode": "sync"},
+                "partitions": 1,
+            }
+        )
+        self.roster = {f"r/{w}": (1, i) for i, w in enumerate(WORKERS)}
+        self.driver = ShardDriver()
+        self.driver.serve(spec, workers=self.roster, live_workers=2)
+        self.straight = ShardDriver()
+        self.straight.serve(spec, workers=self.roster, live_workers=2)
+        self.committed = 0
+        self.decided = 0
+        self.delivered: set[tuple[str, int, int]] = set()
+
+    def gradient(self, worker: str, clock: int, seq: int) -> np.ndarray:  # type: ignore[type-arg]
+        rng = np.random.default_rng([ord(worker[-1]), clock, seq])
+        return rng.standard_normal(2).astype(np.float32)
+
+    def push(self, driver: ShardDriver, worker: str, clock: int, k: int) -> PushDone:
+        push_id = PushId(worker, 1, clock * 2 + k)
+        return driver.push({0: self.gradient(worker, clock, k)}, push_id, clock=clock)
+
+    @rule(worker=st.sampled_from(WORKERS), ahead=st.integers(0, 1), k=st.integers(0, 1))
+    def deliver(self, worker: str, ahead: int, k: int) -> None:
+        """One of a worker's two pushes of an open clock arrives, perhaps not for the first time."""
+        item = (f"r/{worker}", self.decided + ahead, k)
+        done = self.push(self.driver, *item)
+        assert done.duplicate == (item in self.delivered)
+        self.delivered.add(item)
+
+    @precondition(lambda self: self.decided < SyncShard.CLOCKS)
+    @rule()
+    def decide(self) -> None:
+        """The leader lists whoever has both pushes in; the reference shard does it all in order."""
+        t = self.decided
+        ready = [w for w in self.roster if {(w, t, 0), (w, t, 1)} <= self.delivered]
+        for worker in ready:
+            for k in (0, 1):
+                self.push(self.straight, worker, t, k)
+        contributions = tuple(Contribution(w, 1, self.roster[w][1], t) for w in ready)
+        self.straight.commit(t, *contributions)
+        self.lists = {**getattr(self, "lists", {}), t: contributions}
+        self.decided += 1
+
+    @precondition(lambda self: self.decided > 0)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        """Any decided commit arrives, early, late or once more."""
+        t = data.draw(st.integers(0, self.decided - 1))
+        self.driver.commit(t, *reversed(self.lists[t]))
+
+    def teardown(self) -> None:
+        """When all commits have arrived, both shards hold the same bytes."""
+        for t in range(self.decided):
+            self.driver.commit(t, *self.lists[t])
+        ours, theirs = (d.pull(0).parts[0] for d in (self.driver, self.straight))
+        assert ours.version == theirs.version == self.decided
+        assert ours.state.values.tobytes() == theirs.state.values.tobytes()
+        assert [s.tobytes() for s in ours.state.slots] == [s.tobytes() for s in theirs.state.slots]
+        assert ours.state.steps == theirs.state.steps
+
+
+TestAsyncShard = AsyncShard.TestCase
+TestAsyncShard.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSyncShard = SyncShard.TestCase
+TestSyncShard.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

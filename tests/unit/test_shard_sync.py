@@ -1,0 +1,311 @@
+"""The shard's core in synchronous mode: staging, commits, cuts, timelines."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver import limits
+from paramserver.core.shard_io import Contribution, PushDone, RosterChanged
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import FencedError, PsError
+from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.types import F32, PushId
+
+WORKERS = ("r/w0", "r/w1", "r/w2")
+ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
+
+
+def spec(size: int = 4, partitions: int = 1, optimizer: dict[str, Any] | None = None, **consistency: Any) -> ModelSpec:
+    return ModelSpec.parse(
+        {
+            "name": "m",
+            "params": {"w": {"shape": [size]}},
+            "optimizer": optimizer or {"name": "sum"},
+            "consistency": {"mode": "sync"} | consistency,
+            "partitions": partitions,
+        }
+    )
+
+
+def ones(n: int = 4, value: float = 1.0) -> F32:
+    return np.full(n, value, np.float32)
+
+
+def listed(rank: int, clock: int, weight: float = 1.0) -> Contribution:
+    return Contribution(WORKERS[rank], 1, rank, clock, weight)
+
+
+def stage(driver: ShardDriver, rank: int, clock: int, value: float, seq: int | None = None, **fields: Any) -> PushDone:
+    push_id = PushId(WORKERS[rank], 1, clock if seq is None else seq)
+    return driver.push({0: ones(value=value)}, push_id, clock=clock, **fields)
+
+
+def test_a_commit_applies_the_mean_of_its_list() -> None:
+    """Pushes are staged with the version before; the commit adds the sum over the list's length, worker by worker."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+
+    staged = stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 5.0)
+    again = stage(driver, 1, 0, 5.0)
+    driver.commit(0, listed(0, 0), listed(1, 0), listed(2, 0))
+
+    assert (staged.state, staged.version, staged.late) == ("staged", 0, False)
+    assert (again.duplicate, again.version) == (True, 0)
+    assert driver.values() == [2.0] * 4
+    assert driver.pull(0).version == 1
+    assert driver.core.held_bytes == 0
+
+
+def test_a_weighted_list_divides_by_the_sum_of_weights() -> None:
+    """Weights of the pushes multiply, weights of the list divide."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 4.0, weight=3.0)
+    stage(driver, 1, 0, 8.0)
+
+    driver.commit(0, listed(0, 0, 3.0), listed(1, 0))
+
+    assert driver.values() == [5.0] * 4
+
+
+def test_every_commit_is_a_version_even_where_nothing_came() -> None:
+    """Partitions that no listed push touched go on to the next version with the same values."""
+    driver = ShardDriver()
+    driver.serve(spec(8, 2), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+
+    driver.commit(0, listed(0, 0))
+
+    assert (driver.pull(0).version, driver.pull(1).version) == (1, 1)
+    assert driver.values(1) == [0.0] * 4
+
+
+def test_two_hundred_arrival_orders_of_one_clock_give_the_same_bytes() -> None:
+    """Sums run by (rank, seq) whatever the order of arrival, so values and moments are bit-identical."""
+    rng, numbers = random.Random(11), np.random.default_rng(7)
+    pushes = [
+        (rank, seq, numbers.standard_normal(256).astype(np.float32) * np.float32(10.0 ** rng.randrange(-3, 4)))
+        for rank in range(3)
+        for seq in range(4)
+    ]
+    contributions = [listed(rank, 0) for rank in range(3)]
+    seen = set()
+    for _ in range(200):
+        driver = ShardDriver()
+        driver.serve(spec(256, optimizer={"name": "adam", "lr": 0.1}), workers=ROSTER)
+        rng.shuffle(pushes)
+        rng.shuffle(contributions)
+        for rank, seq, gradient in pushes:
+            driver.push({0: gradient}, PushId(WORKERS[rank], 1, seq), clock=0)
+        driver.commit(0, *contributions)
+        state = driver.pull(0).parts[0].state
+        seen.add(b"".join(a.tobytes() for a in (state.values, *state.slots)))
+
+    assert len(seen) == 1
+    assert np.abs(state.values).min() > 0
+
+
+def test_commits_apply_once_and_in_order_of_their_clocks() -> None:
+    """Early, doubled and old commits change nothing before, or beyond, their turn; a gap asks for the feed anew."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 0, 1, 10.0)
+
+    driver.commit(1, listed(0, 1))
+    assert (driver.values(), driver.resyncs) == ([0.0] * 4, 1)
+    driver.commit(0, listed(0, 0))
+    driver.commit(0, listed(0, 0))
+    driver.commit(1, listed(0, 1))
+
+    assert driver.values() == [11.0] * 4
+    assert driver.pull(0).version == 2
+
+
+def test_commits_that_come_before_the_partition_is_loaded_wait_for_it() -> None:
+    """The view's tail and single commits are applied once the state is there."""
+    driver = ShardDriver(eager=False)
+    view = driver.serve(spec(), workers=ROSTER)
+    driver.commit(0)
+    driver.commit(1)
+    driver.send(replace(view, clock=2))
+
+    driver.settle()
+
+    assert driver.pull(0).version == 2
+
+
+def test_a_late_push_is_dropped_and_says_so() -> None:
+    """Under `drop` it is accepted, discarded and told, again to its duplicate; its clock's list is unchanged."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    driver.commit(0)
+
+    late, again = stage(driver, 0, 0, 1.0), stage(driver, 0, 0, 1.0)
+    driver.commit(1, listed(0, 0))
+
+    assert (late.late, late.duplicate, again.late, again.duplicate) == (True, False, True, True)
+    assert driver.values() == [0.0] * 4
+    assert driver.core.held_bytes == 0
+
+
+def test_what_a_commit_left_out_is_dropped_or_folded() -> None:
+    """Under `drop` unlisted parts go with their clock; under `fold` they wait until listed or their epoch ends."""
+    for late, want in (("drop", 0.0), ("fold", 4.0)):
+        driver = ShardDriver()
+        view = driver.serve(spec(late=late), workers=ROSTER)
+        stage(driver, 0, 0, 4.0)
+        stage(driver, 1, 0, 16.0)
+        driver.commit(0)
+        driver.commit(1, listed(0, 0))
+        assert driver.values() == [want] * 4
+        driver.send(RosterChanged(view.model, {"r/w0": (1, 0)}, 1))
+        assert driver.core.held_bytes == 0
+
+
+def test_pushes_that_sync_cannot_take_are_refused() -> None:
+    """No worker, no clock, a replaced epoch."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER | {"r/w0": (2, 0)})
+
+    with pytest.raises(PsError) as plain:
+        driver.push({0: ones()}, clock=0)
+    with pytest.raises(PsError) as clockless:
+        driver.push({0: ones()}, PushId("r/w1", 1, 0))
+    with pytest.raises(FencedError) as old:
+        stage(driver, 0, 0, 1.0)
+
+    assert (plain.value.code, clockless.value.code, old.value.code) == ("worker_required", "invalid_field", "fenced")
+
+
+def test_staged_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push beyond the bound hears 503, is not remembered, and is taken once there is room."""
+    monkeypatch.setattr(limits, "STAGED_BYTES_MAX", 32)
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 1.0)
+
+    with pytest.raises(PsError) as caught:
+        stage(driver, 2, 0, 1.0)
+
+    assert caught.value.code == "queue_full"
+    driver.commit(0, listed(0, 0), listed(1, 0))
+    assert stage(driver, 2, 1, 1.0, seq=0).duplicate is False
+
+
+def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
+    """The clock goes on, the values stay, and it is counted."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 3e38)
+    driver.commit(0, listed(0, 0))
+    stage(driver, 0, 1, 3e38)
+
+    driver.commit(1, listed(0, 1))
+
+    assert driver.core.not_finite == 1
+    assert (driver.pull(0).version, driver.values()) == (2, [float(np.float32(3e38))] * 4)
+
+
+def test_settings_change_at_the_commit_that_names_their_revision() -> None:
+    """A commit decided before the change uses the settings before, though the shard knows the new ones already."""
+    driver = ShardDriver()
+    driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0}), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 0, 1, 1.0)
+    driver.patch({"optimizer": {"lr": 10.0}})
+
+    driver.commit(0, listed(0, 0), revision=1)
+    driver.commit(1, listed(0, 1), revision=2)
+
+    assert driver.values() == [-11.0] * 4
+
+
+def test_a_commit_of_a_revision_not_heard_of_waits_for_it() -> None:
+    """The commit is applied when the view brings the settings."""
+    driver = ShardDriver()
+    driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0}), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+
+    driver.commit(0, listed(0, 0), revision=2)
+    assert driver.pull(0).version == 0
+    driver.patch({"optimizer": {"lr": 10.0}})
+
+    assert driver.values() == [-10.0] * 4
+
+
+def test_leaving_sync_drops_the_open_clock_and_entering_begins_at_the_leaders() -> None:
+    """Decided commits come first, then staged parts go; a new phase begins with a cut at the clock it is told."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 0, 1, 5.0)
+    driver.commit(0, listed(0, 0))
+
+    driver.patch({"consistency": {"mode": "async"}}, clock=1)
+    assert driver.core.held_bytes == 0
+    assert driver.push({0: ones()}, PushId("r/w1", 1, 0)).version == 2
+    driver.patch({"consistency": {"mode": "sync"}}, clock=7)
+    stage(driver, 2, 7, 2.0)
+    driver.commit(7, listed(2, 7))
+
+    assert driver.values() == [4.0] * 4
+    assert driver.pull(0).version == 3
+    driver.advance(1.0)
+    assert [row[4] for row in driver.core.cuts()] == [7]
+
+
+def test_lag_is_counted_at_the_commit() -> None:
+    """A gradient of an older base weighs less by the versions between, however early it was staged."""
+    driver = ShardDriver()
+    driver.serve(spec(lag="scale"), workers=ROSTER)
+    stage(driver, 0, 1, 4.0, base=(0, 1))
+
+    driver.commit(0)
+    driver.commit(1, listed(0, 1))
+
+    assert driver.values() == [2.0] * 4
+
+
+def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
+    """After a recovery under a new timeline the model is that of the cut's clock; older pushes hear where it is."""
+    shelf = SnapshotShelf()
+    driver = ShardDriver(shelf)
+    view = driver.serve(spec(8, 2), workers=ROSTER)
+    driver.advance(1.0)
+    stage(driver, 0, 0, 1.0)
+    driver.commit(0, listed(0, 0), cut=True)
+    driver.advance(1.0)
+    reports = driver.reports
+    stage(driver, 0, 1, 1.0)
+    driver.commit(1, listed(0, 1))
+    stage(driver, 0, 2, 1.0)
+    assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 1), (1, 1, 1)]
+    assert reports > 2
+
+    driver.send(replace(view, timeline=1, clock=1, owned={0: 5, 1: 6}, source=1))
+
+    assert driver.values(0) == [1.0] * 4
+    assert (driver.pull(0).version, driver.pull(1).incarnation) == (1, 6)
+    assert driver.core.held_bytes == 0
+    with pytest.raises(FencedError) as caught:
+        stage(driver, 0, 1, 1.0, seq=9, timeline=0)
+    assert caught.value.members == {"timeline": 1, "clock": 1}
+    stage(driver, 0, 1, 2.0, seq=10, timeline=1)
+    driver.commit(1, listed(0, 1), timeline=0)
+    driver.commit(1, listed(0, 1))
+    assert driver.values(0) == [3.0] * 4
+
+
+def test_before_the_first_commit_there_is_a_cut() -> None:
+    """A synchronous model is stored at the clock it begins with, so that a recovery always has where to go."""
+    driver = ShardDriver()
+    driver.serve(spec(8, 2))
+    driver.advance(1.0)
+
+    assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 0), (1, 1, 0)]

@@ -1,0 +1,118 @@
+"""The memory of accepted pushes: windows of push ids and idempotency keys."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver import limits
+from paramserver.core.window import PushMemory, Seen
+from paramserver.errors import FencedError, PsError
+from paramserver.types import PushId
+
+
+def accept(memory: PushMemory, seq: int, epoch: int = 1, crc: int = 7, version: int | None = None) -> Seen | None:
+    push_id = PushId("w", epoch, seq)
+    seen = memory.judge(push_id, None, crc)
+    if seen is None:
+        memory.record(push_id, None, crc, seq if version is None else version)
+    return seen
+
+
+def code(call: PsError) -> str:
+    return call.code
+
+
+@given(st.lists(st.integers(0, 400), max_size=300))
+def test_a_window_agrees_with_a_set_of_all_seqs_ever_seen(seqs: list[int]) -> None:
+    """Within the window a seq is new exactly once; below it nothing can be told."""
+    memory, seen, highest = PushMemory(), set[int](), -1
+    for seq in seqs:
+        if seq <= highest - limits.WINDOW:
+            with pytest.raises(PsError) as caught:
+                accept(memory, seq)
+            assert code(caught.value) == "outside_window"
+            continue
+        answer = accept(memory, seq)
+        assert answer == (Seen(seq, False) if seq in seen else None)
+        seen.add(seq)
+        highest = max(highest, seq)
+    assert PushMemory.restore(memory.export()).export() == memory.export()
+
+
+def test_a_hundred_thousand_duplicates_in_random_order_are_all_told() -> None:
+    """Each of 1e5 deliveries is judged right while 64 seqs are in doubt."""
+    rng, memory, accepted, low = random.Random(5), PushMemory(), set[int](), 0
+    for _ in range(100_000):
+        seq = low + rng.randrange(limits.WINDOW)
+        assert (accept(memory, seq) is None) == (seq not in accepted)
+        accepted.add(seq)
+        while low in accepted and max(accepted) - low >= limits.WINDOW - 1:
+            accepted.discard(low)
+            low += 1
+    assert low > 1000
+
+
+def test_the_same_id_with_other_content_is_refused() -> None:
+    """A checksum that differs is a bug of the sender, not a duplicate."""
+    memory = PushMemory()
+    accept(memory, 3, crc=1)
+
+    with pytest.raises(PsError) as caught:
+        accept(memory, 3, crc=2)
+
+    assert code(caught.value) == "id_reused"
+    assert accept(memory, 3, crc=1) == Seen(3, False)
+
+
+def test_an_epoch_fences_all_lower_ones() -> None:
+    """A higher epoch starts a fresh window and shuts the older one out."""
+    memory = PushMemory()
+    accept(memory, 500, epoch=1)
+
+    assert accept(memory, 0, epoch=2) is None
+    with pytest.raises(FencedError) as caught:
+        accept(memory, 501, epoch=1)
+
+    assert caught.value.members == {"epoch": 2}
+
+
+def test_a_late_push_is_remembered_as_late() -> None:
+    """A duplicate of a discarded push learns that it was discarded, also after a restore."""
+    memory = PushMemory()
+    memory.record(PushId("w", 1, 0), None, 7, 0, late=True)
+
+    again = PushMemory.restore(memory.export())
+
+    assert again.judge(PushId("w", 1, 0), None, 7) == Seen(0, True)
+
+
+def test_idempotency_keys_are_forgotten_in_order_of_arrival() -> None:
+    """1,024 keys are remembered; the oldest goes first."""
+    memory = PushMemory()
+    for i in range(limits.IDEMPOTENCY_KEYS_MAX + 1):
+        memory.record(None, f"key {i}", i, i + 1)
+
+    assert memory.judge(None, "key 0", 0) is None
+    assert memory.judge(None, "key 1", 1) == Seen(2, False)
+    with pytest.raises(PsError) as caught:
+        memory.judge(None, "key 1", 99)
+
+    assert code(caught.value) == "id_reused"
+
+
+def test_windows_start_small_and_are_bounded() -> None:
+    """A worker costs 96 bytes at first and 1.5 KiB for ever after; the least recent one goes first."""
+    memory = PushMemory()
+    accept(memory, 0)
+    assert memory.nbytes == 4 * 24
+    for seq in range(1000):
+        accept(memory, seq + 1)
+    assert memory.nbytes == 64 * 24
+
+    for i in range(limits.WORKERS_PER_MODEL_MAX):
+        memory.record(PushId(f"other {i}", 1, 0), None, 7, 0)
+
+    assert memory.epoch("w") is None
+    assert memory.epoch("other 0") == 1
