@@ -1,0 +1,74 @@
+"""Settings of psctl and where each comes from: flag over environment `PARAMSERVER_…` over `paramserver.toml`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import paramserver as ps
+from paramserver_cli.cluster_file import StateDir
+from paramserver_node.settings import FILE, ClientSettings, SchedulerSettings, ShardSettings
+
+Url = Annotated[str | None, typer.Option("--url", help="The cluster; default: PARAMSERVER_URL.", show_default=False)]
+StateDirOption = Annotated[
+    Path | None,
+    typer.Option("--state-dir", help="Folder of the cluster's files; default: .paramserver here.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def client_settings(flags: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Each client setting with its origin.
+
+    Where no URL is set, the cluster that runs under this folder's state directory is meant: after `psctl up` the next
+    command finds it, also when the default ports were taken.
+    """
+    found = ClientSettings.sources(flags, os.environ, Path.cwd() / FILE)
+    if found["url"][1] == "default":
+        state = StateDir(Path(found["state_dir"][0]))
+        cluster = state.cluster() if state.is_running() else None
+        if cluster is not None:
+            found["url"] = (cluster.scheduler, str(state.path / "cluster.json"))
+    return found
+
+
+def state_dir(flag: Path | None) -> StateDir:
+    """The state directory that is meant."""
+    return StateDir(Path(client_settings({"state_dir": None if flag is None else str(flag)})["state_dir"][0]))
+
+
+def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:
+    """A client of the cluster that is meant; raises Unreachable."""
+    found = client_settings({"url": url, "timeout_s": timeout_s})
+    return ps.connect(found["url"][0], timeout=found["timeout_s"][0])
+
+
+def config(as_json: Json = False) -> None:
+    """Show the effective settings and where each comes from.
+
+    A flag wins over the environment (PARAMSERVER_URL, ...), that over paramserver.toml in this folder, for example:
+
+        url = "http://10.0.0.5:8700"
+        snapshot_mib_per_s = 128
+    """
+    parts: dict[str, dict[str, tuple[Any, str]]] = {
+        "client": client_settings({}),
+        "scheduler": SchedulerSettings.sources({}, os.environ, Path.cwd() / FILE),
+        "shard": ShardSettings.sources({}, os.environ, Path.cwd() / FILE),
+    }
+    rows = [
+        {"part": part, "name": name, "value": value, "origin": origin}
+        for part, settings in parts.items()
+        for name, (value, origin) in settings.items()
+    ]
+    if as_json:
+        typer.echo(json.dumps({"items": rows, "next": None}))
+        return
+    table = Table("part", "setting", "value", "from", box=None)
+    for row in rows:
+        table.add_row(row["part"], row["name"], str(row["value"]), row["origin"])
+    Console().print(table)

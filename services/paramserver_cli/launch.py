@@ -1,0 +1,145 @@
+"""Starting a supervisor, waiting until its cluster is ready, and stopping it again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import psutil
+
+from paramserver.errors import problem
+from paramserver_cli.cluster_file import MODULE, Plan, StateDir
+
+READY_TIMEOUT_S = 200.0
+STOP_TIMEOUT_S = 25.0
+POLL_S = 0.05
+
+
+class Failed(Exception):
+    """Raised when something on this machine did not work; the text says what to do."""
+
+
+@dataclass
+class Launched:
+    """A supervisor that this process started."""
+
+    state: StateDir
+    process: subprocess.Popen[bytes]
+    lifeline: int | None
+    """Write end of the pipe whose closing ends the cluster; None for one that lives on by itself."""
+
+
+def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
+    """Start a supervisor for `plan`; with `detach` it outlives this process, else it ends with it.
+
+    Raises Failed on Windows, ConflictError when a cluster runs there already.
+    """
+    if sys.platform == "win32":
+        raise Failed("a cluster does not run on Windows itself: use Docker or WSL2; clients and psctl work from here")
+    if state.is_running():
+        cluster = state.cluster()
+        at = cluster.scheduler if cluster else "starting"
+        raise problem(
+            "conflict",
+            f"a cluster runs already under {state.path} ({at})",
+            hint="psctl down stops it; --state-dir names another folder",
+        )
+    state.logs.mkdir(parents=True, exist_ok=True)
+    for old in state.logs.glob("*.log"):
+        old.replace(old.with_suffix(".log.1"))
+    state.forget()
+    state.write(plan)
+    argv = [sys.executable, "-P", "-m", MODULE, str(state.path)]
+    read_end, write_end = (None, None) if detach else os.pipe()
+    with state.log("supervisor").open("ab") as out:
+        process = subprocess.Popen(
+            argv if read_end is None else [*argv, str(read_end)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C at the terminal is for this process, which then stops the cluster
+            pass_fds=() if read_end is None else (read_end,),
+        )
+    if read_end is not None:
+        os.close(read_end)
+    return Launched(state, process, write_end)
+
+
+def wait_ready(launched: Launched, tick: Callable[[], None] = lambda: None) -> None:
+    """Return when everything answers; `tick` is called between two looks.
+
+    Raises Failed with what the logs say when it does not come up.
+    """
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    state = launched.state
+    while True:
+        ended = launched.process.poll() is not None
+        now = state.supervisor()
+        if now is not None and now.pid == launched.process.pid:
+            if now.phase == "ready":
+                return
+            if now.phase == "failed":
+                launched.process.wait()
+                raise Failed(f"the cluster did not start: {now.error}")
+        if ended:
+            raise Failed(f"the cluster did not start:\n{state.tail('supervisor')}")
+        if time.monotonic() > deadline:
+            raise Failed(f"the cluster was not ready in {READY_TIMEOUT_S:g} s; its logs are in {state.logs}")
+        tick()
+        time.sleep(POLL_S)
+
+
+def stop(state: StateDir) -> bool:
+    """Take the cluster of a state directory down and wait until nothing of it is left; False if none runs."""
+    if not state.is_running():
+        return False
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while state.is_running():
+        # Asked again each time round: one that has only just started writes down who it is a moment later.
+        supervisor = state.supervisor()
+        late = time.monotonic() > deadline
+        if supervisor is not None:
+            _signal(supervisor.pid, signal.SIGKILL if late else signal.SIGTERM)
+        if late and time.monotonic() > deadline + STOP_TIMEOUT_S:
+            raise Failed(f"the supervisor of {state.path} cannot be stopped")
+        time.sleep(POLL_S)
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """Signal a supervisor, if that process is one: its number may long be another's."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if MODULE in process.cmdline():
+            process.send_signal(number)
+
+
+def end(launched: Launched) -> None:
+    """Stop what `launch` started, and wait."""
+    if launched.lifeline is not None:
+        os.close(launched.lifeline)
+        launched.lifeline = None
+    stop(launched.state)
+    launched.process.wait()
+
+
+@contextmanager
+def cluster(state: StateDir, plan: Plan, tick: Callable[[], None] = lambda: None) -> Iterator[Launched]:
+    """A cluster for as long as the block runs.
+
+    However the block ends, nothing is left: a second Ctrl-C while it is taken down kills what is slow to end.
+    """
+    launched = launch(state, plan, detach=False)
+    try:
+        wait_ready(launched, tick)
+        yield launched
+    finally:
+        try:
+            end(launched)
+        except KeyboardInterrupt:
+            launched.process.kill()  # the guard then kills the rest
+            launched.process.wait()

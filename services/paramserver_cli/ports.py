@@ -1,0 +1,72 @@
+"""Which ports a cluster on this machine gets: the default ones if they are free, else another block of them.
+
+A block is chosen as a whole (scheduler at its base, shards from base + 1, Redis at its end) and stays locked by a file
+for as long as the cluster lives, so that two clusters started at the same moment never take the same one, nor takes
+one a port of the other whose process is just being restarted.
+"""
+
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from paramserver.errors import problem
+
+BASE = 8700
+STRIDE = 100
+LAST_BASE = 32_000  # above lie the ports that the system gives to outgoing connections
+
+
+@dataclass(frozen=True)
+class PortBlock:
+    """Ports of one cluster; they are ours until `lock` is closed."""
+
+    scheduler: int
+    shards: Sequence[int]
+    redis: int
+    lock: IO[str]
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _try_lock(base: int) -> IO[str] | None:
+    folder = Path(tempfile.gettempdir()) / f"paramserver-ports-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    lock = (folder / str(base)).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
+
+
+def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None) -> PortBlock:
+    """A free block for one scheduler, `shards` shards and a Redis server; exactly at `base` if one is given.
+
+    Raises ConflictError when `base` is not free, or no block is.
+    """
+    stride = STRIDE * -(-(shards + 2) // STRIDE)
+    for at in range(BASE, LAST_BASE, stride) if base is None else [base]:
+        lock = _try_lock(at)
+        if lock is None:
+            continue
+        block = PortBlock(at, range(at + 1, at + 1 + shards), at + stride - 1, lock)
+        if all(is_free(host, p) for p in (block.scheduler, *block.shards)) and is_free("127.0.0.1", block.redis):
+            return block
+        lock.close()
+    where = "no block of ports is free" if base is None else f"a port from {base} on is in use"
+    raise problem("conflict", where, hint="psctl list shows the clusters of this machine; --port chooses another base")

@@ -1,0 +1,131 @@
+"""psctl up, down and list: clusters on this machine."""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paramserver_cli import launch
+from paramserver_cli.cluster_file import Cluster, Plan, running
+from paramserver_cli.config import Json, StateDirOption, state_dir
+from paramserver_cli.launch import Failed
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+WATCH_S = 0.5
+
+
+def up(
+    shards: Annotated[int, typer.Option(min=1, max=1024, help="Shard processes.")] = 2,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="Pool workers, which wait for runs.")] = 0,
+    redis: Annotated[str | None, typer.Option(help="URL of a Redis that runs already; else one is started.")] = None,
+    state: StateDirOption = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when it is ready; psctl down stops it.")
+    ] = False,
+    as_json: Json = False,
+    host: Annotated[str, typer.Option(help="Address that scheduler and shards listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=1024, max=64_000, help="First port; default 8700 if free, else another.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Prefix of entry points the workers may run; repeatable.")
+    ] = None,
+) -> None:
+    """Start a cluster: Redis, one scheduler, shards and workers, restarted when they die.
+
+    Without --detach it runs until Ctrl-C. Examples:
+
+        psctl up                                      two shards, in this terminal
+
+        psctl up --detach --shards 4 --workers 2      in the background
+
+        psctl up --redis redis://10.0.0.3:6379/0      on a Redis of your own
+    """
+    folder = state_dir(state)
+    plan = Plan(shards, workers, redis, host, port, allow=allow or ["paramserver.examples"])
+    launched = launch.launch(folder, plan, detach=detach)
+    try:
+        _wait(launched)
+        cluster = folder.cluster()
+        if cluster is None:
+            raise Failed(f"the cluster under {folder.path} ended as soon as it was ready")
+        if not as_json:
+            _introduce(cluster, detach)
+        else:
+            typer.echo(json.dumps(asdict(cluster)))
+        if not detach:
+            _watch(launched)
+    except BaseException:
+        typer.echo("stopping", err=True)
+        launch.end(launched)
+        raise
+
+
+def _wait(launched: launch.Launched) -> None:
+    if not sys.stderr.isatty():
+        launch.wait_ready(launched)
+        return
+    with Console(stderr=True).status("starting (the first start on a machine compiles, about half a minute)"):
+        launch.wait_ready(launched)
+
+
+def _introduce(cluster: Cluster, detach: bool) -> None:
+    typer.echo(f"the cluster is up; its files are in {cluster.state_dir}")
+    typer.echo(f"  scheduler and status page  {cluster.scheduler}")
+    typer.echo(f"  shards                     {', '.join(cluster.shards)}")
+    typer.echo(f"  redis                      {cluster.redis}")
+    if cluster.scheduler != DEFAULT_URL:
+        typer.echo(f"  for clients                export PARAMSERVER_URL={cluster.scheduler}")
+    typer.echo("next: psctl status, psctl new NAME, psctl down" if detach else "Ctrl-C stops it")
+
+
+def _watch(launched: launch.Launched) -> None:
+    """Show what the supervisor has to say until it ends or the user has had enough."""
+    with launched.state.log("supervisor").open() as log:
+        log.seek(0, 2)
+        while launched.process.poll() is None:
+            for line in log:
+                if " WARNING " in line or " ERROR " in line:
+                    typer.echo(line.rstrip(), err=True)
+            time.sleep(WATCH_S)
+    if launched.process.returncode != 0:
+        raise Failed(f"the cluster ended:\n{launched.state.tail('supervisor')}")
+
+
+def down(state: StateDirOption = None) -> None:
+    """Stop the cluster of a state directory and wait until nothing of it is left; its data stays.
+
+    psctl down --state-dir /tmp/mine
+    """
+    folder = state_dir(state)
+    if launch.stop(folder):
+        typer.echo(f"the cluster under {folder.path} is down")
+        return
+    typer.echo(f"no cluster runs under {folder.path}")
+    for other in _clusters():
+        typer.echo(f"one runs elsewhere: psctl down --state-dir {other.state_dir}")
+
+
+def _clusters() -> list[Cluster]:
+    found = [s.cluster() for s in running()]
+    return [c for c in found if c is not None]
+
+
+def list_clusters(as_json: Json = False) -> None:
+    """List the clusters of yours that run on this machine, with the process ids of now."""
+    clusters = _clusters()
+    if as_json:
+        typer.echo(json.dumps({"items": [asdict(c) for c in clusters], "next": None}))
+        return
+    if not clusters:
+        typer.echo("no cluster of yours runs on this machine; psctl up starts one")
+        return
+    table = Table("scheduler", "shards", "redis", "state directory", box=None)
+    for c in clusters:
+        table.add_row(c.scheduler, str(len(c.shards)), c.redis, c.state_dir)
+    Console().print(table)

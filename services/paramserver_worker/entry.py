@@ -1,0 +1,62 @@
+"""Entry points: `package.module:function`, which of them a worker may run, and running one with a session."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import paramserver as ps
+from paramserver.errors import problem
+
+Entry = Callable[..., Any]
+
+
+def is_allowed(entry: str, prefixes: Sequence[str]) -> bool:
+    """Whether the module of an entry is one of the prefixes or lies below one: `a.b` allows `a.b` and `a.b.c`."""
+    module = entry.partition(":")[0]
+    return any(module == p or module.startswith(f"{p}.") for p in prefixes)
+
+
+def load(entry: str, prefixes: Sequence[str]) -> Entry:
+    """The function an entry names.
+
+    Raises RequestError (`invalid_field`) when it is not allowed here, not importable, or no function.
+    """
+    module, colon, name = entry.partition(":")
+    if not colon or not module or not name:
+        raise problem("invalid_field", f"entry '{entry}' must look like package.module:function")
+    if not is_allowed(entry, prefixes):
+        allowed = ", ".join(prefixes) or "nothing"
+        raise problem(
+            "invalid_field",
+            f"entry '{entry}' lies under no prefix that this worker allows ({allowed})",
+            hint=f"start the worker with --allow {module.partition('.')[0]}",
+        )
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name is None or not (module == e.name or module.startswith(f"{e.name}.")):
+            raise  # it was found, but needs something that is missing: its own traceback says what
+        raise problem(
+            "invalid_field",
+            f"entry '{entry}': there is no module '{e.name}' here",
+            hint="install it where the worker runs, or add its folder to PYTHONPATH",
+        ) from None
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise problem("invalid_field", f"entry '{entry}': module '{module}' has no function '{name}'")
+    result: Entry = function
+    return result
+
+
+def run(client: ps.Client, function: Entry, args: Mapping[str, Any], *, model: str, place: Mapping[str, Any]) -> None:
+    """Join `model` as a worker, call `function(worker, **args)`, leave.
+
+    Args:
+        place: the run's document with `worker` (the id to join under) and `rank`; empty outside a run.
+
+    Raises whatever the function raises.
+    """
+    worker = client.model(model).worker(place.get("worker"), rank=place.get("rank"))
+    worker.run = place or None
+    with worker:
+        function(worker, **args)

@@ -1,0 +1,111 @@
+"""The command `paramserver-worker`."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+import paramserver as ps
+from paramserver.errors import PsError, Unavailable
+from paramserver_node import log as node_log
+from paramserver_node.settings import ClientSettings
+from paramserver_worker import entry as entries
+from paramserver_worker.pool import PoolMember
+
+EPILOG = """Examples:
+
+  paramserver-worker                                   # waits for places in runs of the shipped examples
+
+  paramserver-worker --allow mypackage                 # and of mypackage
+
+  paramserver-worker mypackage.train:train --model m   # runs one function once, outside any run
+"""
+DEFAULT_ALLOW = ["paramserver.examples"]
+RETRY_S = 1.0
+
+app = typer.Typer(add_completion=False)
+
+
+def connect(url: str) -> ps.Client:
+    """A client of the cluster, waiting for as long as it is not up yet."""
+    told = False
+    while True:
+        try:
+            return ps.connect(url)
+        except Unavailable as e:
+            if not told:
+                typer.echo(f"{e}; waiting for it", err=True)
+            told = True
+            time.sleep(RETRY_S)
+
+
+def _parsed(args: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for text in args:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise typer.BadParameter(f"'{text}' must look like name=value", param_hint="--arg")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return values
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # unwinds through the session, which leaves the model
+
+
+@app.command(epilog=EPILOG)
+def worker(
+    entry: Annotated[str | None, typer.Argument(help="package.module:function to run; none: join the pool.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to train, with ENTRY.")] = None,
+    arg: Annotated[list[str] | None, typer.Option(help="name=value for ENTRY (JSON or text); repeatable.")] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Prefix of entries it may run; repeatable. Default: the examples.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Its name in the pool; default: host and process.")] = None,
+    url: Annotated[str | None, typer.Option(help="The cluster; default: PARAMSERVER_URL.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+) -> None:
+    """Run training functions: places in runs that the cluster gives out, or one function by name."""
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        settings = ClientSettings.load({"url": url, "log_level": log_level})
+        node_log.setup(settings.log_level)
+        if entry is not None:
+            if model is None:
+                raise typer.BadParameter("is needed with an entry", param_hint="--model")
+            module = entry.partition(":")[0]
+            function = entries.load(entry, [*(allow or []), module])
+            entries.run(connect(settings.url), function, _parsed(arg or []), model=model, place={})
+            return
+        member = PoolMember(
+            connect(settings.url), name or f"{socket.gethostname()}-{os.getpid()}", allow or DEFAULT_ALLOW
+        )
+        try:
+            member.work()
+        finally:
+            _leave(member)
+    except PsError as e:
+        typer.echo(str(e), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _leave(member: PoolMember) -> None:
+    try:
+        member.leave()
+    except PsError as e:  # the lease runs out instead
+        typer.echo(f"could not leave the pool: {e}", err=True)
+
+
+if __name__ == "__main__":
+    app()

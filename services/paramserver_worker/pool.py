@@ -1,0 +1,136 @@
+"""A member of the worker pool: it offers itself, is given places in runs, works them, and reports how they ended.
+
+Nobody sends code: a run names a function that is importable here and lies under an allowed prefix.  The function runs
+in the main thread; while it does, another thread keeps the membership alive and notices when the place is taken away.
+"""
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import paramserver as ps
+from paramserver import limits
+from paramserver.errors import ConflictError, NotFoundError, PsError
+from paramserver_worker import entry
+
+log = logging.getLogger("paramserver.worker")
+
+IDLE_POLL_S = 0.25
+"""Between two looks for a place while there is none; a heartbeat is due each second at the latest."""
+STOP_GRACE_S = 10.0
+"""How long a function may go on after its place is gone; then the process ends, and its owner starts another."""
+EXIT_OVERSTAYED = 75
+TRACEBACK_CHARS = 8000
+CALL_TIMEOUT_S = 5.0
+
+
+class PoolMember:
+    """One worker process, from joining the pool to leaving it."""
+
+    def __init__(self, client: ps.Client, name: str, allow: Sequence[str]) -> None:
+        self._client, self._name, self._allow = client, name, list(allow)
+        self._member, self._epoch = "", 0
+
+    def _join(self) -> None:
+        body = {"name": self._name, "allow": self._allow}
+        answer = self._client.request("POST", "/pool", body, timeout=CALL_TIMEOUT_S)
+        self._member, self._epoch = answer["member"], answer["epoch"]
+        log.info("pool.joined member=%s epoch=%d allow=%s", self._member, self._epoch, ",".join(self._allow))
+
+    def _beat(self) -> dict[str, Any] | None:
+        """A sign of life; what the scheduler answers, or None while it cannot be reached."""
+        try:
+            if not self._epoch:
+                self._join()
+            path = f"/pool/{quote(self._member, safe='')}"
+            answer: dict[str, Any] = self._client.request("PUT", path, {"epoch": self._epoch}, timeout=CALL_TIMEOUT_S)
+            return answer
+        except (ConflictError, NotFoundError) as e:
+            log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
+            self._epoch = 0
+        except PsError as e:
+            log.warning("pool.unreachable %s", e)
+        return None
+
+    def work(self) -> None:
+        """Take places until the scheduler says stop."""
+        while True:
+            answer = self._beat()
+            if answer is not None and answer["state"] == "stop":
+                log.info("pool.stopped member=%s", self._member)
+                return
+            place = answer["run"] if answer is not None else None
+            if place is None:
+                time.sleep(IDLE_POLL_S if answer is not None else 2 * IDLE_POLL_S)
+            else:
+                self._fill(place)
+
+    def leave(self) -> None:
+        """Say goodbye, so that the place is free at once and not only when the lease has run out."""
+        if self._epoch:
+            path = f"/pool/{quote(self._member, safe='')}?epoch={self._epoch}"
+            self._client.request("DELETE", path, timeout=1.0)
+
+    def _fill(self, place: dict[str, Any]) -> None:
+        """Work one place to its end and report it."""
+        log.info(
+            "place.begins run=%s place=%s entry=%s model=%s", *(place[k] for k in ("id", "place", "entry", "model"))
+        )
+        error = None
+        with self._keeping(place):
+            try:
+                function = entry.load(place["entry"], self._allow)
+                entry.run(self._client, function, place.get("args") or {}, model=place["model"], place=place)
+            except PsError as e:
+                error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}" if e.__traceback__ else str(e)
+            except Exception:
+                error = traceback.format_exc()[-TRACEBACK_CHARS:]
+        if error is None:
+            log.info("place.done run=%s place=%s", place["id"], place["place"])
+        else:
+            log.error("place.failed run=%s place=%s\n%s", place["id"], place["place"], error)
+        self._report(place, error)
+
+    def _report(self, place: dict[str, Any], error: str | None) -> None:
+        body = {"member": self._member, "epoch": self._epoch, "error": error}
+        try:
+            path = f"/runs/{quote(place['id'], safe='')}/places/{place['place']}/done"
+            self._client.request("POST", path, body)
+        except PsError as e:
+            # Its place was given to another, the run is over, or the scheduler is away: the lease settles it.
+            log.warning("place.not_reported run=%s reason=%s", place["id"], e)
+
+    @contextmanager
+    def _keeping(self, place: dict[str, Any]) -> Iterator[None]:
+        """Heartbeats from a thread for as long as the block runs."""
+        over = threading.Event()
+        keeper = threading.Thread(target=self._keep, args=(place, over), name="pool heartbeat", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            over.set()
+            keeper.join()
+
+    def _keep(self, place: dict[str, Any], over: threading.Event) -> None:
+        gone_since: float | None = None
+        while not over.wait(limits.HEARTBEAT_S):
+            answer = self._beat()
+            if answer is None:
+                continue
+            now = answer["run"]
+            if now is not None and (now["id"], now["place"]) == (place["id"], place["place"]):
+                gone_since = None
+            elif gone_since is None:
+                gone_since = time.monotonic()
+                log.info("place.taken_away run=%s place=%s", place["id"], place["place"])
+            elif time.monotonic() - gone_since > STOP_GRACE_S:
+                log.error("place.overstayed entry=%s ignores worker.draining: ending the process", place["entry"])
+                logging.shutdown()
+                os._exit(EXIT_OVERSTAYED)

@@ -1,0 +1,1 @@
+"""Trainings that come with the package; workers may run them without asking."""
