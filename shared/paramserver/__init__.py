@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paramserver.client.arrays import Params
     from paramserver.client.client import Client, connect
     from paramserver.client.consistency import SSP, Async, Buffered, Consistency, Sync
+    from paramserver.client.control import Point
     from paramserver.client.local import local
     from paramserver.client.model import Model
     from paramserver.client.optimizers import (
@@ -59,6 +60,7 @@ _HOMES = {
     "client.aio_worker": "AsyncWorker",
     "client.arrays": "Params",
     "client.client": "Client connect",
+    "client.control": "Point",
     "client.consistency": "Async Buffered Consistency SSP Sync",
     "client.local": "local",
     "client.model": "Model",
@@ -77,8 +79,8 @@ __all__ = [
     "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncWorker", "AuthError",
     "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState", "Cosine", "Exponential",
     "FencedError", "InDoubt", "InternalError", "Model", "Momentum", "Nesterov", "NotFoundError", "Optimizer", "Param",
-    "Params", "PsError", "Pushed", "RMSprop", "RequestError", "StaleMapError", "StepDecay", "Sum", "Sync", "Task",
-    "Unavailable", "Unreachable", "Worker", "connect", "local",
+    "Params", "Point", "PsError", "Pushed", "RMSprop", "RequestError", "StaleMapError", "StepDecay", "Sum", "Sync",
+    "Task", "Unavailable", "Unreachable", "Worker", "connect", "local",
 ]  # fmt: skip
 
 

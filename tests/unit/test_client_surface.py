@@ -19,7 +19,8 @@ from paramserver.wire.tensor import f32_to_bf16
 def test_importing_is_light() -> None:
     """`import paramserver` and the client load neither kernels nor servers."""
     heavy = "numba fastapi redis granian sklearn uvicorn torch pydantic"
-    code = f"import sys, paramserver as ps; ps.connect, ps.Adam, ps.AsyncClient, ps.local; print([m for m in {heavy.split()!r} if m in sys.modules])"
+    used = "ps.connect, ps.Adam, ps.AsyncClient, ps.local"
+    code = f"import sys, paramserver as ps; {used}; print([m for m in {heavy.split()!r} if m in sys.modules])"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
@@ -38,7 +39,8 @@ def test_every_public_name_is_there() -> None:
     "optimizer",
     [
         ps.SGD(0.1), ps.Momentum(), ps.Nesterov(), ps.Adagrad(), ps.RMSprop(), ps.Adam(betas=(0.8, 0.9)), ps.AdamW(),
-        ps.FTRL(l1=0.1), ps.Sum(), ps.SGD(0.1, schedule=ps.Cosine(t_max=10, warmup=3), clip_norm=1.0, linear_scaling=True),
+        ps.FTRL(l1=0.1), ps.Sum(),
+        ps.SGD(0.1, schedule=ps.Cosine(t_max=10, warmup=3), clip_norm=1.0, linear_scaling=True),
     ],
 )  # fmt: skip
 def test_optimizers_and_the_server_agree_on_every_field(optimizer: ps.Optimizer) -> None:

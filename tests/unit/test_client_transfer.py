@@ -211,7 +211,7 @@ def test_a_pull_puts_every_partition_in_its_place(shards: Shards, now: Now, clus
 
     assert p.flat.tolist() == list(range(64))
     assert p["w"].shape == (10, 5)
-    assert p["b"].base is not None and np.shares_memory(p["b"], p.flat)
+    assert np.shares_memory(p["b"], p.flat)
     assert p["w"].flags.writeable
     assert sorted(to or "" for to, path in shards.log if path == "/pull") == [A, B]
 
@@ -284,7 +284,7 @@ def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: C
     )
 
     change = shards.flat - np.arange(64)
-    assert (change[0], change[49], np.count_nonzero(change)) == (5.0, 7.0, 2)
+    assert {int(i): float(change[i]) for i in np.flatnonzero(change)} == {0: 5.0, 49: 7.0}
     assert sum(shards.versions) == 2
 
 

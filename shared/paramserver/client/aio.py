@@ -14,6 +14,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster, model_path, urls_of
 from paramserver.client.consistency import Consistency
+from paramserver.client.control import Point
 from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
 from paramserver.client.numbers import PushNumbers, private_numbers
@@ -246,10 +247,9 @@ class AsyncModel:
         """The model's workers, by rank."""
         return await self._listed("workers", timeout)
 
-    async def metrics(self, name: str, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The points of one metric that workers have reported, oldest first."""
-        series = await self._listed("metrics", timeout)
-        return next((list(s["points"]) for s in series if s["name"] == name), [])
+    async def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
+        """The points of one metric that workers have reported, oldest first: (time_s, clock, worker, value)."""
+        return await self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
 
     async def add_tasks(
         self,

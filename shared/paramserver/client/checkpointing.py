@@ -30,7 +30,7 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
 
     held = yield from cluster.map_of(model, deadline)
     held = yield from cluster.map_of(model, deadline, newer_than=held)
-    cut = held.document.get("cut") if held.spec.consistency.mode == "sync" else None
+    cut: int | None = None  # first as it is now; a model that goes on meanwhile is read at its newest stored clock
     while True:
         states = yield from _states(cluster, held, cut, deadline)
         clocks = {frame.clock for frame, _ in states}
@@ -39,9 +39,8 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
         held = yield from cluster.map_of(model, deadline, newer_than=held)
         cut = held.document.get("cut")
         if deadline.left_s() < 0.2:
-            raise problem(
-                "unavailable", "the partitions could not be read at one clock in time", hint="a longer timeout="
-            )
+            hint = "a longer timeout=, or model.save() on the server"
+            raise problem("unavailable", "the partitions could not be read at one clock in time", hint=hint)
         yield Pause(0.1)
     workers = yield from listed(model_path(model, "workers"), deadline)
     params, slots, steps = gather(held.layout, [state for _, state in states])

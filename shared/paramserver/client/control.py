@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -14,7 +14,18 @@ from paramserver.client.selection import unknown
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.types import AnyArray
 
-NPY: str = "application/x-npy"
+NPY: Final = "application/x-npy"
+
+
+class Point(NamedTuple):
+    """One value of a metric, as a worker reported it."""
+
+    time_s: float
+    """Seconds since the Unix epoch."""
+    clock: int | None
+    """Iterations the worker had finished."""
+    worker: str
+    value: float
 
 
 def create_model(
@@ -149,6 +160,12 @@ def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
         after = doc.get("next")
         if after is None:
             return items
+
+
+def metric_points(model: str, name: str, deadline: Deadline) -> Call[list[Point]]:
+    """The points of one metric, oldest first; none if nobody has reported it."""
+    series = yield from listed(f"{model_path(model, 'metrics')}?name={quote(name, safe='')}", deadline)
+    return [Point(float(t), c, str(w), float(v)) for s in series if s["name"] == name for t, c, w, v in s["points"]]
 
 
 def dataset_document(

@@ -9,6 +9,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.consistency import Consistency
+from paramserver.client.control import Point
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
@@ -180,10 +181,9 @@ class Model:
         """The model's workers, by rank, with clocks and heartbeat ages."""
         return self._listed("workers", timeout)
 
-    def metrics(self, name: str, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The points of one metric that workers have reported, oldest first."""
-        series = self._listed("metrics", timeout)
-        return next((list(s["points"]) for s in series if s["name"] == name), [])
+    def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
+        """The points of one metric that workers have reported, oldest first: (time_s, clock, worker, value)."""
+        return self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
 
     def add_tasks(
         self,

@@ -9,10 +9,12 @@ what both change is changed in single steps.  Three things may happen to a sessi
 - *draining*, *stop*, *paused*: what the scheduler asks for in its answers.
 """
 
+import json
 import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -86,6 +88,7 @@ class Session:
         self._joining = False
         self._points: list[tuple[int, dict[str, Any]]] = []
         self._state_sent = b""
+        self._state_wrong = False
         self._looked_at = 0.0
         self._pulled: tuple[int, int] | None = None
         """Epoch and timeline of the values that gradients are now computed from."""
@@ -147,9 +150,9 @@ class Session:
         log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
 
     def leave(self, deadline: Deadline) -> Call[None]:
-        """Stop being a worker; what the scheduler does not hear, the lease tells it."""
+        """Stop being a worker, after a last heartbeat; what the scheduler does not hear, the lease tells it."""
         try:
-            yield from self.flush(deadline)
+            yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}"
             request = json_request("DELETE", self._path() + query)
             yield from control(request, deadline)
@@ -160,9 +163,9 @@ class Session:
         """One heartbeat: say that the worker lives and how far it is, take up what the scheduler wants."""
         epoch, timeline = self.numbers.epoch, self.timeline
         body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "timeline": timeline}
-        state = json_bytes(self.state)
+        state = self._state_bytes()
         if state != self._state_sent and (self.state or self._state_sent):
-            body["state"] = self.state
+            body["state"] = json.loads(state)
         points = self._take_points()
         if points:
             body["metrics"] = points[-1][1]
@@ -364,7 +367,7 @@ class Session:
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Keep a report for the next heartbeat."""
-        values = {k: float(v) for k, v in metrics.items() if v is not None}
+        values = _finite(metrics)
         if values:
             with self._lock:
                 self._points.append((self.clock, values))
@@ -374,7 +377,7 @@ class Session:
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
         """Send a report now."""
         yield from self.flush(deadline)
-        values = {k: float(v) for k, v in metrics.items() if v is not None}
+        values = _finite(metrics)
         if values:
             yield from self._send_metrics(values, self.clock, deadline)
 
@@ -436,6 +439,16 @@ class Session:
         while self.status == "paused":
             yield Pause(0.2)
 
+    def _state_bytes(self) -> bytes:
+        """`state` as JSON; what was sent last if it is no JSON now, for a heartbeat must go out all the same."""
+        try:
+            return json_bytes(self.state)
+        except (PsError, RuntimeError) as e:  # RuntimeError: it is being changed at this moment
+            if not self._state_wrong and isinstance(e, PsError):
+                self._state_wrong = True
+                log.warning("worker.state_not_kept worker=%s: %s", self.worker, e)
+            return self._state_sent
+
     def _take_points(self) -> list[tuple[int, dict[str, Any]]]:
         with self._lock:
             points, self._points = self._points, []
@@ -448,3 +461,9 @@ class Session:
 
     def _path(self) -> str:
         return model_path(self.model, "workers") + "/" + quote(self.worker, safe="")
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; None, NaN and infinity are left out."""
+    values = {k: float(v) for k, v in metrics.items() if v is not None}
+    return {k: v for k, v in values.items() if isfinite(v)}

@@ -21,7 +21,7 @@ from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClien
 
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.plain import PlainTransport
-from paramserver.errors import PsError, Unreachable, problem
+from paramserver.errors import InDoubt, PsError, Unreachable, problem
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseClientBuilder)
@@ -40,23 +40,25 @@ def unreachable(url: str, reason: str) -> PsError:
 
 
 def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsError:
-    """The PsError of a native one; only a failure to connect is sure to have done nothing."""
-    reason = _reason(error)
-    if isinstance(error, native.ConnectError | native.ConnectTimeoutError | native.PoolTimeoutError):
-        return unreachable(url, reason)
+    """The PsError of a native one; only a connection that never came about is sure to have done nothing."""
+    causes = _causes(error)
     if isinstance(error, native.BuilderError):
-        return problem("malformed", f"{url} is not a URL that can be asked: {reason}")
+        return problem("malformed", f"{url} is not a URL that can be asked: {causes[-1]}")
+    if isinstance(error, native.ClientClosedError):
+        return problem("in_doubt", "this client was closed while it waited")
+    if "client error (Connect)" in causes:  # the class does not tell: any timeout before the answer is a ConnectTimeout
+        return unreachable(url, causes[-1])
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{url} did not answer within {timeout_s:.3g} s")
-    return problem("in_doubt", f"the connection to {url} broke before it answered ({reason})")
+    return problem("in_doubt", f"the connection to {url} broke before it answered ({causes[-1]})")
 
 
-def _reason(error: native.PyreqwestError) -> str:
-    """The innermost cause, in words: 'connection refused'."""
+def _causes(error: native.PyreqwestError) -> list[str]:
+    """What went wrong, outermost first; the innermost in plain words ('connection refused')."""
     details: Mapping[str, Any] = getattr(error, "details", None) or {}
-    causes = details.get("causes") or [{"message": error.message}]
-    text = str(causes[-1]["message"]).split(" (os error")[0]
-    return text[:1].lower() + text[1:]
+    causes = [str(c["message"]) for c in details.get("causes") or ()] or [error.message]
+    innermost = causes[-1].split(" (os error")[0]
+    return [*causes[:-1], innermost[:1].lower() + innermost[1:] if "(" not in innermost else innermost]
 
 
 def _tuned(builder: B, token: str | None, *, direct: bool, urls: Sequence[str]) -> B:
@@ -314,5 +316,7 @@ def _lowered(headers: Any) -> dict[str, str]:
 def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -> None:
     """Raise Unreachable, in words for a person, unless one of the URLs answers at all."""
     (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
+    if isinstance(outcome, InDoubt):
+        raise unreachable(urls[0], f"no answer within {timeout_s:g} s")
     if isinstance(outcome, PsError):
         raise outcome
