@@ -3,7 +3,6 @@
 import sys
 from typing import Any, Final
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -29,7 +28,7 @@ def code_of(error: PsError) -> int:
 class Psctl(TyperGroup):
     """The outermost command: errors become one line on standard error and an exit code, never a traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -56,6 +57,11 @@ def _parsed(args: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             values[name] = value
     return values
+
+
+def _default_name() -> str:
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:48]
+    return f"{host or 'host'}-{os.getpid()}"
 
 
 def _end(number: int, frame: FrameType | None) -> None:

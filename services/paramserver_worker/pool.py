@@ -59,15 +59,14 @@ class PoolMember:
         return None
 
     def work(self) -> None:
-        """Take places until the scheduler says stop."""
+        """Take places, one after the other, for ever."""
         while True:
             answer = self._beat()
-            if answer is not None and answer["state"] == "stop":
-                log.info("pool.stopped member=%s", self._member)
-                return
             place = answer["run"] if answer is not None else None
             if place is None:
-                time.sleep(IDLE_POLL_S if answer is not None else 2 * IDLE_POLL_S)
+                time.sleep(IDLE_POLL_S)
+            elif answer is not None and answer["state"] == "stop":
+                self._report(place, None)  # the run ended before it began here: give the place back
             else:
                 self._fill(place)
 
@@ -124,7 +123,7 @@ class PoolMember:
             answer = self._beat()
             if answer is None:
                 continue
-            now = answer["run"]
+            now = answer["run"] if answer["state"] != "stop" else None
             if now is not None and (now["id"], now["place"]) == (place["id"], place["place"]):
                 gone_since = None
             elif gone_since is None:

@@ -99,9 +99,11 @@ def train(worker: ps.Worker, batch_size: int = 64, seed: int = 0) -> None:
     A worker that takes the place of a dead one draws other batches than that one did, by the clock it starts at.
     """
     rng = np.random.default_rng((seed, worker.rank, worker.clock_number))
-    params = None
+    params, lag = None, None
     while not worker.draining:
         params = worker.pull(out=params)
         loss, grads = loss_and_grads(params, *batch(rng, batch_size))
-        worker.step(grads, loss=loss)
+        done = worker.step(grads, loss=loss, lag=lag)
+        # In async: how many pushes of others were applied between this one's pull and its own turn.
+        lag = float(max(0, done.version - 1 - params.version)) if done.state == "applied" else None
         worker.evaluate(lambda p: {"accuracy": accuracy(p)})
