@@ -57,6 +57,9 @@ class Driver:
                 self.tokens[str(key)] = token
         elif isinstance(effect, io.Publish):
             json.dumps(effect.document, allow_nan=False)
+            if effect.document["type"] == "commit":
+                name = f"commit:{effect.document['model']}:{effect.document['t']}"
+                assert json.loads(self.hash[name]) == effect.document, "stored before it is published"
             self.published.append(effect.document)
         elif isinstance(effect, io.Reply):
             assert self.open.pop(effect.request, None) is not None, "every request is answered once"
@@ -70,6 +73,10 @@ class Driver:
         self.open.clear()
         documents = {k: json.loads(v) for k, v in self.hash.items()}
         self.core = SchedulerCore.restore(documents, self.now, self.term, 1e9)
+        # The shards connect again, and are told everything once more.
+        seen = [(c["generation"], c["timeline"], c["t"]) for c in self.commits()]
+        for model in self.ask(lambda n: io.OpenFeed(n))["documents"][1:]:
+            self.published += [c for c in model["commits"] if (c["generation"], c["timeline"], c["t"]) not in seen]
 
     def ask(self, make: Callable[[int], io.Event]) -> Any:
         """The body of the reply, which must come at once; raises the error replied."""
@@ -134,6 +141,15 @@ class Driver:
     def clock(self, worker: Any, clock: int, wait_s: float = 10.0, **fields: Any) -> int:
         """A worker reports a clock; the number of the request."""
         return self.send(lambda n: io.ReportClock(n, "m", worker["worker"], worker["epoch"], clock, None, wait_s))
+
+    def clock_of(self, worker: Any, clock: int, perform: int | None = None) -> int:
+        """The same by a client that knows of timelines; with `perform` the scheduler is killed meanwhile."""
+        w, e, t = worker["worker"], worker["epoch"], worker["timeline"]
+        return self.send(lambda n: io.ReportClock(n, "m", w, e, clock, t, 60.0), perform)
+
+    def lease(self, worker: Any, dataset: str, wait_s: float = 0.0) -> int:
+        """A worker asks for a task; the number of the request."""
+        return self.send(lambda n: io.LeaseTask(n, "m", worker["worker"], worker["epoch"], dataset, wait_s))
 
     def commits(self) -> list[Any]:
         """The commits published, in order."""

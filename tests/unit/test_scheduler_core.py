@@ -266,16 +266,15 @@ def test_a_dead_workers_data_comes_back() -> None:
     d.model()
     a, b = d.join("a"), d.join("b")
     d.ask(lambda n: io.RegisterDataset(n, "m", "train", 20, 10))
-    lease = lambda w, s: d.send(lambda n: io.LeaseTask(n, "m", w["worker"], w["epoch"], "train", s))  # noqa: E731
-    first, second = (d.result(lease(w, 0))["task"] for w in (a, b))
+    first, second = (d.result(d.lease(w, "train"))["task"] for w in (a, b))
     assert {first["start"], second["start"]} == {0, 10}
     d.ask(lambda n: io.TaskDone(n, "m", b["worker"], 1, second["id"]))
-    parked = lease(b, 30)
+    parked = d.lease(b, "train", 30)
     assert parked in d.open
     d.wait(6)
     assert d.result(parked)["task"] == first
     d.ask(lambda n: io.TaskDone(n, "m", b["worker"], 1, first["id"]))
-    assert d.result(lease(b, 0)) == {"task": None, "finished": True, "clock": 0, "timeline": 0}
+    assert d.result(d.lease(b, "train")) == {"task": None, "finished": True, "clock": 0, "timeline": 0}
 
 
 def test_who_waits_for_data_holds_no_barrier_up() -> None:
@@ -299,10 +298,9 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     d.clock(a, 5)
     assert d.result(d.clock(b, 4))["evaluate"] is False
     assert d.result(d.clock(b, 5))["evaluate"] is True
-    lease = lambda w: d.ask(lambda n: io.LeaseTask(n, "m", w["worker"], 1, "evaluate"))["task"]  # noqa: E731
-    task = lease(a)
+    task = d.result(d.lease(a, "evaluate"))["task"]
     assert task == {"id": "evaluate:5", "kind": "evaluate", "clock": 5}
-    assert lease(b) is None
+    assert d.result(d.lease(b, "evaluate"))["task"] is None
     d.ask(lambda n: io.TaskDone(n, "m", a["worker"], 1, task["id"], {"accuracy": 0.9}))
     (series,) = d.core.read.metrics("m", ["accuracy"])
     assert series["points"][0][1:] == [5, "m/a", 0.9]

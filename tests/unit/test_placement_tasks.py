@@ -1,0 +1,152 @@
+"""Placement balances, and every range of data is worked on."""
+
+from collections import Counter
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from paramserver.core.placement import assign
+from paramserver.core.tasks import Dataset, DatasetSpec, RangeSet, parse_task
+from paramserver.errors import NotFoundError, RequestError
+
+
+@given(st.lists(st.integers(1, 1 << 26), min_size=1, max_size=200), st.integers(1, 12))
+def test_placement_is_balanced_within_one_partition(sizes: list[int], shards: int) -> None:
+    """The most and the least loaded shard differ by no more than the largest partition."""
+    names = [f"s{i}" for i in range(shards)]
+    placed = assign(dict(enumerate(sizes)), names, {}, {})
+    load = Counter({n: 0 for n in names})
+    for index, shard in placed.items():
+        load[shard] += sizes[index]
+    assert set(placed) == set(range(len(sizes)))
+    assert max(load.values()) - min(load.values()) <= max(sizes)
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=2, max_size=60),
+    st.integers(2, 6),
+    st.data(),
+)
+def test_orphans_go_where_least_is(sizes: list[int], shards: int, data: st.DataObject) -> None:
+    """After a death the survivors are balanced within one partition again, and what they had stays."""
+    names = [f"s{i}" for i in range(shards)]
+    placed = assign(dict(enumerate(sizes)), names, {}, {})
+    dead = data.draw(st.sampled_from(names))
+    orphans = {i: sizes[i] for i, s in placed.items() if s == dead}
+    held = Counter({n: 0 for n in names if n != dead})
+    for i, s in placed.items():
+        if s != dead:
+            held[s] += sizes[i]
+    for i, s in assign(orphans, sorted(held), held, held).items():
+        held[s] += sizes[i]
+    assert max(held.values()) - min(held.values()) <= max(sizes)
+
+
+def test_many_small_models_spread() -> None:
+    """Ties are broken by what a shard holds in all, so models of one partition do not pile up."""
+    total = {"a": 0, "b": 0, "c": 0}
+    for _ in range(9):
+        (shard,) = assign({0: 10}, total, {}, total).values()
+        total[shard] += 10
+    assert set(total.values()) == {30}
+    assert assign({0: 1}, [], {}, {}) == {}
+
+
+@given(st.lists(st.integers(0, 60)))
+def test_range_sets_hold_what_was_put_in(numbers: list[int]) -> None:
+    """Against a plain set, with runs that are sorted and never touch."""
+    runs = RangeSet()
+    for n in numbers:
+        runs.add(n)
+    assert [n for n in range(61) if n in runs] == sorted(set(numbers))
+    assert len(runs) == len(set(numbers))
+    assert list(runs.missing(61)) == sorted(set(range(61)) - set(numbers))
+    assert all(a[1] < b[0] for a, b in zip(runs.runs, runs.runs[1:], strict=False))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.sampled_from(["dynamic", "static"]),
+    st.integers(1, 4),
+    st.integers(0, 1 << 32),
+)
+def test_every_range_of_every_pass_is_done(
+    tasks: int, passes: int, assignment: str, workers: int, random: object
+) -> None:
+    """Workers die with ranges in hand and the scheduler restarts, yet in the end all is done, at least once."""
+    data = Dataset(DatasetSpec.check("d", tasks, 1, None, None, assignment, passes))
+    random = Random(seed)
+    done: Counter[tuple[int, int]] = Counter()
+    held: dict[int, list[tuple[int, int]]] = {w: [] for w in range(workers)}
+    epoch = 1
+    for step in range(10_000):
+        if data.finished:
+            break
+        worker = random.randrange(workers)
+        action = random.random()
+        if action < 0.1 and step < 200:
+            data.release(str(worker), epoch)
+            held[worker].clear()
+        elif action < 0.15:
+            data = Dataset.of(data.spec.document(), data.progress())
+        elif held[worker] and action < 0.6:
+            task = held[worker].pop()
+            data.finish(*task)
+            done[task] += 1
+        else:
+            lease = data.lease(str(worker), epoch, worker, workers)
+            if lease is not None:
+                name, numbers = parse_task(lease["id"])
+                assert name == "d"
+                assert (lease["pass"], lease["index"]) == (numbers[0], numbers[1])
+                held[worker].append((numbers[0], numbers[1]))
+                assert sum(held[w].count((numbers[0], numbers[1])) for w in held) == 1, "leased twice at a time"
+    assert data.finished
+    assert set(done) == {(p, i) for p in range(passes) for i in range(tasks)}
+    assert data.lease("0", epoch, 0, workers) is None
+
+
+def test_static_ranges_belong_to_positions() -> None:
+    """Range i goes to the (i mod workers)-th worker; when there are fewer, they take over the rest."""
+    data = Dataset(DatasetSpec.check("d", None, None, [[i, i + 1] for i in range(6)], "file:///x", "static", 1))
+    assert [data.lease("b", 1, 1, 2)["index"] for _ in range(3)] == [1, 3, 5]  # type: ignore[index]
+    assert data.lease("b", 1, 1, 2) is None
+    assert [data.lease("b", 1, 0, 1)["index"] for _ in range(3)] == [0, 2, 4]  # type: ignore[index]
+
+
+def test_passes_without_end_overlap_by_one() -> None:
+    """The second pass begins while the first is being worked on; the third does not."""
+    data = Dataset(DatasetSpec.check("d", 2, 1, None, None, "dynamic", None))
+    assert [data.lease("a", 1, 0, 1)["pass"] for _ in range(4)] == [0, 0, 1, 1]  # type: ignore[index]
+    assert data.lease("a", 1, 0, 1) is None
+    data.finish(0, 0)
+    data.finish(0, 1)
+    data.finish(0, 1)
+    assert data.lease("a", 1, 0, 1)["pass"] == 2  # type: ignore[index]
+    assert not data.finished
+
+
+def test_wrong_datasets_and_tasks_are_refused() -> None:
+    """Each wrong field is named; ids that name nothing are not found."""
+    for fields in (
+        ("evaluate", 10, 1, None, None, "dynamic", 1),
+        ("d", 0, 1, None, None, "dynamic", 1),
+        ("d", 10**9, 1, None, None, "dynamic", 1),
+        ("d", None, None, [[3, 3]], None, "dynamic", 1),
+        ("d", 10, 1, [[0, 1]], None, "dynamic", 1),
+        ("d", 10, 1, None, None, "random", 1),
+        ("d", 10, 1, None, None, "static", 0),
+    ):
+        with pytest.raises(RequestError):
+            DatasetSpec.check(*fields)
+    for task in ("", "d", "d:", "d:x:1", "d:1:2:3", "d:-1:0", "d:²:1"):
+        with pytest.raises(NotFoundError):
+            parse_task(task)
+    data = Dataset(DatasetSpec.check("d", 10, 1, None, None, "dynamic", 1))
+    for number, index in ((1, 0), (0, 10)):
+        with pytest.raises(NotFoundError):
+            data.finish(number, index)

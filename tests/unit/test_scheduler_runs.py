@@ -1,0 +1,245 @@
+"""Runs and the worker pool, and what of the whole cluster survives a kill of the scheduler."""
+
+from typing import Any
+
+import pytest
+
+from paramserver.core import scheduler_io as io
+from paramserver.errors import ConflictError, CorruptState, FencedError, NotFoundError, RequestError
+
+from .scheduling import Driver
+
+ENTRY = "paramserver.examples.digits:train"
+
+
+def run(d: Driver, **fields: Any) -> Any:
+    """A run of model m."""
+    return d.ask(lambda n: io.CreateRun(n, "m", ENTRY, **fields))
+
+
+def member(d: Driver, name: str, *allow: str) -> Any:
+    """A process joins the pool."""
+    return d.ask(lambda n: io.JoinPool(n, name, allow or ("paramserver.examples",)))
+
+
+def beat(d: Driver, m: Any) -> Any:
+    """Its heartbeat's answer."""
+    return d.ask(lambda n: io.PoolHeartbeat(n, m["member"], m["epoch"]))
+
+
+def done(d: Driver, m: Any, place: int = 0, error: str | None = None) -> Any:
+    """It has come to the end of its place in run-1."""
+    return d.ask(lambda n: io.PlaceDone(n, "run-1", place, m["member"], m["epoch"], error))
+
+
+def state(d: Driver) -> tuple[str, str]:
+    """State and reason of run-1."""
+    doc = d.core.read.run("run-1")
+    return doc["state"], doc["reason"]
+
+
+def test_a_run_without_workers_says_so_and_how_to_start_some() -> None:
+    """Waiting; with one of two it runs and says that one more can join."""
+    d = Driver()
+    d.model()
+    made = run(d, workers=2)
+    assert made["state"] == "waiting"
+    assert "paramserver-worker" in made["reason"]
+    m = member(d, "p")
+    assert state(d)[0] == "running"
+    assert "1 of 2 workers" in state(d)[1]
+    assert beat(d, m) == {
+        "state": "assigned",
+        "run": {
+            "id": "run-1", "name": "run-1", "model": "m", "entry": ENTRY, "args": {}, "place": 0,
+            "worker": "run-1/w0", "rank": 0, "workers": 2,
+        },
+    }  # fmt: skip
+
+
+def test_only_who_allows_the_entry_gets_a_place() -> None:
+    """A prefix is of whole module names."""
+    d = Driver()
+    d.model()
+    run(d)
+    for i, allow in enumerate(("paramserver.example", "other", "paramserver.examples.digits.train")):
+        assert beat(d, member(d, f"p{i}", allow))["state"] == "idle"
+    assert beat(d, member(d, "q", "paramserver"))["state"] == "assigned"
+
+
+def test_a_worker_that_raises_is_restarted_three_times() -> None:
+    """The fourth exception fails the run with its traceback, and the member is free for others."""
+    d = Driver()
+    d.model()
+    run(d)
+    m = member(d, "p")
+    for i in range(3):
+        assert done(d, m, error=f"Traceback {i}")["state"] == "running"
+        assert beat(d, m)["state"] == "assigned"
+    failed = done(d, m, error="Traceback: the last")
+    assert failed["state"] == "failed"
+    assert "Traceback: the last" in failed["reason"]
+    assert beat(d, m) == {"state": "idle", "run": None}
+
+
+def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
+    """Another takes it over; the dead one is fenced."""
+    d = Driver()
+    d.model()
+    run(d)
+    a = member(d, "a")
+    d.wait(3)
+    b = member(d, "b")
+    d.wait(3)
+    assert beat(d, b)["run"]["place"] == 0
+    with pytest.raises(FencedError):
+        beat(d, a)
+    assert d.core.read.run("run-1")["places"][0]["restarts"] == 0
+
+
+def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
+    """Five clocks were done before; the worker is told to stop when five more are."""
+    d = Driver()
+    d.model()
+    before = d.join("x")
+    d.clock(before, 5)
+    d.ask(lambda n: io.LeaveWorker(n, "m", "m/x"))
+    run(d, stop={"clocks": 5})
+    m = member(d, "p")
+    w = d.join("run-1/w0", rank=0)
+    assert w["clock"] == 5
+    assert d.result(d.clock(w, 9))["state"] == "active"
+    d.clock(w, 10)
+    assert state(d) == ("finished", "5 clocks are done")
+    assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", w["worker"], w["epoch"]))["state"] == "stop"
+    assert beat(d, m)["state"] == "stop"
+    assert done(d, m)["state"] == "finished"
+    assert beat(d, m)["state"] == "idle"
+
+
+def test_stop_by_metric_and_by_minutes() -> None:
+    """A metric that reaches its bound, or the minutes in which the run was running."""
+    d = Driver()
+    d.model()
+    run(d, stop={"metric": {"name": "accuracy", "at_least": 0.9}})
+    member(d, "p")
+    for value, want in ((0.89, "running"), (0.9, "finished")):
+        d.ask(lambda n, v=value: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
+        assert state(d)[0] == want
+    d.ask(lambda n: io.CreateRun(n, "m", ENTRY, stop={"minutes": 0.1}))
+    m = d.core.read.pool(d.now)[0]
+    d.ask(lambda n: io.PlaceDone(n, "run-1", 0, "p", m["epoch"]))
+    for _ in range(3):
+        d.wait(2.5)
+        beat(d, m)
+    assert d.core.read.run("run-2")["state"] == "finished"
+
+
+def test_pause_and_resume() -> None:
+    """Its workers hear `paused`; paused time does not count, and an ended run cannot be resumed."""
+    d = Driver()
+    d.model()
+    run(d)
+    member(d, "p")
+    w = d.join("run-1/w0")
+    for asked, heard in (("paused", "paused"), ("running", "active"), ("stopped", "stop")):
+        d.ask(lambda n, s=asked: io.PatchRun(n, "run-1", s))  # type: ignore[misc]
+        assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", w["worker"], 1))["state"] == heard
+    with pytest.raises(ConflictError):
+        d.ask(lambda n: io.PatchRun(n, "run-1", "running"))
+
+
+def test_fewer_workers_stop_the_last_places() -> None:
+    """From two to one: the second member is told to stop and idles after its place is done."""
+    d = Driver()
+    d.model()
+    run(d, workers=2)
+    a, b = member(d, "a"), member(d, "b")
+    d.ask(lambda n: io.PatchRun(n, "run-1", workers=1))
+    assert (beat(d, a)["state"], beat(d, b)["state"]) == ("assigned", "stop")
+    done(d, b, 1)
+    assert beat(d, b)["state"] == "idle"
+    d.ask(lambda n: io.PatchRun(n, "run-1", workers=2))
+    assert beat(d, b)["run"]["place"] == 1
+    done(d, a, 0)
+    assert done(d, b, 1)["state"] == "finished"
+
+
+def test_wrong_runs_are_refused() -> None:
+    """Unknown models, entries that are none, rules that say nothing; one run at a time per model."""
+    d = Driver()
+    with pytest.raises(NotFoundError):
+        run(d)
+    d.model()
+    wrong: list[dict[str, Any]] = [
+        {"workers": 0},
+        {"stop": {"clock": 1}},
+        {"stop": {"metric": {"name": "a"}}},
+        {"stop": {"minutes": -1}},
+        {"evaluate_every": -1},
+        {"args": []},
+    ]
+    for fields in wrong:
+        with pytest.raises(RequestError):
+            run(d, **fields)
+    for entry in ("x", "x:", "../x:y", "x:y()", ".x:y"):
+        with pytest.raises(RequestError):
+            d.ask(lambda n, e=entry: io.CreateRun(n, "m", e))  # type: ignore[misc]
+    run(d)
+    with pytest.raises(ConflictError):
+        run(d)
+    assert len(d.core.read.runs()) == 1
+
+
+def test_everything_survives_a_kill_of_the_scheduler() -> None:
+    """Models, owners, workers, data, runs, members, checkpoints and evaluations are as they were told."""
+    d = Driver()
+    d.model(evaluate_every=2, consistency={"mode": "sync"})
+    run(d, stop={"clocks": 100})
+    m = member(d, "p")
+    w = d.join("run-1/w0")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 30, 10, passes=2))
+    for i in range(2):
+        task = d.result(d.lease(w, "train"))["task"]
+        if i == 0:
+            d.ask(lambda n, t=task: io.TaskDone(n, "m", w["worker"], 1, t["id"]))  # type: ignore[misc]
+    d.clock(w, 1)
+    d.beats()
+    d.clock(w, 3)
+    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    d.wait(1.5)
+    d.work.clear()
+    before = {name: getattr(d.core.read, name)("m") for name in ("model", "datasets", "checkpoints")} | {
+        "run": d.core.read.run("run-1"),
+        "pool": d.core.read.pool(d.now),
+    }
+    d.restart()
+    d.beats()
+    after = {name: getattr(d.core.read, name)("m") for name in ("model", "datasets", "checkpoints")} | {
+        "run": d.core.read.run("run-1"),
+        "pool": d.core.read.pool(d.now),
+    }
+    for documents in (before, after):
+        for p in documents["model"]["partitions"]:
+            del p["from_version"], p["version"]
+        del documents["run"]["ran_s"]
+        documents["pool"][0]["heartbeat_age_s"] = 0
+    assert after == before
+    assert beat(d, m)["state"] == "assigned"
+    assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", w["worker"], 1, 3))["evaluate"]
+    assert d.result(d.clock(w, 4))["released"]
+    assert [c["t"] for c in d.commits()] == [0, 1, 2, 3]
+    d.wait(4.5)
+    assert d.core.read.workers("m", d.now)[0]["alive"]
+
+
+def test_a_state_of_a_newer_version_is_refused_by_name() -> None:
+    """Nothing is guessed from fields or formats that are not known."""
+    d = Driver()
+    d.model()
+    for name, text in (("shard:s0", '{"format": 2}'), ("future:x", "{}"), ("model:m", '{"format": 1}')):
+        kept = dict(d.hash)
+        d.hash[name] = text
+        with pytest.raises(CorruptState):
+            d.restart()
+        d.hash = kept
