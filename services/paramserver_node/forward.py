@@ -1,75 +1,93 @@
 """Hands a request on to another node, streaming both ways: the one-address rule."""
 
+import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
 from typing import Final
+from urllib.parse import quote
 
-import httpx
-from starlette.background import BackgroundTask
+from pyreqwest.client import ClientBuilder
+from pyreqwest.exceptions import BuilderError, PyreqwestError
+from pyreqwest.request import StreamRequest
+from pyreqwest.response import Response as Upstream
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 
 MARK: Final = "x-paramserver-forwarded"
 """Set on what a shard sends on to another node: the receiver must not forward it again."""
 
+CONNECT_S: Final = 2.0
+SILENCE_S: Final = 75.0
+"""Longest pause of the other node; a long poll waits up to 60 s."""
+_CHUNK_BYTES_MAX: Final = 1 << 20
+
 _HOP_BY_HOP: Final = {
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade", b"host", b"expect", b"x-request-id", b"date", b"server",
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server",
 }  # fmt: skip
-_TIMEOUT: Final = httpx.Timeout(connect=2.0, read=75.0, write=75.0, pool=10.0)
 
 
 class Forwarder:
     """A pool of connections to other nodes; `aclose()` ends it."""
 
     def __init__(self) -> None:
-        limits = httpx.Limits(max_connections=512, max_keepalive_connections=64, keepalive_expiry=30.0)
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False, follow_redirects=False)
+        self._client = (
+            ClientBuilder()
+            .http1_only()
+            .no_proxy()
+            .follow_redirects(False)
+            .referer(False)
+            .gzip(False)
+            .deflate(False)
+            .brotli(False)
+            .zstd(False)
+            .connect_timeout(timedelta(seconds=CONNECT_S))
+            .read_timeout(timedelta(seconds=SILENCE_S))
+            .pool_idle_timeout(timedelta(seconds=5))
+            .pool_max_idle_per_host(64)
+            .build()
+        )
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
+        await self._client.close()
 
     async def forward(
         self, request: Request, urls: Sequence[str], *, mark: bool, code: str = "unavailable"
     ) -> Response:
         """The answer of the first of `urls` that can be reached, to this very request.
 
-        Once the body has begun to flow there is no second try; raises Unavailable (`code`) when no node answered.
+        Once the body has begun to flow there is no second try.  Raises Unavailable (`code`) when no node answered, and
+        RequestError (`malformed`) for a target that no URL can hold or a body that was cut off.
         """
-        path = request.scope.get("raw_path") or request.url.path.encode()
-        target = path.decode("latin-1").split("?")[0]
-        if query := request.scope.get("query_string", b""):
-            target += "?" + query.decode("latin-1")
-        headers = [(k, v) for k, v in request.headers.raw if k.lower() not in _HOP_BY_HOP]
-        headers.append((b"x-request-id", str(request.scope.get("state", {}).get("request_id", "")).encode()))
-        if mark:
-            headers.append((MARK.encode(), b"1"))
         body = _Body(request)
+        headers = _kept([(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw])
+        headers.append(("x-request-id", str(request.scope.get("state", {}).get("request_id", ""))))
+        if mark:
+            headers.append((MARK, "1"))
         last: Exception | None = None
         for url in urls:
             if body.started:
                 break
-            outgoing = self._client.build_request(
-                request.method,
-                url.rstrip("/") + target,
-                headers=headers,
-                content=body.pieces() if body.expected else None,
-            )
             try:
-                answer = await self._client.send(outgoing, stream=True)
-            except (httpx.TransportError, httpx.InvalidURL) as e:
+                outgoing = self._client.request(request.method, url.rstrip("/") + target(request.scope))
+                # The answer begins with the other node's first byte, not with its first 64 KiB: events flow.
+                outgoing = outgoing.headers(headers).streamed_read_buffer_limit(0)
+                if body.expected:
+                    outgoing = outgoing.body_stream(body.pieces())
+                stream = outgoing.build_streamed()
+            except (BuilderError, ValueError) as e:
+                raise problem("malformed", f"the request cannot be handed on: {e}") from None
+            try:
+                return _Answer(stream, await stream.__aenter__())
+            except PyreqwestError as e:
                 last = e
-                continue
-            except ClientDisconnect:
-                raise problem("malformed", "the body was cut off") from None
-            kept = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in _HOP_BY_HOP]
-            response = StreamingResponse(
-                answer.aiter_raw(), answer.status_code, background=BackgroundTask(answer.aclose)
-            )
-            response.raw_headers = kept
-            return response
+            if body.cut_off:
+                raise problem("malformed", "the body was cut off")
         raise _unreachable(code, last)
 
 
@@ -79,6 +97,7 @@ class _Body:
     def __init__(self, request: Request) -> None:
         self._request = request
         self.started = False
+        self.cut_off = False
         length = request.headers.get("content-length")
         self.expected = "transfer-encoding" in request.headers or (
             length != "0" if length is not None else request.method in ("POST", "PUT", "PATCH")
@@ -86,11 +105,86 @@ class _Body:
 
     async def pieces(self) -> AsyncIterator[bytes]:
         self.started = True
-        async for piece in self._request.stream():
-            if piece:
-                yield piece
+        try:
+            async for piece in self._request.stream():
+                if piece:
+                    yield piece
+        except ClientDisconnect:
+            self.cut_off = True
+            raise
+
+
+class _Answer(Response):
+    """Another node's answer, passed on piece by piece while it comes in; given up when the client hangs up."""
+
+    def __init__(self, stream: StreamRequest, upstream: Upstream) -> None:
+        self._stream, self._upstream = stream, upstream
+        self.status_code = upstream.status
+        self.background = None
+        self.body = b""
+        self.raw_headers = [(k.encode(), v.encode("latin-1")) for k, v in _kept(list(upstream.headers.items()))]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pumping = asyncio.ensure_future(self._pump(send))
+        gone = asyncio.ensure_future(_hung_up(receive))
+        try:
+            await asyncio.wait({pumping, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if pumping.done():
+                pumping.result()
+        finally:
+            pumping.cancel()
+            gone.cancel()
+            await asyncio.gather(pumping, gone, return_exceptions=True)
+            await self._stream.__aexit__(None, None, None)
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        reader = self._upstream.body_reader
+        while (chunk := await reader.read_chunk()) is not None:
+            view = memoryview(chunk)
+            for at in range(0, len(view), _CHUNK_BYTES_MAX):
+                piece = bytes(view[at : at + _CHUNK_BYTES_MAX])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _kept(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """End-to-end headers in lower case: without the hop-by-hop ones and those that `Connection` names."""
+    named = {n.strip().lower() for k, v in headers if k.lower() == "connection" for n in v.split(",")}
+    return [(k.lower(), v) for k, v in headers if k.lower() not in _HOP_BY_HOP | named]
+
+
+_DOTS: Final = re.compile(r"/((?:\.|%2[eE]){1,2})(?=/|\Z)")
+
+
+def target(scope: Scope) -> str:
+    """Path and query of a request as the client sent them, in ASCII.
+
+    A URL parser would resolve a segment `.` or `..`, which may be part of a parameter's name; it leaves alone what
+    stands behind an escaped slash.  Raises RequestError (`malformed`) for a path that begins with such a segment.
+    """
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path = quote(raw.split(b"?")[0], safe="/%:@!$&'()*+,;=-._~")
+    if not path.startswith("/") or _DOTS.match(path):
+        raise problem("malformed", "the path cannot be handed on")
+    query: bytes = scope.get("query_string", b"")
+    escaped = "?" + quote(query, safe="/%:@!$&'()*+,;=-._~?[]") if query else ""
+    return _DOTS.sub(r"%2F\1", path) + escaped
 
 
 def _unreachable(code: str, last: Exception | None) -> PsError:
-    why = f": {type(last).__name__} {last}".rstrip() if last is not None else ""
-    return problem(code, f"the node that serves this does not answer{why}")
+    causes = (getattr(last, "details", None) or {}).get("causes") or []
+    why = causes[-1]["message"] if causes else type(last).__name__ if last is not None else "no address is known"
+    return problem(code, f"the node that serves this does not answer: {why}")
