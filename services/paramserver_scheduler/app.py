@@ -70,5 +70,5 @@ def _page() -> tuple[str, str]:
 
     return text, (
         f"default-src 'none'; connect-src 'self'; img-src data:; script-src {source('script')}; "
-        f"style-src {source('style')} 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
+        f"style-src {source('style')}; base-uri 'none'; frame-ancestors 'none'"
     )

@@ -88,6 +88,8 @@ async def feed(request: Request) -> StreamingResponse:
     async def lines() -> AsyncIterator[bytes]:
         try:
             async for document in opened.documents():
+                if document["type"] == "gone":
+                    document = {**document, "name": document["model"]}  # as a `model` document calls it
                 yield json.dumps(document, separators=(",", ":")).encode() + b"\n"
         finally:
             runtime.hub.unsubscribe(opened)

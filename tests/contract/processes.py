@@ -1,0 +1,138 @@
+"""A real scheduler with real shards and a real Redis on free ports, started without psctl."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from paramserver_node import redis_server
+
+T = TypeVar("T")
+
+
+def eventually(probe: Callable[[], T], *, within_s: float = 20.0, what: str = "") -> T:
+    """The first true value of `probe`; fails with its last value or error when none came in time."""
+    deadline = time.monotonic() + within_s
+    pause, last = threading.Event(), None
+    while time.monotonic() < deadline:
+        try:
+            value = probe()
+        except (httpx.HTTPError, AssertionError) as e:
+            last = repr(e)
+        else:
+            if value:
+                return value
+            last = repr(value)
+        pause.wait(0.05)
+    raise AssertionError(f"{what or probe} did not happen within {within_s} s; last: {last}")
+
+
+class Nodes:
+    """One scheduler and some shards, each a process of its own."""
+
+    def __init__(self, folder: Path, redis_url: str, shards: int) -> None:
+        self.folder = folder
+        self.redis_url = redis_url
+        self.port = redis_server.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.shard_ports = {f"shard-{i}": redis_server.free_port() for i in range(shards)}
+        self.http = httpx.Client(base_url=self.url, timeout=30.0)
+
+    def start(self, name: str, *args: str) -> None:
+        """Start one process; its output goes to a file of its name."""
+        log = (self.folder / f"{name}.log").open("ab")
+        with log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-P", "-m", *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def start_scheduler(self) -> None:
+        """The scheduler, at the same address and state directory each time."""
+        state = str(self.folder / "state")
+        self.start(
+            "scheduler", "paramserver_scheduler", "--port", str(self.port), "--redis", self.redis_url, "--state-dir", state
+        )
+        eventually(lambda: self.http.get("/readyz").status_code == 200, what="the scheduler's start")
+
+    def start_shard(self, name: str) -> None:
+        """A shard of that name, at the same port each time."""
+        port, redis = str(self.shard_ports[name]), self.redis_url
+        self.start(
+            name, "paramserver_shard", "--name", name, "--port", port, "--scheduler", self.url, "--redis", redis
+        )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL that process and wait for its end."""
+        self.processes[name].kill()
+        self.processes[name].wait(10)
+
+    def stop(self) -> None:
+        """End every process, the shards first."""
+        self.http.close()
+        for process in reversed(self.processes.values()):
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def logs(self) -> str:
+        """The end of everything the processes printed."""
+        return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in self.folder.glob("*.log"))
+
+    # --- requests ---
+
+    def call(self, method: str, path: str, body: Any = None, *, status: int | None = None) -> Any:
+        """The JSON answer to a JSON request; fails unless the status is `status` (default: below 300)."""
+        answer = self.http.request(method, path, json=body) if body is not None else self.http.request(method, path)
+        good = answer.status_code < 300 if status is None else answer.status_code == status
+        assert good, f"{method} {path}: {answer.status_code} {answer.text[:500]}"
+        return json.loads(answer.content) if answer.content else None
+
+    def post(self, path: str, body: Any = None, *, status: int | None = None) -> Any:
+        """POST; see `call`."""
+        return self.call("POST", path, body, status=status)
+
+    def get(self, path: str, *, status: int | None = None) -> Any:
+        """GET; see `call`."""
+        return self.call("GET", path, status=status)
+
+
+@contextmanager
+def nodes(folder: Path, *, shards: int = 1) -> Iterator[Nodes]:
+    """Redis, a scheduler and shards, all of them serving; gone with the block, their logs printed if it failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with redis_server.running(folder / "redis") as url:
+        cluster = Nodes(folder, url, shards)
+        try:
+            cluster.start_scheduler()
+            for name in cluster.shard_ports:
+                cluster.start_shard(name)
+            eventually(
+                lambda: sum(s["alive"] for s in cluster.get("/map")["shards"].values()) == shards,
+                within_s=40.0,
+                what="the shards' joining",
+            )
+            yield cluster
+        except BaseException:
+            print(cluster.logs())
+            raise
+        finally:
+            cluster.stop()
+
+
+def unique(prefix: str) -> str:
+    """A model name that no other test uses."""
+    return f"{prefix}-{os.urandom(4).hex()}"

@@ -1,0 +1,349 @@
+"""Every control route of a real scheduler over real sockets: what it takes, answers and refuses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SYNC = {"mode": "sync", "min_workers": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """One scheduler and one shard for the whole module."""
+    with nodes(tmp_path_factory.mktemp("nodes")) as running:
+        yield running
+
+
+def make(cluster: Nodes, **more: Any) -> str:
+    """A new model of two numbers; its name."""
+    name = unique("m")
+    spec = {"name": name, "params": {"a": {"shape": []}, "b": {"shape": []}}, "optimizer": {"name": "sgd", "lr": 0.5}}
+    cluster.post("/models", spec | more, status=201)
+    return name
+
+
+def test_a_model_is_made_once(cluster: Nodes) -> None:
+    """201 with Location, the same again 200, another spec 409, a wrong one 422 with a suggestion."""
+    spec = {"name": unique("m"), "params": {"w": {"shape": [3]}}, "partitions": 2}
+    made = cluster.http.post("/models", json=spec)
+
+    assert made.status_code == 201
+    assert made.headers["location"] == f"/models/{spec['name']}"
+    assert [p["index"] for p in made.json()["partitions"]] == [0, 1]
+    assert made.json()["bounds"] == [0, 1, 3]
+    assert cluster.post("/models", spec, status=200)["generation"] == made.json()["generation"]
+    assert cluster.post("/models", spec | {"partitions": 1}, status=409)["code"] == "model_exists"
+    wrong = cluster.post("/models", spec | {"optimiser": {}}, status=422)
+    assert wrong["hint"] == "did you mean 'optimizer'?"
+    assert cluster.get(f"/models/{spec['name']}")["spec"]["ack"] == "applied"
+    assert spec["name"] in [m["name"] for m in cluster.get("/models")["items"]]
+
+
+def test_lists_come_in_pages(cluster: Nodes) -> None:
+    """`limit` and `after` walk through a list; a wrong one is 400."""
+    names = {make(cluster) for _ in range(3)}
+    seen: list[str] = []
+    path = "/models?limit=2"
+    while True:
+        page = cluster.get(path)
+        assert 1 <= len(page["items"]) <= 2
+        seen += [m["name"] for m in page["items"]]
+        if page["next"] is None:
+            break
+        path = f"/models?limit=2&after={page['next']}"
+
+    assert names <= set(seen)
+    assert len(seen) == len(set(seen))
+    for query in ("limit=0", "limit=x", "limit=-1", "after=1.5", "limit=99999999999999999999"):
+        assert cluster.get(f"/models?{query}", status=400)["code"] == "malformed"
+
+
+def test_settings_change_and_a_model_goes(cluster: Nodes) -> None:
+    """PATCH raises the revision, cannot change what is fixed; DELETE is 204, then 404."""
+    name = make(cluster)
+
+    assert cluster.call("PATCH", f"/models/{name}", {"optimizer": {"lr": 0.25}})["revision"] == 1
+    assert cluster.get(f"/models/{name}")["spec"]["optimizer"]["lr"] == 0.25
+    cluster.call("PATCH", f"/models/{name}", {"partitions": 9}, status=422)
+    assert cluster.call("DELETE", f"/models/{name}", status=204) is None
+    for method in ("GET", "DELETE"):
+        assert cluster.call(method, f"/models/{name}", status=404)["code"] == "unknown_model"
+
+
+def test_two_workers_train_in_step(cluster: Nodes) -> None:
+    """Two numbers are trained in sync mode with nothing but JSON: one commit is the mean of both gradients."""
+    name = make(cluster, consistency=SYNC)
+    joined = [cluster.post(f"/models/{name}/workers", {"name": n}, status=201) for n in ("anna", "ben")]
+    assert [(j["worker"], j["epoch"], j["rank"]) for j in joined] == [(f"{name}/anna", 1, 0), (f"{name}/ben", 1, 1)]
+
+    for worker, grads in ((f"{name}/anna", {"a": 1.0, "b": 2.0}), (f"{name}/ben", {"a": 3.0, "b": -2.0})):
+        push = {"model": name, "grads": grads, "worker": worker, "epoch": 1, "seq": 1, "clock": 0}
+        assert cluster.post("/push", push, status=202)["state"] == "staged"
+    alone = cluster.post(f"/models/{name}/clock", {"worker": f"{name}/anna", "epoch": 1, "clock": 1})
+    assert (alone["released"], alone["waiting_for"]) == (False, [f"{name}/ben"])
+    report = {"worker": f"{name}/ben", "epoch": 1, "clock": 1, "wait_s": 20}
+    assert cluster.post(f"/models/{name}/clock", report)["released"] is True
+    pulled = cluster.post("/pull", {"model": name, "min_version": 1, "wait_s": 20})
+
+    assert pulled["params"] == {"a": -1.0, "b": 0.0}
+    assert pulled["version"] == 1
+
+
+@pytest.mark.parametrize("slash", ["/", "%2F"])
+def test_worker_ids_hold_a_slash(cluster: Nodes, slash: str) -> None:
+    """Ids are the rest of the path or stand before a fixed suffix, with the slash plain or escaped."""
+    name = make(cluster)
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w", "above": 6}, status=201)
+    assert worker["epoch"] == 7
+    path = f"/models/{name}/workers/{name}{slash}w"
+
+    assert cluster.call("PUT", path, {"epoch": 7, "clock": 3, "metrics": {"loss": 0.5}})["state"] == "active"
+    assert cluster.get(path)["clock"] == 3
+    cluster.post(f"{path}/drain", status=200)
+    assert cluster.call("PUT", path, {"epoch": 7})["state"] == "draining"
+    assert cluster.call("PUT", path, {"epoch": 6}, status=409)["code"] == "fenced"
+    assert cluster.get(f"/internal/models/{name}/worker?worker={name}{slash}w")["epoch"] == 7
+    cluster.call("DELETE", f"{path}?epoch=7", status=204)
+    assert cluster.get(f"/models/{name}/workers/{name}/nobody", status=404)["code"] == "unknown_worker"
+
+
+def test_data_is_leased_and_done(cluster: Nodes) -> None:
+    """Ranges go to workers once each; when all are done the dataset is finished."""
+    name = make(cluster)
+    worker = cluster.post(f"/models/{name}/workers", {}, status=201)["worker"]
+    dataset = {"dataset": "train", "size": 25, "task_size": 10}
+    cluster.post(f"/models/{name}/tasks", dataset, status=201)
+    cluster.post(f"/models/{name}/tasks", dataset, status=200)
+    assert cluster.post(f"/models/{name}/tasks", dataset | {"size": 26}, status=409)["code"] == "conflict"
+    ranges = []
+    lease = {"worker": worker, "epoch": 1, "dataset": "train"}
+    while (answer := cluster.post(f"/models/{name}/tasks/lease", lease))["task"]:
+        task = answer["task"]
+        ranges.append((task["start"], task["stop"]))
+        done = cluster.post(f"/models/{name}/tasks/{task['id']}/done", {"worker": worker, "epoch": 1})
+        assert done == {"id": task["id"], "done": True}
+
+    assert ranges == [(0, 10), (10, 20), (20, 25)]
+    assert answer["finished"] is True
+    assert cluster.get(f"/models/{name}/tasks")["items"][0]["dataset"] == "train"
+    assert cluster.post(f"/models/{name}/tasks/lease", lease | {"dataset": "x"}, status=404)["code"] == "unknown_task"
+
+
+def test_metrics_are_kept_as_series(cluster: Nodes) -> None:
+    """Reported values come back by name, in order; what is no number is refused."""
+    name = make(cluster)
+    for i in range(3):
+        assert cluster.post(f"/models/{name}/metrics", {"metrics": {"loss": 1.0 / (i + 1)}, "clock": i})["accepted"] == 1
+    cluster.post(f"/models/{name}/metrics", {"metrics": {"accuracy": 0.5}})
+
+    items = cluster.get(f"/models/{name}/metrics?name=loss")["items"]
+    assert [(s["name"], [p[1] for p in s["points"]]) for s in items] == [("loss", [0, 1, 2])]
+    assert len(cluster.get(f"/models/{name}/metrics")["items"]) == 2
+    cluster.post(f"/models/{name}/metrics", {"metrics": {"loss": "low"}}, status=422)
+    series = next(m for m in cluster.get("/status")["models"] if m["name"] == name)["series"]
+    assert {s["name"]: s["last"] for s in series} == {"loss": pytest.approx(1 / 3), "accuracy": 0.5}
+
+
+def test_a_run_finds_its_worker(cluster: Nodes) -> None:
+    """A member of the pool is given a place in a run whose entry it allows; the run ends when the entry returns."""
+    name = make(cluster)
+    run = cluster.post("/runs", {"model": name, "entry": "paramserver.examples.x:train", "workers": 1}, status=201)
+    assert run["state"] == "waiting"
+    assert "paramserver-worker" in run["reason"]
+    member = cluster.post("/pool", {"allow": ["paramserver.examples"]}, status=201)
+    path = f"/pool/{member['member']}"
+
+    given = eventually(lambda: cluster.call("PUT", path, {"epoch": member["epoch"]})["run"])
+    assert (given["id"], given["entry"]) == (run["id"], "paramserver.examples.x:train")
+    assert cluster.get(f"/runs/{run['id']}")["state"] == "running"
+    assert member["member"] in [m["member"] for m in cluster.get("/pool")["items"]]
+    done = {"member": member["member"], "epoch": member["epoch"], "error": None}
+    assert cluster.post(f"/runs/{run['id']}/places/{given['place']}/done", done)["state"] == "finished"
+    assert run["id"] in [r["id"] for r in cluster.get("/runs")["items"]]
+    cluster.call("DELETE", path, status=204)
+    assert cluster.get("/runs/nothing", status=404)["code"] == "unknown_run"
+
+
+def test_a_run_is_paused_and_stopped(cluster: Nodes) -> None:
+    """PATCH pauses, resumes and stops; what is no state is 422."""
+    run = cluster.post("/runs", {"model": make(cluster), "entry": "a.b:c"}, status=201)
+    path = f"/runs/{run['id']}"
+
+    assert cluster.call("PATCH", path, {"state": "paused"})["state"] == "paused"
+    assert cluster.call("PATCH", path, {"state": "running"})["state"] == "waiting"
+    cluster.call("PATCH", path, {"state": "flying"}, status=422)
+    assert cluster.call("PATCH", path, {"state": "stopped"})["state"] == "stopped"
+
+
+def test_the_map_is_waited_for(cluster: Nodes) -> None:
+    """`/map?since=` returns when the map is newer, and after `wait_s` at the latest."""
+    epoch = cluster.get("/map")["map_epoch"]
+
+    assert cluster.get(f"/map?since={epoch}&wait_s=0")["map_epoch"] == epoch
+    make(cluster)
+    assert cluster.get(f"/map?since={epoch}&wait_s=20")["map_epoch"] > epoch
+    cluster.get("/map?since=x", status=400)
+
+
+def test_events_tell_everything_then_changes(cluster: Nodes) -> None:
+    """Server-sent events begin with the map and go on with what happens, without upload tokens."""
+    name = unique("m")
+    with cluster.http.stream("GET", "/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.iter_lines()
+        assert next(lines) == "event: map"
+        spec = {"name": name, "params": {"w": {"shape": [1], "init": {"kind": "upload"}}}}
+        token = cluster.post("/models", spec, status=201)["upload_token"]
+        for line in lines:
+            assert token not in line
+            if f'"name":"{name}"' in line:
+                break
+    assert cluster.get(f"/models/{name}")["state"] == "initializing"
+
+
+def test_upload_makes_a_model_ready(cluster: Nodes) -> None:
+    """First values sent to the scheduler's address reach the shard, and the model is ready; a wrong token is 409."""
+    name = unique("m")
+    spec = {"name": name, "params": {"w": {"shape": [2], "init": {"kind": "upload"}}}}
+    token = cluster.post("/models", spec, status=201)["upload_token"]
+    path = f"/models/{name}/params/w"
+
+    refused = cluster.http.put(path, json=[1.0, 2.0], headers={"X-Upload-Token": "no"})
+    assert (refused.status_code, refused.json()["code"]) == (409, "upload_in_progress")
+    assert cluster.http.put(path, json=[1.0, 2.0], headers={"X-Upload-Token": token}).status_code == 200
+    eventually(lambda: cluster.get(f"/models/{name}")["state"] == "ready")
+    assert cluster.post("/pull", {"model": name, "wait_s": 5})["params"] == {"w": [1.0, 2.0]}
+    array = cluster.http.get(f"/pull/{name}/w")
+    assert array.content.startswith(b"\x93NUMPY")
+    again = cluster.http.get(f"/pull/{name}/w", headers={"If-None-Match": array.headers["etag"]})
+    assert again.status_code == 304
+
+
+def test_msgpack_both_ways(cluster: Nodes) -> None:
+    """A control route takes and gives msgpack; bytes and other media types are refused."""
+    name = unique("m")
+    kind = {"content-type": "application/msgpack"}
+    spec = {"name": name, "params": {"w": {"shape": [2]}}}
+    made = cluster.http.post("/models", content=msgpack.packb(spec), headers=kind)
+
+    assert made.status_code == 201
+    assert made.headers["content-type"] == "application/msgpack"
+    assert msgpack.unpackb(made.content)["name"] == name
+    bad = cluster.http.post("/models", content=msgpack.packb({"name": b"x"}), headers=kind)
+    assert (bad.status_code, msgpack.unpackb(bad.content)["code"]) == (400, "malformed")
+    assert cluster.http.post("/models", content="x", headers={"content-type": "text/csv"}).status_code == 415
+    assert cluster.http.post("/models", json=spec, headers={"accept": "text/html"}).status_code == 406
+
+
+BODIES: list[tuple[str, str, Any]] = [
+    ("POST", "/models/{m}/workers", {"name": "x", "rank": 5}),
+    ("PUT", "/models/{m}/workers/{m}/w", {"epoch": 1}),
+    ("POST", "/models/{m}/clock", {"worker": "{m}/w", "epoch": 1, "clock": 0}),
+    ("POST", "/models/{m}/tasks", {"dataset": "d", "size": 10, "task_size": 5}),
+    ("POST", "/models/{m}/tasks/lease", {"worker": "{m}/w", "epoch": 1, "dataset": "d"}),
+    ("POST", "/models/{m}/tasks/none/done", {"worker": "{m}/w", "epoch": 1}),
+    ("POST", "/models/{m}/metrics", {"metrics": {"loss": 1.0}}),
+    ("POST", "/models/{m}/restore", {"checkpoint": "none"}),
+    ("POST", "/runs", {"model": "{m}", "entry": "a.b:c"}),
+    ("PATCH", "/runs/none", {"state": "paused"}),
+    ("POST", "/pool", {"allow": ["x"]}),
+    ("PUT", "/pool/none", {"epoch": 1}),
+    ("POST", "/internal/shards", {"name": "-", "addresses": ["http://127.0.0.1:1"]}),
+    ("PUT", "/internal/shards/none", {"epoch": 1}),
+]
+STRANGE: list[Any] = [None, True, -1, 1 << 63, 1e308, "", "\x00", "../x", [], {}, [[]], [None], {"": None}, "é" * 300]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), BODIES, ids=[b[1] for b in BODIES])
+def test_bad_bodies_are_the_callers_fault(cluster: Nodes, method: str, path: str, body: Any) -> None:
+    """Each field of each body replaced by each strange value, and an unknown field: never a 5xx."""
+    name = make(cluster)
+    cluster.post(f"/models/{name}/workers", {"name": "w"}, status=201)
+    path = path.replace("{m}", name)
+    full = {k: v.replace("{m}", name) if isinstance(v, str) else v for k, v in body.items()}
+
+    for field in full:
+        for value in STRANGE:
+            answer = cluster.http.request(method, path, json=full | {field: value})
+            assert answer.status_code < 500, (field, value, answer.text)
+    unknown = cluster.http.request(method, path, json=full | {f"{next(iter(full))}s": 1})
+    assert unknown.status_code == 422
+    assert "did you mean" in unknown.json()["hint"]
+    for raw in (b"", b"[]", b"{", b"[" * 50_000, b"\xff", b'"\\ud800"', b"1e999"):
+        answer = cluster.http.request(method, path, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 413, 422) or (raw == b"" and answer.status_code < 500), (raw, answer.text)
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "x" * 200, "\x00"])
+def test_checkpoint_names_stay_in_their_folder(cluster: Nodes, name: str) -> None:
+    """A name that is no single path component is refused before anything is done."""
+    model = make(cluster)
+
+    assert cluster.post(f"/models/{model}/checkpoints", {"name": name}, status=422)["code"] == "invalid_field"
+    assert cluster.post(f"/models/{model}/restore", {"checkpoint": name}, status=422)["code"] == "invalid_field"
+    assert cluster.post(f"/models/{model}/restore", {"as": name}, status=422)["code"] == "invalid_field"
+
+
+def test_unknown_routes_and_methods(cluster: Nodes) -> None:
+    """404 and 405 are problem documents too."""
+    assert cluster.get("/nothing", status=404)["code"] == "not_found"
+    assert cluster.call("PUT", "/models", {}, status=405)["code"] == "method_not_allowed"
+
+
+def test_status_describes_the_cluster(cluster: Nodes) -> None:
+    """Nodes, models and what happened; the page and its data carry no reference to elsewhere."""
+    name = make(cluster)
+    status = cluster.get("/status")
+
+    assert {n["name"]: n["state"] for n in status["nodes"] if n["role"] != "pool"} == {
+        "scheduler": "active",
+        "shard-0": "active",
+    }
+    model = next(m for m in status["models"] if m["name"] == name)
+    assert (model["served"], model["mode"], model["lr"]) == (model["partitions"], "async", 0.5)
+    assert any(name in e["text"] for e in status["events"])
+    page = cluster.http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "innerHTML" not in page.text
+    assert page.text.count("http://") == page.text.count("http://www.w3.org/2000/svg")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "paramserver_map_epoch" in cluster.http.get("/metrics").text
+    assert cluster.get("/version")["service"] == "scheduler"
+
+
+def test_every_route_has_examples(cluster: Nodes) -> None:
+    """OpenAPI shows an example for each body and each route's answer."""
+    paths = cluster.get("/openapi.json")["paths"]
+    assert len(paths) > 25
+    for path, methods in paths.items():
+        for method, route in methods.items():
+            assert route.get("summary"), path
+            if "requestBody" in route:
+                assert route["requestBody"]["content"]["application/json"]["example"], (method, path)
+            if path not in ("/livez", "/readyz", "/version", "/metrics"):
+                assert any(int(code) < 300 for code in route["responses"]), (method, path)
+
+
+def test_a_lost_client_frees_its_place(cluster: Nodes) -> None:
+    """A long poll whose client has gone ends at once: the worker is not kept alive by it."""
+    name = make(cluster, consistency=SYNC)
+    for worker in ("a", "b"):
+        cluster.post(f"/models/{name}/workers", {"name": worker}, status=201)
+    report = {"worker": f"{name}/a", "epoch": 1, "clock": 1, "wait_s": 60}
+
+    with pytest.raises(httpx.ReadTimeout):
+        cluster.http.post(f"/models/{name}/clock", json=report, timeout=1.0)
+
+    eventually(
+        lambda: all(not w["alive"] for w in cluster.get(f"/models/{name}/workers")["items"]),
+        within_s=15.0,
+        what="the lease's end",
+    )
