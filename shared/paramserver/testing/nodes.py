@@ -234,7 +234,9 @@ class SimShard(Node):
                 self._stream += 1
                 return
             self._stream_at = max(self._stream_at, self.world.now + self.world.delay())
-            self.later(self._stream_at - self.world.now, f"feed {doc['type']}", lambda: alive() and self._take(doc))  # type: ignore[func-returns-value]
+            self.later(
+                self._stream_at - self.world.now, f"feed {doc['type']}", lambda: self._take(doc) if alive() else None
+            )
 
         def deliver(answer: Answer) -> None:
             if not self.scheduler.up:
@@ -329,7 +331,7 @@ class SimShard(Node):
             found = self.scheduler.core.read.worker(model.name, worker, self.world.now)
         except NotFoundError:
             return sio.WorkerAnswered(request, None)
-        return sio.WorkerAnswered(request, int(found["epoch"]), int(found["rank"]), bool(found["live"]))
+        return sio.WorkerAnswered(request, int(found["epoch"]), int(found["rank"]), bool(found["alive"]))
 
     def ask(self, what: str, make: Callable[[int], sio.Event]) -> Call:
         """A request to this shard."""

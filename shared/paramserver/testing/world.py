@@ -34,7 +34,7 @@ class Faults:
 Answer = Callable[[Any], None]
 Delivery = Callable[[Answer], None]
 """What a message does where it arrives; it answers once, at once or later, or never."""
-Script = Generator["Call | float", Any, None]
+Script = Generator["Call | float", Any, Any]
 """A simulated client: yields a call and gets its outcome, or yields seconds to sleep."""
 
 
