@@ -5,14 +5,14 @@ float64, block by block while the block is in the cache.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite, sqrt
+from dataclasses import dataclass, field
+from math import inf, isfinite, sqrt
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from paramserver.client.arrays import bf16_bits_to_f32, f32_to_bf16_bits
-from paramserver.client.selection import Names, Part, Ranges, Selection, matched, select, unknown
+from paramserver.client.selection import Names, Part, Ranges, Selection, select, unknown
 from paramserver.core.layout import Layout
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
@@ -20,7 +20,10 @@ from paramserver.types import ITEMSIZE, AnyArray, DType
 Grads: TypeAlias = Mapping[str, Any] | Any
 """Arrays under parameter names, or one flat vector of the whole model."""
 
-_BLOCK: Final = 1 << 16
+_BLOCK: Final = 1 << 13
+"""Elements converted and measured at a time: they stay in the cache, and BLAS does not start threads for so few."""
+_EXPONENT: Final = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
+"""The bits that are all set in infinities and NaNs of the dtypes of two bytes."""
 _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
@@ -115,9 +118,9 @@ class Scan:
     """What the pass over a gradient has found so far."""
 
     squares: float = 0.0
-    """Sum of the squares of the elements as they travel, in float64."""
-    bad: dict[str, int] | None = None
-    """Parameters with NaN or infinity, and how many blocks of them."""
+    """Sum of the squares of the elements, in float64, before they are narrowed to two bytes."""
+    bad: list[str] = field(default_factory=list)
+    """Parameters with NaN or infinity."""
 
     @property
     def norm(self) -> float:
@@ -142,44 +145,42 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
             scan.squares += squares
             if not isfinite(squares) and not _finite(out[at : at + piece.length], gradient.dtype):
                 name = gradient.selection.params[piece.param].name
-                scan.bad = {**(scan.bad or {}), name: 1}
+                if name not in scan.bad:
+                    scan.bad.append(name)
             at += piece.length
     assert at == out.size
 
 
 def _copy(source: AnyArray, source_bf16: bool, out: AnyArray, dtype: str) -> float:
-    """Convert `source` into `out`; the sum of squares of what was written."""
+    """Convert `source` into `out`; the sum of squares of the source, infinite where `out` would not be finite."""
     total = 0.0
     wide = np.empty(min(_BLOCK, out.size), np.float64)
     narrow = np.empty(min(_BLOCK, out.size), np.float32)
+    exponent = _EXPONENT.get(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, out.size, _BLOCK):
             src, dst = source[start : start + _BLOCK], out[start : start + _BLOCK]
             f32, f64 = narrow[: dst.size], wide[: dst.size]
+            if source_bf16:
+                bf16_bits_to_f32(src, f32)
+            elif exponent is not None:
+                f32[...] = src
             if source_bf16 and dtype == "bfloat16":
                 dst[...] = src
-                bf16_bits_to_f32(dst, f32)
-                f64[...] = f32
             elif dtype == "bfloat16":
-                f32[...] = src
                 f32_to_bf16_bits(f32, dst)
-                bf16_bits_to_f32(dst, f32)
-                f64[...] = f32
-            elif source_bf16:
-                bf16_bits_to_f32(src, f32)
-                dst[...] = f32
-                f64[...] = dst
             else:
-                dst[...] = src
-                f64[...] = dst
+                dst[...] = f32 if source_bf16 else src
+            f64[...] = dst if exponent is None else f32
             total += float(f64.dot(f64))
+            # Two bytes hold less: what is finite in float32 may be infinite there.
+            if exponent is not None and bool(((dst.view(np.uint16) & exponent) == exponent).any()):
+                total = inf
     return total
 
 
 def _finite(out: AnyArray, dtype: str) -> bool:
-    if dtype == "bfloat16":
-        return bool(((out & np.uint16(0x7F80)) != np.uint16(0x7F80)).all())
+    exponent = _EXPONENT.get(dtype)
+    if exponent is not None:
+        return not bool(((out.view(np.uint16) & exponent) == exponent).any())
     return bool(np.isfinite(out).all())
-
-
-__all__ = ["Gradient", "Grads", "Scan", "matched", "prepare", "write"]
