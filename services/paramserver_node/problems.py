@@ -22,17 +22,11 @@ _BY_STATUS: Final = {
 
 
 def response(request: Request, error: PsError) -> Response:
-    """The response of an error: problem details as JSON or msgpack, with `Retry-After` where waiting helps."""
+    """The response of an error: problem details, JSON whatever Accept says; with `Retry-After` where waiting helps."""
     doc = error.document(_id(request))
     headers: dict[str, str] = {}
     if error.retry_after_s is not None and error.status in (429, 503):
         headers["retry-after"] = str(max(1, ceil(error.retry_after_s)))
-    try:
-        as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
-    except PsError:
-        as_msgpack = False
-    if as_msgpack:
-        return Response(negotiate.pack(doc), error.status, headers, media_type=negotiate.MSGPACK)
     return Response(negotiate.json_text(doc), error.status, headers, media_type="application/problem+json")
 
 

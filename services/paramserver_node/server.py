@@ -42,7 +42,7 @@ async def serve_granian(app: ASGIApp, host: str, port: int, stop: asyncio.Event,
         websockets=False,
         log_enabled=False,
         backlog=1024,
-        http1_settings=HTTP1Settings(header_read_timeout=10_000),
+        http1_settings=HTTP1Settings(header_read_timeout=30_000),
         http2_settings=HTTP2Settings(
             max_frame_size=FRAME_BYTES,
             initial_stream_window_size=WINDOW_BYTES,

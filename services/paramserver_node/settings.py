@@ -1,11 +1,17 @@
-"""Settings of every service: a flag wins over the environment (`PARAMSERVER_…`), that over `paramserver.toml`."""
+"""Settings of every service: a flag wins over the environment (`PARAMSERVER_…`), that over `paramserver.toml`.
 
+The file's top level holds for every service, a table for one: `[scheduler]`, `[shard]`, `[worker]`, `[client]`,
+`[cluster]`.
+"""
+
+import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Self, get_type_hints
+from typing import Any, ClassVar, Final, Self, get_type_hints
 
 from paramserver.errors import problem
 
@@ -17,21 +23,19 @@ FILE: Final = "paramserver.toml"
 class Settings:
     """What every service takes."""
 
+    section: ClassVar[str] = ""
+    """The table of `paramserver.toml` that is this service's own."""
+
     log_level: str = "INFO"
 
     @classmethod
     def sources(cls, flags: Mapping[str, Any], env: Mapping[str, str], file: Path) -> dict[str, tuple[Any, str]]:
         """The effective value of each setting, as (value, where it comes from).
 
-        Raises RequestError (`invalid_field`) naming a value that has the wrong type, and `malformed` for a file that is
-        not TOML.
+        Raises RequestError: `invalid_field` for a value of the wrong type or a key that no service knows, `malformed`
+        for a file that is not TOML.
         """
-        table: Mapping[str, Any] = {}
-        if file.is_file():
-            try:
-                table = tomllib.loads(file.read_text())
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-                raise problem("malformed", f"{file}: {e}", hint="see `psctl config --help`") from None
+        common, own = _tables(file, cls.section)
         types = get_type_hints(cls)
         out: dict[str, tuple[Any, str]] = {}
         for f in fields(cls):
@@ -40,8 +44,10 @@ class Settings:
                 value, origin = flags[f.name], f"--{f.name.replace('_', '-')}"
             elif env.get(variable):
                 value, origin = env[variable], variable
-            elif f.name in table:
-                value, origin = table[f.name], str(file)
+            elif f.name in own:
+                value, origin = own[f.name], f"{file} [{cls.section}]"
+            elif f.name in common:
+                value, origin = common[f.name], str(file)
             else:
                 value, origin = f.default, "default"
             out[f.name] = (_converted(value, types[f.name], f.name, origin), origin)
@@ -58,6 +64,8 @@ class Settings:
 class SchedulerSettings(Settings):
     """Settings of a scheduler."""
 
+    section = "scheduler"
+
     host: str = "127.0.0.1"
     port: int = 8700
     redis: str = "redis://127.0.0.1:6379/0"
@@ -70,6 +78,8 @@ class SchedulerSettings(Settings):
 @dataclass(frozen=True, slots=True)
 class ShardSettings(Settings):
     """Settings of a shard."""
+
+    section = "shard"
 
     name: str = ""
     """Stable identity; default: host name and port."""
@@ -86,13 +96,80 @@ class ShardSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSettings(Settings):
+    """Settings of `paramserver-worker`."""
+
+    section = "worker"
+
+    url: str = "http://127.0.0.1:8700"
+    name: str = ""
+    """Name in the pool; default: host name and process id."""
+    allow: str = "paramserver.examples"
+    """Prefixes of the modules it may run, separated by commas."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClientSettings(Settings):
-    """Settings of psctl, workers and the SDK."""
+    """Settings of psctl's calls to a cluster, and of the SDK."""
+
+    section = "client"
 
     url: str = "http://127.0.0.1:8700"
     """Where the cluster is; several separated by commas, for fail-over."""
     timeout_s: float = 30.0
     state_dir: str = ".paramserver"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings(Settings):
+    """Settings of `psctl up`."""
+
+    section = "cluster"
+
+    shards: int = 2
+    workers: int = 0
+    redis: str = ""
+    """URL of a Redis; default: one of its own."""
+    state_dir: str = ".paramserver"
+
+
+SERVICES: Final[tuple[type[Settings], ...]] = (
+    SchedulerSettings,
+    ShardSettings,
+    WorkerSettings,
+    ClientSettings,
+    ClusterSettings,
+)
+
+
+def shown(value: Any) -> str:
+    """A setting's value as it may be printed: a password in a URL is left out."""
+    return re.sub(r"(\w+://[^/@\s]*:)[^/@\s]+@", r"\1***@", str(value))
+
+
+def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """(top level, the section's table) of the file; both empty if there is none."""
+    if not file.is_file():
+        return {}, {}
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise problem("malformed", f"{file}: {e}", hint="psctl config shows what is in effect") from None
+    known = {s.section: {f.name for f in fields(s)} for s in SERVICES}
+    tables = {name: found.pop(name) for name in known if name in found}
+    _check_names(set(found), set().union(*known.values(), known), str(file))
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise problem("invalid_field", f"{file}: {name} must be a table, [{name}]")
+        _check_names(set(table), known[name], f"{file} [{name}]")
+    return found, tables.get(section, {})
+
+
+def _check_names(names: set[str], known: set[str], where: str) -> None:
+    for name in sorted(names - known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(known))}"
+        raise problem("invalid_field", f"{where}: no setting is called '{name:.60}'", hint=hint)
 
 
 def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
@@ -101,10 +178,10 @@ def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
     try:
         if kind is str and isinstance(value, list):
             return ",".join(map(str, value))
-        if kind in (int, float) and isinstance(value, str | int | float):
+        if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
             return kind(value)
-        if kind is str and isinstance(value, Path | int | float):
+        if kind is str and isinstance(value, Path | int | float) and not isinstance(value, bool):
             return str(value)
     except ValueError:
         pass
-    raise problem("invalid_field", f"{name} (from {origin}) must be of type {kind.__name__}, not {value!r:.60}")
+    raise problem("invalid_field", f"{name} (from {origin}) must be of type {kind.__name__}, not {shown(value)!r:.60}")

@@ -1,0 +1,308 @@
+"""What every service shares, around a small app: problems, media types, ids, drains, paths, role marks."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+from fastapi import APIRouter, FastAPI, Request, Response
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import ASGIApp, Message, Scope
+
+from paramserver.errors import CODES, problem
+from paramserver_node import health, negotiate, problems, roles
+from paramserver_node.middleware import NodeMiddleware
+
+SIZE_MAX = 1000
+MSGPACK = {"content-type": "application/msgpack"}
+
+
+def make_app() -> FastAPI:
+    app = FastAPI(redirect_slashes=False)
+    problems.install(app)
+    app.include_router(health.router("test", lambda: "still loading"))
+
+    @app.post("/echo")
+    @roles.role("worker")
+    async def echo(request: Request) -> Response:
+        negotiate.check_accept(request)
+        return negotiate.respond(request, await negotiate.read(request, SIZE_MAX))
+
+    @app.post("/refuse")
+    @roles.role("worker")
+    async def refuse(request: Request) -> Response:
+        raise problem("queue_full", "no room \ud800", hint="wait", retry_after_s=0.2, where=float("nan"))
+
+    @app.get("/items/{name:path}")
+    @roles.role("reader")
+    async def item(name: str, limit: int = 10) -> dict[str, Any]:
+        return {"name": name, "limit": limit}
+
+    @app.get("/bug")
+    @roles.role("reader")
+    async def bug() -> None:
+        raise ZeroDivisionError
+
+    @app.get("/odd")
+    @roles.role("reader")
+    async def odd(request: Request) -> Response:
+        return negotiate.respond(request, {"loss": float("nan"), "n": 1 << 70, "text": "\ud800"})
+
+    return app
+
+
+def served(outside: bool) -> ASGIApp:
+    """The app with the middleware around it, as the scheduler has it, or inside, as the shard has it."""
+    app = make_app()
+    if outside:
+        return NodeMiddleware(app)
+    app.add_middleware(NodeMiddleware)
+    return app
+
+
+async def ask(method: str, path: str, *, outside: bool = True, **request: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(served(outside))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        return await client.request(method, path, **request)
+
+
+def code_of(answer: httpx.Response) -> str:
+    assert answer.headers["content-type"] == "application/problem+json"
+    document = answer.json()
+    assert document["status"] == answer.status_code
+    assert document["retryable"] == CODES[document["code"]].retryable
+    assert document["request_id"] == answer.headers["x-request-id"]
+    return str(document["code"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("PUT", "/echo", 405, "method_not_allowed"),
+        ("GET", "/items/a?limit=x", 400, "malformed"),
+        ("GET", "/items/a%FF", 400, "malformed"),
+        ("GET", "/bug", 500, "internal"),
+    ],
+)
+async def test_every_failure_is_a_problem_document(
+    method: str, path: str, status: int, code: str, outside: bool
+) -> None:
+    """Unknown routes, methods, query values, paths, and our own bugs answer problem details with a request id."""
+    answer = await ask(method, path, outside=outside)
+
+    assert (answer.status_code, code_of(answer)) == (status, code)
+    assert (code == "method_not_allowed") == ("allow" in answer.headers)
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_says_when_to_come_back() -> None:
+    """`Retry-After` is whole seconds, at least one; odd characters and numbers do not break an error's document."""
+    answer = await ask("POST", "/refuse", content=b"{}")
+
+    assert code_of(answer) == "queue_full"
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["retry_after_s"] == 0.2
+    assert answer.json()["where"] is None
+
+
+@pytest.mark.asyncio
+async def test_request_ids_are_echoed_or_made() -> None:
+    """A plain id comes back as it was sent; anything else gets a new one."""
+    kept = await ask("GET", "/livez", headers={"x-request-id": "run-7/w0:12"})
+    made = [await ask("GET", "/livez", headers={"x-request-id": bad}) for bad in ("", "a b", "x" * 200)]
+
+    assert kept.headers["x-request-id"] == "run-7/w0:12"
+    assert len({a.headers["x-request-id"] for a in made}) == 3
+    assert all(len(a.headers["x-request-id"]) == 32 for a in made)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (b"", {}, 400, "malformed"),
+        (b"{", {}, 400, "malformed"),
+        (b"[NaN]", {}, 422, "non_finite"),
+        (b"[1e999]", {}, 422, "non_finite"),
+        (b"[" * 500, {}, 413, "too_large"),
+        (b'{"a":1,"a":2}', {}, 400, "malformed"),
+        (b'"\\ud800"', {}, 400, "malformed"),
+        (b"\xff", {}, 400, "malformed"),
+        (b" " * (SIZE_MAX + 1), {}, 413, "too_large"),
+        (b"\xc1", MSGPACK, 400, "malformed"),
+        (b"\xdd\xff\xff\xff\xff", MSGPACK, 413, "too_large"),
+        (b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        (b"{}", {"content-length": "7"}, 400, "malformed"),
+        (b"{}", {"accept": "text/html"}, 406, "not_acceptable"),
+        (b"{}", {"accept": "*/*;q=0"}, 406, "not_acceptable"),
+    ],
+)
+async def test_bad_bodies_are_refused(body: bytes, headers: dict[str, str], status: int, code: str) -> None:
+    """A body that cannot be read, or an answer that could not be, is a 4xx with its code."""
+    answer = await ask("POST", "/echo", content=body, headers=headers)
+
+    assert (answer.status_code, code_of(answer)) == (status, code)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content_type", "accept", "answered"),
+    [
+        (None, None, negotiate.JSON),
+        ("application/json; charset=utf-8", "*/*", negotiate.JSON),
+        ("application/merge-patch+json", "application/*;q=0.2", negotiate.JSON),
+        ("application/json", "application/msgpack", negotiate.MSGPACK),
+        ("application/json", "application/json;q=0.1, application/msgpack;q=0.9", negotiate.MSGPACK),
+        ("application/json", "application/json;q=0, */*", negotiate.MSGPACK),
+        ("application/json", "text/html, application/json;q=nan, application/msgpack;q=0.1", negotiate.MSGPACK),
+        ("application/x-msgpack", "*/*", negotiate.MSGPACK),
+        ("application/msgpack", "application/json", negotiate.JSON),
+        ("application/msgpack", None, negotiate.MSGPACK),
+    ],
+)
+async def test_media_types_are_negotiated(content_type: str | None, accept: str | None, answered: str) -> None:
+    """Content-Type says how a body is read, Accept how it is answered, a msgpack body msgpack where Accept is open."""
+    headers = {k: v for k, v in (("content-type", content_type), ("accept", accept or "")) if v is not None}
+    value = {"w": [0.1, None, "é", 1 << 63]}
+    packed = content_type is not None and "msgpack" in content_type
+    body = msgpack.packb(value) if packed else json.dumps(value).encode()
+
+    answer = await ask("POST", "/echo", content=body, headers=headers)
+
+    assert answer.headers["content-type"] == answered
+    assert (msgpack.unpackb(answer.content) if answered == negotiate.MSGPACK else answer.json()) == value
+
+
+@pytest.mark.asyncio
+async def test_what_a_media_type_cannot_say_does_not_break_an_answer() -> None:
+    """NaN, integers beyond 64 bits and half surrogate pairs in a document are answered as the nearest thing."""
+    as_json = (await ask("GET", "/odd")).json()
+    as_msgpack = msgpack.unpackb((await ask("GET", "/odd", headers={"accept": "application/msgpack"})).content)
+
+    assert as_json == {"loss": None, "n": 1 << 70, "text": "?"}
+    assert as_msgpack == {"loss": None, "n": float(1 << 70), "text": "?"}
+
+
+@pytest.mark.asyncio
+async def test_readiness_says_what_is_missing() -> None:
+    """A node that is not ready answers 503 with the reason, while it is alive."""
+    assert (await ask("GET", "/livez")).status_code == 200
+    waiting = await ask("GET", "/readyz")
+
+    assert (waiting.status_code, waiting.json()["reason"]) == (503, "still loading")
+
+
+@pytest.mark.asyncio
+async def test_metrics_are_labelled_by_route_not_by_path() -> None:
+    """Paths that clients make up do not become labels."""
+    app = served(True)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
+        for path in ("/items/first-name", "/items/second-name", "/made/up"):
+            await client.get(path)
+        text = (await client.get("/metrics")).text
+
+    counted = [line for line in text.splitlines() if line.startswith("paramserver_http_requests_total")]
+    assert any('route="/items/{name:path}"' in line for line in counted)
+    assert not any("first-name" in line or "made" in line for line in counted)
+
+
+async def exchange(app: ASGIApp, scope: Scope, pieces: list[Message]) -> tuple[list[Message], int]:
+    """What the app sends for a request that comes in pieces, and how many pieces had been read when it began."""
+    sent: list[Message] = []
+    left = list(pieces)
+    unread_at_start = -1
+
+    async def receive() -> Message:
+        return left.pop(0) if left else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        nonlocal unread_at_start
+        if message["type"] == "http.response.start":
+            unread_at_start = len(left)
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent, unread_at_start
+
+
+def scope_of(method: str, raw_path: bytes, headers: list[tuple[bytes, bytes]]) -> Scope:
+    return {
+        "type": "http", "method": method, "path": raw_path.decode("latin-1"), "raw_path": raw_path,
+        "query_string": b"", "headers": headers, "scheme": "http", "http_version": "1.1", "root_path": "",
+    }  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", [b"/refuse", b"/nothing", b"/echo", b"/a%zz"])
+async def test_a_body_nobody_wants_is_read_before_the_answer_begins(path: bytes) -> None:
+    """Whatever the route does, the request's last byte is read first: the shard's server needs it so."""
+    pieces: list[Message] = [
+        {"type": "http.request", "body": b"x" * 600, "more_body": i < 4} for i in range(5)
+    ]  # together above the bound of the route
+
+    sent, unread = await exchange(served(True), scope_of("POST", path, [(b"content-length", b"3000")]), pieces)
+
+    assert sent[0]["status"] >= 400
+    assert unread == 0
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_is_cut_off_is_refused() -> None:
+    """A client that hangs up in the middle of its body has sent nothing."""
+    pieces: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": True}]
+
+    sent, _ = await exchange(served(True), scope_of("POST", b"/echo", []), pieces)
+
+    assert sent[0]["status"] == 400
+
+
+header_names = st.sampled_from([b"accept", b"content-type", b"content-length", b"x-request-id"])
+
+
+@given(
+    st.binary(min_size=1, max_size=40),
+    st.lists(st.tuples(header_names, st.binary(max_size=20)), max_size=4),
+    st.binary(max_size=60),
+)
+def test_no_bytes_make_a_server_error(path: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    """Any path, headers and body answer something below 500."""
+    piece: Message = {"type": "http.request", "body": body, "more_body": False}
+    app = served(True)
+
+    for raw in (b"/echo", b"/items/" + path):
+        method = "POST" if raw == b"/echo" else "GET"
+        sent, _ = asyncio.run(exchange(app, scope_of(method, raw, headers), [piece]))
+        assert sent[0]["status"] < 500, sent
+        assert sent[-1].get("more_body", False) is False
+
+
+def test_routes_without_a_mark_are_found() -> None:
+    """A route that nobody classified is listed, also when it comes with an included router."""
+    app = make_app()
+    assert roles.unmarked(app) == []
+    assert {"/echo", "/livez", "/metrics"} <= {getattr(r, "path", "") for r in roles.routes(app)}
+
+    inner = APIRouter()
+    inner.add_api_route("/forgotten", lambda: None)
+    app.include_router(inner)
+
+    assert roles.unmarked(app) == ["/forgotten"]
+
+
+@pytest.mark.asyncio
+async def test_chunked_bodies_are_read_whole() -> None:
+    """A body without a length is read to its end."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b'{"a"', b": [1,", b" 2]}"):
+            yield piece
+
+    assert (await ask("POST", "/echo", content=pieces())).json() == {"a": [1, 2]}

@@ -1,0 +1,77 @@
+"""Settings: flag over environment over file, each with its origin; mistakes are named."""
+
+from pathlib import Path
+
+import pytest
+
+from paramserver.errors import RequestError
+from paramserver_node.settings import ShardSettings, shown
+
+FILE_TEXT = """
+redis = "redis://file"
+log_level = "DEBUG"
+[shard]
+port = 9001
+advertise = ["http://a:1", "http://b:2"]
+[scheduler]
+port = 9000
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "paramserver.toml"
+    path.write_text(FILE_TEXT)
+    return path
+
+
+def test_each_value_comes_from_the_first_source_that_has_it(file: Path) -> None:
+    """Flag, environment, the service's table, the top level, default: the first that has a value gives it."""
+    env = {"PARAMSERVER_REDIS": "redis://env", "PARAMSERVER_NAME": "from-env", "PARAMSERVER_HOST": ""}
+
+    found = ShardSettings.sources({"name": "s0", "host": None}, env, file)
+
+    assert found["name"] == ("s0", "--name")
+    assert found["redis"] == ("redis://env", "PARAMSERVER_REDIS")
+    assert found["port"] == (9001, f"{file} [shard]")
+    assert found["advertise"] == ("http://a:1,http://b:2", f"{file} [shard]")
+    assert found["log_level"] == ("DEBUG", str(file))
+    assert found["host"] == ("127.0.0.1", "default")
+
+
+def test_text_becomes_the_type_of_the_setting(tmp_path: Path) -> None:
+    """The environment's text is turned into numbers."""
+    env = {"PARAMSERVER_PORT": "9100", "PARAMSERVER_SNAPSHOT_MIB_PER_S": "1.5"}
+
+    found = ShardSettings.sources({}, env, tmp_path / "none.toml")
+
+    assert (found["port"][0], found["snapshot_mib_per_s"][0]) == (9100, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("port = 'many'", "port"),
+        ("port = 1.5", "port"),
+        ("port = true", "port"),
+        ("prot = 1", "did you mean 'port'"),
+        ("[shard]\nhots = 'x'", "did you mean 'host'"),
+        ("[sahrd]\nport = 1", "did you mean 'shard'"),
+        ("shard = 3", "must be a table"),
+        ("port = ", "paramserver.toml"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    """A value of the wrong type, an unknown key and a file that is not TOML are refused with what to mend."""
+    path = tmp_path / "paramserver.toml"
+    path.write_text(text)
+
+    with pytest.raises(RequestError, match=says):
+        ShardSettings.sources({}, {}, path)
+
+
+def test_passwords_are_not_shown() -> None:
+    """A password in a URL is left out where settings are printed."""
+    assert shown("redis://user:secret@host:6379/0") == "redis://user:***@host:6379/0"
+    assert shown("redis://:secret@host") == "redis://:***@host"
+    assert shown("http://a:1,http://b:2") == "http://a:1,http://b:2"
