@@ -74,9 +74,7 @@ def test_range_sets_hold_what_was_put_in(numbers: list[int]) -> None:
     st.integers(1, 4),
     st.integers(0, 1 << 32),
 )
-def test_every_range_of_every_pass_is_done(
-    tasks: int, passes: int, assignment: str, workers: int, random: object
-) -> None:
+def test_every_range_of_every_pass_is_done(tasks: int, passes: int, assignment: str, workers: int, seed: int) -> None:
     """Workers die with ranges in hand and the scheduler restarts, yet in the end all is done, at least once."""
     data = Dataset(DatasetSpec.check("d", tasks, 1, None, None, assignment, passes))
     random = Random(seed)

@@ -405,3 +405,19 @@ def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
         else:
             assert code(d, done) == "corrupt_state"
             assert not d.core.read.models()
+
+
+def test_what_cannot_be_given_back_is_not_taken() -> None:
+    """State and arguments are kept as they are, so they must be finite, 64 bits, Unicode and bounded."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    deep: Any = []
+    for _ in range(40):
+        deep = [deep]
+    for bad in (float("nan"), 1 << 64, "\ud800", {"x": [b""]}, {1: 2}, deep, [0] * 30_000):
+        with pytest.raises(RequestError):
+            d.ask(lambda n, v=bad: io.WorkerHeartbeat(n, "m", a["worker"], 1, state=v))  # type: ignore[misc]
+    d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, metrics={"loss": float("nan"), "x": 1}, state={"i": 3}))
+    assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"x": 1.0}
+    assert d.join("a")["state"] == {"i": 3}

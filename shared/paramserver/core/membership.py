@@ -6,6 +6,7 @@ older incarnation is dead from that moment.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, TypeVar
 
 from paramserver import limits
@@ -94,10 +95,11 @@ class Worker(Holder):
     state: Any = None
     """What it wants kept with checkpoints."""
 
-    @property
-    def counts(self) -> bool:
-        """Whether barriers wait for it."""
-        return self.alive and not self.resting
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the newest value of each metric; a value that is not finite cannot be told in JSON."""
+        self.metrics.update({k: v for k, v in metrics.items() if isfinite(v)})
+        while len(self.metrics) > limits.METRIC_NAMES_MAX:
+            del self.metrics[next(iter(self.metrics))]
 
 
 class Roster:

@@ -268,7 +268,8 @@ class RunDesk:
             return
         place.restarts += 1
         if place.restarts > RESTARTS_MAX:
-            reason = f"worker {index} raised {place.restarts} times; the last time:\n{error[-16_384:]}"
+            text = error[-16_384:].encode(errors="replace").decode()
+            reason = f"worker {index} raised {place.restarts} times; the last time:\n{text}"
             self.end(run, "failed", reason, now)
 
     def fill(self, now: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.fields import finite
+from paramserver.core.documents import check_document
 from paramserver.errors import PsError, combined, problem
 
 RESTARTS_MAX: Final = 3
@@ -62,16 +62,16 @@ class StopRule:
             isinstance(clocks, int) and not isinstance(clocks, bool) and 0 < clocks < 1 << 53
         ):
             fail("stop.clocks", "must be a positive integer")
-        if minutes is not None and not (finite(minutes) and minutes > 0):
+        if minutes is not None and not (_is_number(minutes) and 0 < minutes < 1e9):
             fail("stop.minutes", "must be a positive number")
         name = low = high = None
         if metric is not None:
-            if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
+            if not isinstance(metric, Mapping) or not _is_name(metric.get("name")):
                 fail("stop.metric", 'must be {"name": ..., "at_least" or "at_most": number}')
             else:
                 name, low, high = metric["name"], metric.get("at_least"), metric.get("at_most")
                 given = [v for v in (low, high) if v is not None]
-                if len(given) != 1 or not finite(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
+                if len(given) != 1 or not _is_number(given[0]) or set(metric) - {"name", "at_least", "at_most"}:
                     fail("stop.metric", "needs either at_least or at_most, a number")
         if errors:
             raise combined(errors)
@@ -236,6 +236,14 @@ class Run:
         }
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
 def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoint_every: Any) -> None:
     """Raises RequestError naming each wrong field of a new run."""
     errors: list[PsError] = []
@@ -252,6 +260,8 @@ def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoi
         fail("workers", f"must be an integer from 1 to {limits.WORKERS_PER_MODEL_MAX}")
     if not isinstance(args, Mapping) or not all(isinstance(k, str) for k in args):
         fail("args", "must be an object")
+    else:
+        check_document(args, "args")
     for where, value in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if not count(value, 0):
             fail(where, "must be a number of clocks, 0 for none")

@@ -87,8 +87,8 @@ class DatasetSpec:
 
         if not isinstance(name, str) or not MODEL_NAME.fullmatch(name) or name == EVALUATE:
             fail("dataset", f"{name!r:.80} is not allowed", "letters, digits, '.', '_' and '-'; not 'evaluate'")
-        if uri is not None and (not isinstance(uri, str) or len(uri) > 4096):
-            fail("uri", "must be a string of at most 4096 characters")
+        if uri is not None and (not isinstance(uri, str) or len(uri) > 4096 or not uri.isprintable()):
+            fail("uri", "must be at most 4096 printable characters")
         if assignment not in ("dynamic", "static"):
             fail("assignment", f"'{assignment!s:.40}' is not one of dynamic, static")
         if passes is not None and not _is_int(passes, 1):

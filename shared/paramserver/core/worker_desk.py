@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
+from paramserver.core.documents import check_document
 from paramserver.core.membership import Worker, expired
 from paramserver.core.models import FORMAT, Model, Waiter
 from paramserver.core.run_desk import RunDesk
@@ -171,6 +172,7 @@ class WorkerDesk:
     def heartbeat(self, e: WorkerHeartbeat, now: float) -> None:
         model = self.c.model(e.model)
         metrics = check_metrics(e.metrics)
+        check_document(e.state, "state")
         worker = self._heard(model, e.worker, e.epoch, now)
         if e.state is not None:
             worker.state = e.state
@@ -179,7 +181,7 @@ class WorkerDesk:
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock)
         self._note(model, worker.name, worker.done, metrics, now)
-        worker.metrics.update(metrics)
+        worker.note(metrics)
         body = {
             "state": self.state(worker),
             "min_clock": model.gate.min_clock(model.roster),
@@ -225,7 +227,7 @@ class WorkerDesk:
         name = e.worker if e.worker in model.roster.workers else ""
         worker = model.roster.workers.get(name)
         if worker is not None and worker.alive:
-            worker.metrics.update(metrics)
+            worker.note(metrics)
         accepted = self._note(model, name or "", e.clock, metrics, now)
         self.c.answer(e.request, {"accepted": accepted})
 

@@ -1,0 +1,52 @@
+"""JSON values that a client hands over to be kept and given back as they are: bounded, finite, encodable."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.errors import problem
+
+VALUES_MAX: Final = 20_000
+TEXT_MAX: Final = 1 << 20
+_INT_MAX: Final = 1 << 63
+
+
+def check_document(value: Any, where: str) -> Any:
+    """The value, if JSON and msgpack can both carry it and it is of a reasonable size.
+
+    Raises RequestError (`invalid_field`) for numbers that are not finite or beyond 64 bits, for text that is not
+    Unicode, and for more than 20,000 values, 1 MiB of text or 32 levels.
+    """
+
+    def fail(what: str) -> Exception:
+        return problem("invalid_field", f"{where}: {what}", where=where)
+
+    values, text = 0, 0
+    todo: list[tuple[Any, int]] = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        values += 1
+        if values > VALUES_MAX or text > TEXT_MAX:
+            raise fail(f"is too large: at most {VALUES_MAX} values and {TEXT_MAX} characters")
+        if depth > limits.JSON_DEPTH_MAX:
+            raise fail(f"is nested deeper than {limits.JSON_DEPTH_MAX} levels")
+        if isinstance(item, str):
+            text += len(item)
+            if any("\ud800" <= c <= "\udfff" for c in item):
+                raise fail("holds text that is not Unicode")
+        elif isinstance(item, float):
+            if not isfinite(item):
+                raise fail("holds a number that is not finite")
+        elif isinstance(item, int):
+            if not -_INT_MAX <= item < _INT_MAX:
+                raise fail("holds an integer beyond 64 bits")
+        elif isinstance(item, Mapping):
+            if not all(isinstance(k, str) for k in item):
+                raise fail("holds a key that is no string")
+            todo += [(v, depth + 1) for kv in item.items() for v in kv]
+        elif isinstance(item, list | tuple):
+            todo += [(v, depth + 1) for v in item]
+        elif item is not None:
+            raise fail(f"holds a value of type {type(item).__name__}")
+    return value
