@@ -49,6 +49,8 @@ class Answer:
 class _Waiter:
     future: asyncio.Future[Answer]
     on_reply: Callable[[Answer], None] | None
+    since: float | None
+    """When an event that decides something was taken in; None for one that Redis' absence does not concern."""
 
 
 @dataclass(slots=True)
@@ -114,7 +116,8 @@ class Runtime:
         if len(self._waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are waiting already")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiters[number] = _Waiter(future, on_reply)
+        since = None if isinstance(event, _PASSING) else monotonic()
+        self._waiters[number] = _Waiter(future, on_reply, since)
         try:
             self.send(event)
             if not future.done() and gone is not None:
@@ -261,6 +264,9 @@ class Runtime:
             self.redis_away = True
             self._redis_back.clear()
         before = monotonic() - STORE_WAIT_S
+        late = [n for n, w in self._waiters.items() if w.since is not None and w.since < before]
+        for number in late:
+            self._answer(number, _storage_away(), 503)
         for batch in self._queue:
             if batch.since < before:
                 for effect in batch.effects:

@@ -1,7 +1,8 @@
 """The scheduler's durable state in Redis: small JSON documents in one hash, written under the leader's term.
 
-Keys: `ps:term` (counts the schedulers that started on this Redis), `ps:state` (field -> JSON document), and for each
-partition `{NAME.GENERATION/INDEX}:token` (its owner token as 20 digits, which the owner's writes are compared with).
+Keys: `ps:term` (counts the schedulers that started on this Redis), `ps:state` (field -> JSON document), `ps:written`
+(number of the last write, so that one that timed out cannot be done late, over a newer one), and for each partition
+`{NAME.GENERATION/INDEX}:token` (its owner token as 20 digits, which the owner's writes are compared with).
 One write is one Lua script: all of it or none of it, and nothing once a newer scheduler has started.
 """
 
@@ -18,16 +19,21 @@ from paramserver.types import PartitionKey, Token
 
 TERM_KEY: Final = "ps:term"
 STATE_KEY: Final = "ps:state"
+WRITTEN_KEY: Final = "ps:written"
 FORMAT: Final = 1
 
-# KEYS: term, state, then the token keys.  ARGV: term, number of fields to set, (field, document)..., number of fields
-# to delete, field..., then one token for each token key ('' deletes it).  1: done, 0: a newer scheduler has started,
-# -1: Redis has lost the state (it was emptied), so a partial write would leave half of it.
+# KEYS: term, state, written, then the token keys.  ARGV: term, number of this write, number of fields to set,
+# (field, document)..., number of fields to delete, field..., then one token for each token key ('' deletes it).
+# 1: done, 0: a newer scheduler has started, -1: Redis has lost the state (it was emptied), so a partial write would
+# leave half of it.
 _WRITE: Final = """
 local stored = redis.call('GET', KEYS[1])
 if not stored or tonumber(stored) < tonumber(ARGV[1]) then return -1 end
 if tonumber(stored) > tonumber(ARGV[1]) then return 0 end
-local at = 2
+local last = redis.call('GET', KEYS[3])
+if last and last >= ARGV[2] then return 1 end
+redis.call('SET', KEYS[3], ARGV[2])
+local at = 3
 for i = 1, tonumber(ARGV[at]) do
   redis.call('HSET', KEYS[2], ARGV[at + 1], ARGV[at + 2])
   at = at + 2
@@ -37,7 +43,7 @@ for i = 1, tonumber(ARGV[at]) do
   redis.call('HDEL', KEYS[2], ARGV[at + 1])
   at = at + 1
 end
-for i = 3, #KEYS do
+for i = 4, #KEYS do
   at = at + 1
   if ARGV[at] == '' then redis.call('DEL', KEYS[i]) else redis.call('SET', KEYS[i], ARGV[at]) end
 end
@@ -60,6 +66,7 @@ class StateStore:
         """All of `ps:state` as it stands, so that an emptied Redis gets everything back."""
         self._tokens: dict[str, str] = {}
         self.term = 0
+        self._writes = 0
 
     async def open(self) -> dict[str, Any]:
         """Take a new term and return the documents that the last scheduler left, by field.
@@ -128,11 +135,12 @@ class StateStore:
     async def _run(self, fields: Mapping[str, str | None], tokens: Mapping[str, str]) -> int:
         sets = [(f, text) for f, text in fields.items() if text is not None]
         gone = [f for f, text in fields.items() if text is None]
-        args: list[Any] = [self.term, len(sets)]
+        self._writes += 1
+        args: list[Any] = [self.term, f"{self.term:010d}{self._writes:012d}", len(sets)]
         for field, text in sets:
             args += (field, text)
         args += (len(gone), *gone, *tokens.values())
-        return int(await self._script(keys=[TERM_KEY, STATE_KEY, *tokens], args=args))
+        return int(await self._script(keys=[TERM_KEY, STATE_KEY, WRITTEN_KEY, *tokens], args=args))
 
     def _keep(self, fields: Mapping[str, str | None], tokens: Mapping[str, str]) -> None:
         for field, text in fields.items():

@@ -59,17 +59,14 @@ class Nodes:
     def start_scheduler(self) -> None:
         """The scheduler, at the same address and state directory each time."""
         state = str(self.folder / "state")
-        self.start(
-            "scheduler", "paramserver_scheduler", "--port", str(self.port), "--redis", self.redis_url, "--state-dir", state
-        )
+        port, redis = str(self.port), self.redis_url
+        self.start("scheduler", "paramserver_scheduler", "--port", port, "--redis", redis, "--state-dir", state)
         eventually(lambda: self.http.get("/readyz").status_code == 200, what="the scheduler's start")
 
     def start_shard(self, name: str) -> None:
         """A shard of that name, at the same port each time."""
         port, redis = str(self.shard_ports[name]), self.redis_url
-        self.start(
-            name, "paramserver_shard", "--name", name, "--port", port, "--scheduler", self.url, "--redis", redis
-        )
+        self.start(name, "paramserver_shard", "--name", name, "--port", port, "--scheduler", self.url, "--redis", redis)
 
     def kill(self, name: str) -> None:
         """SIGKILL that process and wait for its end."""

@@ -1,7 +1,6 @@
 """Every control route of a real scheduler over real sockets: what it takes, answers and refuses."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -141,7 +140,8 @@ def test_metrics_are_kept_as_series(cluster: Nodes) -> None:
     """Reported values come back by name, in order; what is no number is refused."""
     name = make(cluster)
     for i in range(3):
-        assert cluster.post(f"/models/{name}/metrics", {"metrics": {"loss": 1.0 / (i + 1)}, "clock": i})["accepted"] == 1
+        report = {"metrics": {"loss": 1.0 / (i + 1)}, "clock": i}
+        assert cluster.post(f"/models/{name}/metrics", report)["accepted"] == 1
     cluster.post(f"/models/{name}/metrics", {"metrics": {"accuracy": 0.5}})
 
     items = cluster.get(f"/models/{name}/metrics?name=loss")["items"]

@@ -1,0 +1,113 @@
+"""The scheduler's state in a real Redis: whole writes, in order, by the newest scheduler only."""
+
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+
+from paramserver.errors import PsError
+from paramserver.types import ModelKey, PartitionKey
+from paramserver_node import redis_server
+from paramserver_node.redis import connect
+from paramserver_scheduler.store import Deposed, StateStore
+
+pytestmark = pytest.mark.process
+
+KEY = PartitionKey(ModelKey("m", 1), 0)
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Redis for the whole module."""
+    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture
+def plain(redis_url: str) -> Iterator[Redis]:
+    """A plain client of an empty Redis."""
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.mark.asyncio
+async def test_what_was_written_is_read_by_the_next(redis_url: str, plain: Redis) -> None:
+    """Fields set, changed and deleted are what the next scheduler finds, under a higher term."""
+    async with connect(redis_url) as redis:
+        first = StateStore(redis)
+        assert await first.open() == {}
+        await first.write({"a": {"x": 1}, "b": {"x": 2}}, [(KEY, 5)])
+        await first.write({"a": {"x": 3}, "b": None})
+        second = StateStore(redis)
+
+        assert await second.open() == {"a": {"x": 3, "format": 1}}
+        assert second.term == first.term + 1
+        assert plain.get("{m.1/0}:token") == b"00000000000000000005"
+
+
+@pytest.mark.asyncio
+async def test_an_older_scheduler_cannot_write(redis_url: str, plain: Redis) -> None:
+    """Once a newer one has started, nothing of the older one's is stored any more."""
+    async with connect(redis_url) as redis:
+        first, second = StateStore(redis), StateStore(redis)
+        await first.open()
+        await second.open()
+
+        with pytest.raises(Deposed):
+            await first.write({"a": {"x": 1}}, [(KEY, 5)])
+        await second.write({"b": {"x": 2}})
+
+        assert plain.hkeys("ps:state") == [b"b"]
+        assert plain.get("{m.1/0}:token") is None
+
+
+@pytest.mark.asyncio
+async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redis) -> None:
+    """The first write after Redis lost its data brings all fields and tokens with it."""
+    async with connect(redis_url) as redis:
+        store = StateStore(redis)
+        await store.open()
+        await store.write({"a": {"x": 1}, "b": {"x": 2}}, [(KEY, 5)])
+        plain.flushall()
+        await store.write({"b": None, "c": {"x": 3}})
+
+        assert sorted(plain.hkeys("ps:state")) == [b"a", b"c"]
+        assert plain.get("{m.1/0}:token") == b"00000000000000000005"
+        assert plain.get("ps:term") == str(store.term).encode()
+
+
+@pytest.mark.asyncio
+async def test_a_late_write_changes_nothing(redis_url: str, plain: Redis) -> None:
+    """A write that Redis gets to only after a newer one of the same scheduler is ignored."""
+    async with connect(redis_url) as redis:
+        store = StateStore(redis)
+        await store.open()
+        await store.write({"a": {"x": 1}})
+        last = plain.get("ps:written")
+        assert isinstance(last, bytes)
+        plain.set("ps:written", str(int(last) + 1).zfill(len(last)))
+        await store.write({"a": {"x": 2}})
+
+        assert plain.hget("ps:state", "a") == b'{"x":1,"format":1}'
+
+
+@pytest.mark.asyncio
+async def test_a_redis_that_is_away_is_unavailable(redis_url: str) -> None:
+    """No answer is `storage_unavailable`, which may be retried."""
+    async with connect(f"redis://127.0.0.1:{redis_server.free_port()}") as redis:
+        with pytest.raises(PsError) as caught:
+            await StateStore(redis, timeout_s=0.2).open()
+        assert (caught.value.code, caught.value.retryable) == ("storage_unavailable", True)
+        assert not await StateStore(redis, timeout_s=0.2).ping()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("text", ["{", "[]", '{"x": 1}', '{"format": 2}', "null"])
+async def test_documents_of_another_format_are_refused(redis_url: str, plain: Redis, text: str) -> None:
+    """What cannot be understood is corrupt state; nothing is guessed."""
+    plain.hset("ps:state", "a", text)
+    async with connect(redis_url) as redis:
+        with pytest.raises(PsError) as caught:
+            await StateStore(redis).open()
+        assert caught.value.code == "corrupt_state"

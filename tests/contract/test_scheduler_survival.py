@@ -1,0 +1,241 @@
+"""What the scheduler keeps: over its own death, while Redis is away, and in checkpoints."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paramserver import checkpoint
+from paramserver_node import redis_server
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A scheduler, which tests may kill and start again, and two shards."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
+
+
+def train(cluster: Nodes, model: str, worker: str, epoch: int, first: int, last: int) -> None:
+    """One worker's synchronous iterations [first, last); gradient t is t + 1 everywhere."""
+    for t in range(first, last):
+        push = {"model": model, "grads": {"w": [t + 1.0] * 5}, "worker": worker, "epoch": epoch, "seq": t, "clock": t}
+        cluster.post("/push", push, status=202)
+        report = {"worker": worker, "epoch": epoch, "clock": t + 1, "wait_s": 30}
+        assert cluster.post(f"/models/{model}/clock", report)["released"] is True
+
+
+def pull(cluster: Nodes, model: str, version: int) -> list[float]:
+    """The values of parameter w at that version or later."""
+    values: list[float] = cluster.post("/pull", {"model": model, "min_version": version, "wait_s": 30})["params"]["w"]
+    return values
+
+
+def test_a_restart_keeps_everything(cluster: Nodes) -> None:
+    """After a SIGKILL the scheduler knows models, epochs, clocks, tasks and runs, and the training goes on."""
+    name = unique("m")
+    spec = {
+        "name": name,
+        "params": {"w": {"shape": [5]}},
+        "optimizer": {"name": "sum"},
+        "consistency": {"mode": "sync"},
+    }
+    cluster.post("/models", spec | {"partitions": 2}, status=201)
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    cluster.post(f"/models/{name}/tasks", {"dataset": "d", "size": 30, "task_size": 10}, status=201)
+    lease = {"worker": worker, "epoch": 1, "dataset": "d"}
+    task = cluster.post(f"/models/{name}/tasks/lease", lease)["task"]
+    cluster.post(f"/models/{name}/tasks/{task['id']}/done", {"worker": worker, "epoch": 1})
+    run = cluster.post("/runs", {"model": name, "entry": "a.b:c"}, status=201)["id"]
+    train(cluster, name, worker, 1, 0, 3)
+    cluster.post(f"/models/{name}/checkpoints", {"name": "before"}, status=201)
+    before = cluster.get(f"/models/{name}")
+    term = cluster.get("/status")["cluster"]["term"]
+
+    cluster.kill("scheduler")
+    cluster.start_scheduler()
+
+    after = cluster.get(f"/models/{name}")
+    for key in ("generation", "revision", "timeline", "clock", "spec"):
+        assert after[key] == before[key], key
+    assert [p["incarnation"] for p in after["partitions"]] == [p["incarnation"] for p in before["partitions"]]
+    assert cluster.get("/status")["cluster"]["term"] > term
+    assert [c["name"] for c in cluster.get(f"/models/{name}/checkpoints")["items"]] == ["before"]
+    assert run in [r["id"] for r in cluster.get("/runs")["items"]]
+    left = cluster.post(f"/models/{name}/tasks/lease", lease)["task"]
+    assert left["start"] == task["start"] + 10
+    train(cluster, name, worker, 1, 3, 5)
+    assert pull(cluster, name, 5) == [15.0] * 5
+    again = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)
+    assert again["epoch"] == 2
+
+
+def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
+    """While Redis is stopped, deciding is 503 with Retry-After; reads, heartbeats, feeds and async pushes go on."""
+    name = unique("m")
+    spec = {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "partitions": 2}
+    cluster.post("/models", spec, status=201)
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    beat = f"/models/{name}/workers/{worker}"
+    pid = redis_pid(cluster)
+    with cluster.http.stream("GET", "/events", timeout=10.0) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            refused = cluster.http.post("/models", json=spec | {"name": unique("m")})
+            assert (refused.status_code, refused.json()["code"]) == (503, "storage_unavailable")
+            assert int(refused.headers["retry-after"]) >= 1
+            cluster.call("PUT", beat, {"epoch": 1, "clock": 1}, status=200)
+            assert cluster.get(f"/models/{name}")["name"] == name
+            assert cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)["state"] == "applied"
+            status = eventually(lambda: next(s for s in [cluster.get("/status")] if s["cluster"]["redis"] == "away"))
+            assert status["cluster"]["state"] == "degraded"
+            assert cluster.get("/readyz", status=200)
+            for line in lines:
+                if line == ": ping":
+                    break
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok")
+    cluster.call("PATCH", f"/models/{name}", {"consistency": {"lag": "scale"}}, status=200)
+
+
+def redis_pid(cluster: Nodes) -> int:
+    """The process id of the test's Redis."""
+    pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))
+    assert pid is not None
+    return pid
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_a_checkpoint_continues_anywhere(cluster: Nodes, partitions: int) -> None:
+    """Restored into another model with other partitions, Adam goes on exactly as the original does."""
+    name, copy = unique("m"), unique("copy")
+    params = {"dense/w": {"shape": [2, 3]}, "b": {"shape": [], "dtype": "float16"}}
+    spec = {"name": name, "params": params, "optimizer": {"name": "adam", "lr": 0.1}, "partitions": 3}
+    cluster.post("/models", spec, status=201)
+
+    def push(model: str, seq: int) -> None:
+        grads: dict[str, Any] = {"dense/w": [[seq, 1.0, -1.0], [0.5, -seq, 2.0]], "b": 0.25}
+        body = {"model": model, "grads": grads, "worker": "me", "epoch": 1, "seq": seq}
+        assert cluster.post("/push", body, status=200)["state"] == "applied"
+
+    def values(model: str) -> Any:
+        return cluster.post("/pull", {"model": model, "dtype": "float32"})["params"]
+
+    for seq in range(3):
+        push(name, seq)
+    at_checkpoint = values(name)
+    made = cluster.post(f"/models/{name}/checkpoints", {"name": "mine"}, status=201)
+    push(name, 3)
+
+    held = load_file(Path(made["path"]) / checkpoint.PARAMS)
+    np.testing.assert_array_equal(held["dense/w"], np.array(at_checkpoint["dense/w"], np.float32))
+    assert (held["b"].dtype.name, held["b"].shape) == ("float16", ())
+    assert checkpoint.read(made["path"]).versions == [3, 3, 3]
+
+    body = {"checkpoint": "mine", "as": copy, "partitions": partitions}
+    restored = cluster.post(f"/models/{name}/restore", body, status=201)
+    assert len(restored["partitions"]) == partitions
+    assert values(copy) == at_checkpoint
+    push(copy, 3)
+    assert values(copy) == values(name)
+
+    cluster.post(f"/models/{name}/restore", {"checkpoint": "mine"}, status=200)
+    assert values(name) == at_checkpoint
+    cluster.call("DELETE", f"/models/{name}", status=204)
+    cluster.post(f"/models/{name}/restore", {"checkpoint": "latest"}, status=201)
+    assert values(name) == at_checkpoint
+
+
+def test_a_damaged_checkpoint_is_not_restored(cluster: Nodes) -> None:
+    """A checkpoint whose bytes changed is refused with the file's name, and the model keeps its values."""
+    name = unique("m")
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}}, status=201)
+    made = cluster.post(f"/models/{name}/checkpoints", {"name": "mine"}, status=201)
+    cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+    file = Path(made["path"]) / checkpoint.PARAMS
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+
+    refused = cluster.post(f"/models/{name}/restore", {"checkpoint": "mine"}, status=503)
+    assert refused["code"] == "corrupt_state"
+    assert checkpoint.PARAMS in refused["detail"]
+    assert pull(cluster, name, 1) == [1.0] * 5
+
+
+def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
+    """Written every clock, the last two stay, and the one at which the metric was best."""
+    name = unique("m")
+    spec: dict[str, Any] = {
+        "name": name,
+        "params": {"w": {"shape": [5]}},
+        "optimizer": {"name": "sum"},
+        "consistency": {"mode": "sync"},
+        "checkpoint": {"every_clocks": 1, "every_minutes": 0, "keep": 2, "metric": "accuracy", "best": "max"},
+    }
+    cluster.post("/models", spec, status=201)
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    names = []
+    for t, accuracy in enumerate([0.5, 0.9, 0.6, 0.7, 0.8]):
+        cluster.post(f"/models/{name}/metrics", {"metrics": {"accuracy": accuracy}, "clock": t})
+        train(cluster, name, worker, 1, t, t + 1)
+
+        def written(n: int = t + 1) -> Any:
+            cluster.call("PUT", f"/models/{name}/workers/{worker}", {"epoch": 1})
+            items = cluster.get(f"/models/{name}/checkpoints")["items"]
+            return items and items[-1]["clock"] == n and items[-1]
+
+        names.append(eventually(written)["name"])
+
+    kept = [c["name"] for c in cluster.get(f"/models/{name}/checkpoints")["items"]]
+    assert kept == [names[1], names[3], names[4]]
+    folder = cluster.folder / "state" / "checkpoints" / name
+    eventually(lambda: sorted(p.name for p in folder.iterdir()) == sorted(kept))
+
+
+def test_values_come_from_a_file(cluster: Nodes) -> None:
+    """`init.kind: file` reads a safetensors file below the state directory; a missing one fails the creation."""
+    (cluster.folder / "state").mkdir(exist_ok=True)
+    save_file({"w": np.arange(5, dtype=np.float32)}, cluster.folder / "state" / "first.safetensors")
+    param = {"shape": [5], "init": {"kind": "file", "path": "first.safetensors"}}
+    name = unique("m")
+
+    cluster.post("/models", {"name": name, "params": {"w": param, "b": {"shape": [2]}}, "partitions": 2}, status=201)
+    pulled = cluster.post("/pull", {"model": name, "wait_s": 10})
+    assert pulled["params"] == {"w": [0.0, 1.0, 2.0, 3.0, 4.0], "b": [0.0, 0.0]}
+    assert pulled["version"] == 0
+    param["init"] = {"kind": "file", "path": "nothing.safetensors"}
+    other = unique("m")
+    refused = cluster.http.post("/models", json={"name": other, "params": {"w": param}})
+    assert refused.status_code == 422, refused.text
+    cluster.get(f"/models/{other}", status=404)
+
+
+def test_the_older_scheduler_stops(cluster: Nodes) -> None:
+    """A second scheduler on the same Redis takes over; the first one ends by itself and decides nothing more."""
+    first = cluster.processes["scheduler"]
+    port = cluster.port
+    cluster.port = redis_server.free_port()
+    cluster.http.base_url = f"http://127.0.0.1:{cluster.port}"
+    try:
+        cluster.start_scheduler()
+        cluster.http.base_url = f"http://127.0.0.1:{port}"
+        answer = cluster.http.post("/pool", json={})
+        assert answer.status_code == 503
+        assert first.wait(20) != 0
+    finally:
+        cluster.kill("scheduler")
+        cluster.port = port
+        cluster.http.base_url = f"http://127.0.0.1:{port}"
+        cluster.start_scheduler()
+    assert cluster.get("/readyz")["status"] == "ok"
