@@ -2,7 +2,7 @@
 
 import typer
 
-from paramserver_cli import config, exits, up
+from paramserver_cli import config, demo, exits, up
 
 app = typer.Typer(
     cls=exits.Psctl,
@@ -13,6 +13,7 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 nobody answers, 4 the cluster refuses, 130 interrupted.",
     epilog="Start here: psctl demo",
 )
+app.command()(demo.demo)
 app.command()(up.up)
 app.command()(up.down)
 app.command("list")(up.list_clusters)

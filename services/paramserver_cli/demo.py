@@ -1,0 +1,155 @@
+"""psctl demo: a real cluster of its own trains on real images, in sync and then in async mode, and shows it."""
+
+import importlib.util
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Final
+
+import typer
+
+import paramserver as ps
+from paramserver.examples import digits
+from paramserver_cli import curves, launch
+from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_cli.display import Display, at_terminal, display
+from paramserver_cli.launch import Failed
+from paramserver_cli.training import Training
+
+SHARDS: Final = 2
+WORKERS: Final = 4
+TARGET_ACCURACY: Final = 0.96
+LIMIT_S: Final = 600.0
+"""A training that has not reached the target by then has failed."""
+EVALUATE_EVERY: Final = 10
+LOOK_EVERY_S: Final = 0.4
+CHECK_RUN_EVERY_S: Final = 2.0
+CALL_TIMEOUT_S: Final = 60.0
+"""Long enough to outlive the death and return of any process."""
+
+MODES: Final[dict[str, tuple[ps.Optimizer, ps.Consistency]]] = {
+    "sync": (ps.Adam(lr=2e-3, schedule=ps.Exponential(gamma=0.999)), ps.Sync(min_workers=WORKERS)),
+    # Four gradients in flight at once: a smaller step each, getting smaller by the update and not by the clock.
+    "async": (ps.Adam(lr=1e-3, schedule=ps.Exponential(gamma=0.9995)), ps.Async()),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one training ended."""
+
+    training: Training
+    accuracy: float
+    """Of the final values, measured here."""
+    checkpoint: Path
+
+
+def demo(
+    seconds: Annotated[float, typer.Option(min=1.0, help="Least time for each of the two trainings.")] = 30.0,
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the picture.")] = Path("demo-out"),
+) -> None:
+    """Train a network on handwritten digits with a real cluster: Redis, a scheduler, 2 shards, 4 workers.
+
+    First in sync, then in async mode, each until at least 96 % of the test images are recognised. Kill any of its
+    processes while it runs: it is started again and the training goes on. Ctrl-C leaves nothing behind.
+
+        psctl demo
+
+        psctl demo --seconds 60
+    """
+    _check_packages()
+    signal.signal(signal.SIGTERM, _terminated)
+    folder = Path(tempfile.mkdtemp(prefix="paramserver-demo-"))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        typer.echo(f"starting Redis, a scheduler, {SHARDS} shards and {WORKERS} workers; the logs are in {folder}/logs")
+        with launch.cluster(StateDir(folder), Plan(shards=SHARDS, workers=WORKERS)) as launched:
+            cluster = launched.state.cluster()
+            if cluster is None:
+                raise Failed(f"the cluster ended as soon as it was ready:\n{launched.state.tail('supervisor')}")
+            typer.echo(f"status page  {cluster.scheduler}")
+            client = ps.connect(cluster.scheduler, timeout=CALL_TIMEOUT_S)
+            results = [_train(client, mode, seconds, out, cluster.scheduler) for mode in MODES]
+            picture = out / "curves.png"
+            curves.write_png(picture, [r.training for r in results])
+            _summarize(results, picture)
+            if at_terminal() and sys.stdin.isatty():
+                _linger(cluster.scheduler)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_packages() -> None:
+    missing = [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Failed(f"the demo needs {' and '.join(missing)}: pip install 'paramserver[demo]'")
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # unwinds, so that the cluster is taken down
+
+
+def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -> Result:
+    """One training from first to last; raises Failed when it does not get there."""
+    optimizer, consistency = MODES[mode]
+    name = f"digits-{mode}"
+    model = client.create_model(name, digits.spec(), optimizer=optimizer, consistency=consistency, exist_ok=True)
+    run = client.create_run(name, "paramserver.examples.digits:train", workers=WORKERS, evaluate_every=EVALUATE_EVERY)
+    training = Training(client, name, mode)
+    with display(page) as shown:
+        _follow(
+            training,
+            run["id"],
+            shown,
+            lambda: training.elapsed_s >= seconds and training.has_reached(TARGET_ACCURACY),
+        )
+    client.set_run(run["id"], state="stopped")
+    accuracy = digits.accuracy(model.pull())
+    checkpoint = out / name
+    model.checkpoint(checkpoint, overwrite=True)
+    typer.echo(f"{mode}: {100 * accuracy:.1f} % of the test images after {training.elapsed_s:.0f} s")
+    return Result(training, accuracy, checkpoint)
+
+
+def _follow(training: Training, run: str, shown: Display, done: Callable[[], bool]) -> None:
+    """Show a training until `done`; raises Failed when its run has failed, or takes too long."""
+    checked_s = 0.0
+    while not done():
+        training.look()
+        shown.show(training)
+        if training.elapsed_s > LIMIT_S:
+            raise Failed(f"{training.title} training has not reached {100 * TARGET_ACCURACY:g} % in {LIMIT_S:g} s")
+        if training.elapsed_s - checked_s > CHECK_RUN_EVERY_S and not training.away:
+            checked_s = training.elapsed_s
+            document = training.client.get_run(run)
+            if document["state"] == "failed":
+                raise Failed(f"the run failed: {document['reason']}")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _summarize(results: list[Result], picture: Path) -> None:
+    typer.echo("")
+    for r in results:
+        typer.echo(f"{r.training.title} accuracy {100 * r.accuracy:.1f} %")
+    for r in results:
+        updates, pushes = r.training.rate()
+        typer.echo(f"{r.training.title + ' rate':11} {pushes:.0f} pushes/s, {updates:.0f} updates/s")
+    files = [*(r.checkpoint / "model.safetensors" for r in results), picture]
+    for path in files:
+        typer.echo(f"wrote       {path}")
+    typer.echo("next        psctl up --detach")
+    typer.echo("            psctl new my-model")
+    typer.echo("            psctl train my-model/train.py --model my-model --workers 2")
+
+
+def _linger(page: str) -> None:
+    typer.echo(f"\nthe cluster and its page {page} stay up until you press Enter")
+    with suppress(EOFError, KeyboardInterrupt):
+        input()

@@ -1,0 +1,128 @@
+"""How a training is shown: live at a terminal, as a plain line every few seconds anywhere else."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from paramserver_cli.training import Sample, Training
+
+PLAIN_EVERY_S = 5.0
+CHART_WIDTH = 64
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Display(Protocol):
+    """Shows the newest sample of a training whenever it is called."""
+
+    def show(self, training: Training) -> None:
+        """Take note of what is new."""
+
+
+def at_terminal() -> bool:
+    """Whether somebody is looking."""
+    return sys.stdout.isatty()
+
+
+@contextmanager
+def display(page: str) -> Iterator[Display]:
+    """The display that fits where the output goes; `page` is the status page's address."""
+    if not at_terminal():
+        yield PlainDisplay()
+        return
+    with Live(console=Console(), refresh_per_second=8, transient=True) as live:
+        yield LiveDisplay(live, page)
+
+
+class PlainDisplay:
+    """One line every five seconds."""
+
+    def __init__(self) -> None:
+        self._printed_s = float("-inf")
+
+    def show(self, training: Training) -> None:
+        """Print a line if it is time for one."""
+        now = time.monotonic()
+        if now - self._printed_s >= PLAIN_EVERY_S:
+            self._printed_s = now
+            typer.echo(plain_line(training))
+
+
+def plain_line(training: Training) -> str:
+    """`sync   15 s  loss 0.412  accuracy 93.1 %  88 pushes/s  lag 1.2  clocks 210 211 210 209`."""
+    head = f"{training.title:5} {training.elapsed_s:4.0f} s"
+    s = training.last
+    if training.away:
+        return f"{head}  waiting: {training.away}"
+    if s is None or not s.workers:
+        return f"{head}  waiting for workers"
+    clocks = " ".join(str(w.clock) for w in s.workers)
+    return f"{head}  {numbers(s)}  clocks {clocks}"
+
+
+def numbers(s: Sample) -> str:
+    """Loss, accuracy, rate and lag in one line."""
+    parts = [
+        "loss   -  " if s.loss is None else f"loss {s.loss:.3f}",
+        "accuracy    -  " if s.accuracy is None else f"accuracy {100 * s.accuracy:4.1f} %",
+        f"{s.pushes_per_s:4.0f} pushes/s",
+    ]
+    if s.lag is not None:
+        parts.append(f"lag {s.lag:.1f}")
+    return "  ".join(parts)
+
+
+def sparkline(values: Sequence[float | None], low: float, high: float, width: int = CHART_WIDTH) -> str:
+    """The values as bars, squeezed into `width` characters; None leaves a gap."""
+    if len(values) > width:
+        values = [values[i * len(values) // width] for i in range(width)]
+    span = (high - low) or 1.0
+    top = len(_BARS) - 1
+    return "".join(" " if v is None else _BARS[max(0, min(top, round((v - low) / span * top)))] for v in values)
+
+
+class LiveDisplay:
+    """A picture that is redrawn in place."""
+
+    def __init__(self, live: Live, page: str) -> None:
+        self._live, self._page = live, page
+
+    def show(self, training: Training) -> None:
+        """Draw the newest sample."""
+        self._live.update(picture(training, self._page))
+
+
+def picture(training: Training, page: str) -> Panel:
+    """Curves, numbers and a line for each worker."""
+    s = training.last
+    head = Text(f"{training.elapsed_s:5.1f} s   status page {page}", style="bold")
+    if s is None:
+        return Panel(Group(head, Text(training.away or "waiting for workers")), title=training.title)
+    losses = [x.loss for x in training.samples]
+    known = [x for x in losses if x is not None]
+    top = max(known, default=1.0)
+    curves = Table.grid(padding=(0, 1))
+    curves.add_row("accuracy", Text(sparkline([x.accuracy for x in training.samples], 0.5, 1.0), style="green"))
+    curves.add_row("loss", Text(sparkline(losses, 0.0, top), style="yellow"))
+    table = Table("worker", "clock", "loss", "lag", "heartbeat", "", box=None)
+    for w in s.workers:
+        table.add_row(
+            w.name,
+            str(w.clock),
+            "-" if w.loss is None else f"{w.loss:.3f}",
+            "-" if w.lag is None else f"{w.lag:.0f}",
+            f"{w.heartbeat_age_s:.1f} s",
+            "" if w.state == "active" else w.state,
+        )
+    line = Text(f"{numbers(s)}   version {s.version}   clock {s.clock}")
+    if training.away:
+        line = Text(training.away, style="red")
+    return Panel(Group(head, Text(), curves, Text(), line, Text(), table), title=f"digits, {training.title}")

@@ -1,0 +1,125 @@
+"""What one training looks like from outside, sampled from `GET /status`: for displays, stopping rules and pictures."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import paramserver as ps
+from paramserver.errors import NotFoundError, Unavailable
+
+POLL_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    """One worker of the model."""
+
+    name: str
+    clock: int
+    loss: float | None
+    lag: float | None
+    """Version lag of its last push."""
+    state: str
+    heartbeat_age_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model at one moment."""
+
+    elapsed_s: float
+    loss: float | None
+    """Mean over the workers' last reports."""
+    accuracy: float | None
+    """Of the last evaluation."""
+    version: int
+    clock: int
+    pushes_per_s: float
+    lag: float | None
+    """Mean over the workers."""
+    workers: tuple[WorkerLine, ...] = ()
+    waiting_for: tuple[str, ...] = ()
+
+
+@dataclass
+class Training:
+    """The samples of one training, oldest first."""
+
+    client: ps.Client
+    model: str
+    title: str
+    began_s: float = field(default_factory=time.monotonic)
+    samples: list[Sample] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    """Accuracies as they changed; two equal ones in a row count once."""
+    away: str = ""
+    """Why the last look failed; empty if it did not."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def last(self) -> Sample | None:
+        """The newest sample."""
+        return self.samples[-1] if self.samples else None
+
+    def look(self) -> None:
+        """Take a sample; while the cluster does not answer, none is added and `away` says why."""
+        try:
+            status = self.client.status(timeout=POLL_TIMEOUT_S)
+        except (Unavailable, NotFoundError) as e:
+            self.away = str(e)
+            return
+        self.away = ""
+        found = next((m for m in status["models"] if m["name"] == self.model), None)
+        if found is None:
+            return
+        sample = self._sample(found)
+        self.samples.append(sample)
+        if sample.accuracy is not None and self.evaluations[-1:] != [sample.accuracy]:
+            self.evaluations.append(sample.accuracy)
+
+    def _sample(self, model: Mapping[str, Any]) -> Sample:
+        before = self.last
+        workers = tuple(
+            WorkerLine(
+                str(w["worker"]).rpartition("/")[2],
+                int(w["clock"]),
+                w["metrics"].get("loss"),
+                w["metrics"].get("lag"),
+                str(w["state"]),
+                float(w["heartbeat_age_s"]),
+            )
+            for w in model["workers"]
+            if w["state"] != "dead"
+        )
+        losses = [w.loss for w in workers if w.loss is not None]
+        newest = {s["name"]: s["last"] for s in model["series"]}
+        accuracy = newest.get("accuracy")
+        return Sample(
+            elapsed_s=self.elapsed_s,
+            loss=sum(losses) / len(losses) if losses else None,
+            accuracy=accuracy if accuracy is not None or before is None else before.accuracy,
+            version=int(model["version"]),
+            clock=int(model["clock"]),
+            pushes_per_s=float(model["pushes_per_s"]),
+            lag=model["lag"],
+            workers=workers,
+            waiting_for=tuple(model["waiting_for"]),
+        )
+
+    def has_reached(self, accuracy: float, times: int = 2) -> bool:
+        """Whether the last `times` different evaluations were all at least `accuracy`."""
+        last = self.evaluations[-times:]
+        return len(last) == times and min(last) >= accuracy
+
+    def rate(self) -> tuple[float, float]:
+        """(updates per second, pushes per second) since the first update was seen."""
+        moving = [s for s in self.samples if s.version > 0]
+        if len(moving) < 2 or moving[-1].elapsed_s <= moving[0].elapsed_s:
+            return 0.0, 0.0
+        span_s = moving[-1].elapsed_s - moving[0].elapsed_s
+        return (moving[-1].version - moving[0].version) / span_s, sum(s.pushes_per_s for s in moving) / len(moving)
