@@ -1,0 +1,339 @@
+"""The Python client against a real cluster."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+from .cluster import Cluster, eventually
+from .gateway import gateway
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def client(shared_cluster: Cluster) -> Iterator[ps.Client]:
+    with ps.connect(shared_cluster.url) as c:
+        yield c
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A model's name of the test's own."""
+    return str(request.node.name)[:60].replace("[", ".").replace("]", "")
+
+
+def ones(n: int = 100) -> dict[str, Any]:
+    return {"w": np.ones(n, np.float32)}
+
+
+def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:
+    """First values, pushes, ranges, assignment and settings do what they say, in the arrays' own shapes."""
+    w = np.arange(640, dtype=np.float32).reshape(64, 10)
+    model = client.create_model(name, {"w": w, "b": (10,)}, optimizer=ps.SGD(lr=1.0), partitions=7)
+
+    p = model.pull()
+    assert np.array_equal(p["w"], w)
+    done = model.push({"w": np.ones((64, 10)), "b": np.full(10, 2.0)}, base=p)
+    assert (done.state, done.version, done.duplicate) == ("applied", 1, False)
+    p = model.pushpull({"b": np.ones(10)}, base=p, out=p)
+    assert np.array_equal(p["w"], w - 1)
+    assert p["b"].tolist() == [-3.0] * 10
+    model.push({"w": [10.0]}, ranges={"w": [(5, 6)]})
+    assert model.pull(ranges={"w": [(4, 7)]})["w"].tolist() == [3.0, -6.0, 5.0]
+    model.assign({"b": np.linspace(0, 1, 10)})
+    assert np.allclose(model.pull("b")["b"], np.linspace(0, 1, 10))
+    model.set(lr=0.25)
+    assert model.info()["spec"]["optimizer"]["lr"] == 0.25
+    assert name in client.models()
+    assert model.pull(dtype="float16").flat.dtype == np.float16
+
+
+def test_the_same_spec_again_is_fine_only_if_asked_for(client: ps.Client, name: str) -> None:
+    """`exist_ok` keeps the values; without it, and for another spec, the model is in the way."""
+    model = client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum())
+    model.push(ones())
+
+    client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), exist_ok=True)
+    assert model.pull()["w"].tolist() == [1.0] * 100
+    with pytest.raises(ps.ConflictError, match="exist_ok"):
+        client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum())
+    with pytest.raises(ps.ConflictError):
+        client.create_model(name, {"w": np.zeros(101)}, optimizer=ps.Sum(), exist_ok=True)
+
+
+def test_many_clients_create_it_at_once(shared_cluster: Cluster, name: str) -> None:
+    """One uploads the first values, the others wait for them; all see the same model."""
+    w = np.random.default_rng(0).normal(size=(300, 50)).astype(np.float32)
+    found: list[bool] = []
+
+    def create() -> None:
+        with ps.connect(shared_cluster.url) as c:
+            model = c.create_model(name, {"w": w, "v": w.T.copy()}, exist_ok=True)
+            p = model.pull()
+            found.append(np.array_equal(p["w"], w) and np.array_equal(p["v"], w.T))
+
+    threads = [threading.Thread(target=create) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+    assert found == [True] * 4
+
+
+def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
+    """In sync every worker sees exactly the mean of both gradients after each clock."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), consistency=ps.Sync(min_workers=2))
+    seen: dict[int, list[float]] = {}
+
+    def work(rank: int) -> None:
+        with model.worker(rank=rank) as w:
+            for _ in range(5):
+                p = w.pull()
+                seen.setdefault(w.rank, []).append(float(p["w"][0]))
+                w.step({"w": np.full(100, 1.0 + 2.0 * rank)}, loss=1.0)
+            seen[w.rank].append(float(w.pull()["w"][0]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+    assert seen == {r: [0.0, 2.0, 4.0, 6.0, 8.0, 10.0] for r in range(2)}
+    assert {p.worker for p in model.metrics("loss")} == {f"{name}/w0", f"{name}/w1"}
+
+
+def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> None:
+    """The hint is in the words of the SDK."""
+    model = client.create_model(name, {"w": (100,)}, consistency=ps.Sync())
+
+    with pytest.raises(ps.ConflictError, match=r"with model\.worker\(\) as w"):
+        model.push(ones())
+
+
+def test_the_mode_may_change_under_a_worker(client: ps.Client, name: str) -> None:
+    """A worker notices by itself that the model went from async to sync and back."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    with model.worker() as w:
+        w.step(ones())
+        model.set(consistency=ps.Sync())
+        eventually(lambda: w.step(ones()).state == "staged", what="a staged push")
+        before = w.pull()["w"][0]
+        w.step(ones())
+        assert w.pull()["w"][0] == before + 1
+        model.set(consistency=ps.Async())
+        eventually(lambda: w.step(ones()).state == "applied", what="an applied push")
+
+
+def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name: str) -> None:
+    """What a worker leaves undone goes to the next one; a finished dataset gives nothing more."""
+    model = client.create_model(name, {"w": (4,)})
+    model.add_tasks("train", size=10, chunk=3)
+    with model.worker() as w:
+        first = next(iter(w.tasks("train")))
+    with model.worker() as w:
+        ranges = [(t.start, t.stop) for t in w.tasks("train")]
+    with model.worker() as w:
+        assert list(w.tasks("train")) == []
+
+    assert (first.start, first.stop) in ranges
+    assert sorted(ranges) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+
+
+def test_a_worker_keeps_state_and_evaluates(client: ps.Client, name: str) -> None:
+    """`w.state` comes back under the same name; an evaluation asked for is made by a worker."""
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker("anna") as w:
+        w.state["seen"] = 12
+        model.evaluate()
+        eventually(lambda: w.evaluation_waits, what="the evaluation")
+        assert w.evaluate(lambda p: {"accuracy": float(p["w"].sum()) + 0.5}) == {"accuracy": 0.5}
+    with model.worker("anna") as w:
+        assert w.state == {"seen": 12}
+
+    assert [p.value for p in model.metrics("accuracy")] == [0.5]
+
+
+def test_a_worker_given_up_joins_again(client: ps.Client, name: str) -> None:
+    """A worker whose lease was taken from it goes on under the same id."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    with model.worker() as w:
+        w.step(ones())
+        path = f"/models/{name}/workers/{w.name.replace('/', '%2F')}"
+        client.request("DELETE", path)
+        eventually(
+            lambda: w.step(ones()).state and [x["epoch"] for x in model.workers() if x["worker"] == w.name] == [2],
+            what="joining again",
+        )
+        assert w.step(ones()).state == "applied"
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: str, tmp_path: Path) -> None:
+    """Restored under another name and partition count, Adam continues to the last bit."""
+    from safetensors.numpy import load_file
+
+    rng = np.random.default_rng(3)
+    w0 = rng.normal(size=(40, 30)).astype(np.float32)
+    model = client.create_model(name, {"w": w0}, optimizer=ps.Adam(lr=0.01), partitions=5)
+    for _ in range(3):
+        model.push({"w": rng.normal(size=(40, 30))})
+    manifest = model.checkpoint(tmp_path / "ckpt")
+
+    other = client.restore(tmp_path / "ckpt", as_=f"{name}.2"[-60:].lstrip("."), partitions=3)
+
+    assert manifest["version"] == 3
+    assert np.array_equal(load_file(tmp_path / "ckpt" / "model.safetensors")["w"], model.pull()["w"])
+    last = rng.normal(size=(40, 30))
+    model.push({"w": last})
+    other.push({"w": last})
+    assert np.array_equal(model.pull()["w"], other.pull()["w"])
+    assert not np.array_equal(other.pull()["w"], w0)
+
+
+def test_behind_a_gateway_everything_goes_through_the_url(
+    shared_cluster: Cluster, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A map full of addresses that nobody can reach still trains; one log line says which way it goes."""
+    with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
+        model = client.create_model(name, {"w": np.zeros(1000)}, optimizer=ps.Sum(), consistency=ps.Sync())
+        with model.worker() as w:
+            for _ in range(3):
+                w.pull()
+                w.step(ones(1000), loss=0.5)
+            assert w.pull()["w"].tolist() == [3.0] * 1000
+        assert g.pushes == 3
+
+    assert sum("route.proxied" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_lost_answers_do_not_count_twice(shared_cluster: Cluster, name: str) -> None:
+    """Every third answer to a push is lost after it was done; the sum is exact all the same."""
+    with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
+        model = client.create_model(name, {"w": np.zeros(1000)}, optimizer=ps.Sum())
+        g.lose_every = 3
+        duplicates = sum(model.push(ones(1000)).duplicate for _ in range(20))
+        g.lose_every = 0
+
+        assert model.pull()["w"].tolist() == [20.0] * 1000
+        assert g.lost == duplicates > 5
+
+
+def test_threads_share_one_client(client: ps.Client, name: str) -> None:
+    """Pushes from many threads of one client are all counted, each once."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+
+    def work() -> None:
+        for _ in range(20):
+            model.push(ones())
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+    assert model.pull()["w"].tolist() == [120.0] * 100
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_goes_on_by_itself(client: ps.Client, name: str) -> None:
+    """The child has connections and push numbers of its own, and may not use its parent's worker."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model.push(ones())
+    with model.worker() as w:
+        w.step(ones())
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                for _ in range(3):
+                    model.push(ones())
+                try:
+                    w.step(ones())
+                except ps.ConflictError:
+                    code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        w.step(ones())
+    model.push(ones())
+
+    assert model.pull()["w"].tolist() == [7.0] * 100
+
+
+def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> None:
+    """The asyncio client does it all, and the blocking one works inside the running loop."""
+
+    async def main() -> None:
+        async with ps.AsyncClient(shared_cluster.url) as client:
+            model = await client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), exist_ok=True)
+            await asyncio.gather(*(model.push(ones()) for _ in range(10)))
+            assert (await model.pull())["w"].tolist() == [10.0] * 100
+            await model.add_tasks("train", size=4, chunk=2)
+            async with model.worker() as w:
+                starts = []
+                async for task in w.tasks("train"):
+                    starts.append(task.start)
+                    await w.step(ones(), loss=0.1)
+                p = await w.pushpull(ones())
+                assert p["w"].tolist() == [13.0] * 100
+            assert starts == [0, 2]
+            with ps.connect(shared_cluster.url) as blocking:
+                assert blocking.model(name).pull()["w"].tolist() == [13.0] * 100
+            await model.delete()
+            with pytest.raises(ps.NotFoundError):
+                await model.pull()
+
+    asyncio.run(main())
+
+
+def test_shared_arrays_are_read_only_and_reused(client: ps.Client, name: str) -> None:
+    """`copy=False` hands out the same arrays while they are new enough."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model.push(ones())
+
+    first = model.pull(copy=False)
+    again = model.pull(copy=False, min_version=1)
+    model.push(ones())
+    newer = model.pull(copy=False, min_version=2)
+
+    assert again is first
+    assert newer is not first
+    assert newer["w"][0] == 2.0
+    with pytest.raises(ValueError, match="read-only"):
+        first["w"][0] = 5.0
+
+
+def test_a_version_that_does_not_come_is_said(client: ps.Client, name: str) -> None:
+    """412 after `wait_s`, with the version there is."""
+    model = client.create_model(name, {"w": (100,)})
+
+    with pytest.raises(ps.ConflictError) as e:
+        model.pull(min_version=5, wait_s=0.2)
+
+    assert e.value.code == "version_not_reached"
+
+
+def test_a_local_cluster_comes_and_goes(caplog: pytest.LogCaptureFixture) -> None:
+    """`ps.local` gives a working client, and afterwards nobody answers there."""
+    caplog.set_level(logging.INFO)
+    with ps.local(shards=1) as client:
+        model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
+        model.push({"w": np.ones(5)})
+        assert model.pull()["w"].tolist() == [2.0] * 5
+        url = client.url
+
+    with pytest.raises(ps.Unreachable):
+        ps.connect(url)

@@ -1,0 +1,78 @@
+"""The types of the public surface, held by `assert_type`: read by mypy, never run."""
+
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+import paramserver as ps
+
+
+def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
+    """The blocking client, as docs/sdk.md shows it."""
+    client = ps.connect("http://a:8700,http://b:8700", timeout=5.0, token="t")
+    assert_type(client, ps.Client)
+    model = client.create_model(
+        "demo",
+        {"w": gradient, "b": (10,), "v": ps.Param((784, 64), init="xavier_uniform", lr_scale=0.5)},
+        optimizer=ps.Adam(lr=1e-3, clip_norm=1.0, schedule=ps.Cosine(t_max=100)),
+        consistency=ps.SSP(3),
+        exist_ok=True,
+    )
+    assert_type(model, ps.Model)
+    assert_type(client.model("demo"), ps.Model)
+    assert_type(client.models(), list[str])
+    assert_type(client.status(), dict[str, Any])
+    p = model.pull(["w", "layers.*"], min_version=7, wait_s=5, dtype="float16", timeout=1.0)
+    assert_type(p, ps.Params)
+    assert_type(p["w"], npt.NDArray[Any])
+    assert_type(p.flat, npt.NDArray[Any])
+    assert_type(p.version, int)
+    assert_type(dict(p), dict[str, npt.NDArray[Any]])
+    assert_type(model.pull(out=p), ps.Params)
+    done = model.push({"w": gradient}, base=p, weight=2.0, ranges={"w": [(0, 128)]})
+    assert_type(done, ps.Pushed)
+    assert_type(done.duplicate, bool)
+    assert_type(done.version, int)
+    assert_type(model.pushpull(gradient, base=p, out=p), ps.Params)
+    assert_type(model.info(), dict[str, Any])
+    assert_type(model.metrics("loss")[0].value, float)
+    assert_type(model.checkpoint("ckpt/"), dict[str, Any])
+    assert_type(client.restore("ckpt/", as_="demo2"), ps.Model)
+    model.set(lr=0.05, consistency=ps.Sync(quorum=0.75, late="fold"))
+    with model.worker() as w:
+        assert_type(w, ps.Worker)
+        assert_type(w.tasks("train"), Iterator[ps.Task])
+        for task in w.tasks("train"):
+            assert_type((task.start, task.stop, task.uri), tuple[int, int, str | None])
+            assert_type(w.pull(), ps.Params)
+            assert_type(w.step({"w": gradient}, loss=loss, accuracy=0.9), ps.Pushed)
+        assert_type(w.clock(), int)
+        assert_type((w.rank, w.draining), tuple[int, bool])
+        assert_type(w.state, dict[str, Any])
+        assert_type(w.evaluate(lambda q: {"loss": float(q["w"].sum())}), dict[str, float] | None)
+    with ps.local(shards=2) as own:
+        assert_type(own, ps.Client)
+
+
+async def on_a_loop(gradient: npt.NDArray[np.float32]) -> None:
+    """The asyncio client has the same surface."""
+    async with ps.AsyncClient() as client:
+        assert_type(client, ps.AsyncClient)
+        model = client.model("demo")
+        assert_type(model, ps.AsyncModel)
+        assert_type(await model.pull(), ps.Params)
+        assert_type(await model.push({"w": gradient}), ps.Pushed)
+        async with model.worker() as w:
+            assert_type(w, ps.AsyncWorker)
+            async for task in w.tasks("train"):
+                assert_type(task, ps.Task)
+            assert_type(await w.step({"w": gradient}), ps.Pushed)
+
+
+def wrong() -> None:
+    """What a type checker must refuse: an unused ignore is an error in strict mode."""
+    ps.Sync(late="sometimes")  # type: ignore[arg-type]
+    ps.connect(timeout="soon")  # type: ignore[arg-type]
+    ps.Adam(learning_rate=0.1)  # type: ignore[call-arg]
