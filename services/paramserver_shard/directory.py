@@ -106,3 +106,19 @@ class Directory:
         except TimeoutError:
             return False
         return True
+
+    async def newer(self, known: KnownModel, timeout_s: float) -> KnownModel:
+        """The model as it is now, once its owners differ from those in `known` or the time is over.
+
+        Raises FencedError (`model_replaced`) when it was deleted or created anew.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (now := self.models.get(known.key.name)) is not None and now.owners == known.owners:
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        now = self.models.get(known.key.name)
+        if now is None or now.key != known.key:
+            raise problem("model_replaced", f"model '{known.key.name}' was deleted or created anew")
+        return now

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from paramserver import kernels
 from paramserver.core.shard_io import PushDone
 from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JSON_BODY_BYTES_MAX
@@ -238,7 +239,11 @@ def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: Pus
     params: dict[str, Any] = {}
     for name, array in pulled.params().items():
         as_dtype = dtype or own[name].dtype
-        params[name] = encode(from_f32(array, as_dtype), as_dtype)
+        converted = from_f32(array, as_dtype)
+        if not as_msgpack and not kernels.all_finite(converted.reshape(-1), as_dtype):
+            hint = "pull it as float32, or accept application/msgpack"
+            raise problem("non_finite", f"'{name}' holds values beyond {as_dtype}", hint=hint, where=name)
+        params[name] = encode(converted, as_dtype)
     document: dict[str, Any] = {} if push is None else push_document(push)
     if push is not None:
         document["push"] = push_document(push)

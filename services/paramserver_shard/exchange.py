@@ -184,11 +184,7 @@ class Exchange:
                 return answers
             parts = refused
             if attempt == 1:
-                await self._directory.changed(MAP_REFRESH_S)
-                newer = self._directory.models.get(known.key.name)
-                if newer is None or newer.key != known.key:
-                    raise problem("model_replaced", f"model '{known.key.name}' was deleted or created anew")
-                known = newer
+                known = await self._directory.newer(known, MAP_REFRESH_S)
         raise problem("unavailable", "partitions are moving between shards; nothing answers for them yet")
 
 

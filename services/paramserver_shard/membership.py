@@ -26,7 +26,7 @@ from paramserver.core.shard_io import (
     WorkerAnswered,
 )
 from paramserver.errors import FencedError, NotFoundError, PsError, from_document, problem
-from paramserver.limits import HEARTBEAT_S, SERVE_WITHOUT_CONTACT_S
+from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory
 from paramserver_shard.runtime import Runtime
@@ -139,6 +139,7 @@ class Membership:
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
         self._views: dict[str, ModelView] = {}
+        self._fenced = False
         self._scheduler_seen_at = float("-inf")
         self._redis_seen_at = float("-inf")
 
@@ -187,13 +188,14 @@ class Membership:
                     log.warning("cannot join: %s", error)
                     await asyncio.sleep(RETRY_S)
                     continue
+                joined_at = self._loop.time()
                 try:
                     async with asyncio.TaskGroup() as member:
                         member.create_task(self._heartbeats())
                         member.create_task(self._follow())
                 except* FencedError as errors:
-                    log.warning("no longer a member, joining anew: %s", errors.exceptions[0])
                     self._disown()
+                    self._check_rivals(joined_at, errors.exceptions[0])
 
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
@@ -211,6 +213,13 @@ class Membership:
         for name, view in self._views.items():
             self._views[name] = replace(view, owned={})
             self._runtime.feed(self._views[name])
+
+    def _check_rivals(self, joined_at: float, reason: Exception) -> None:
+        """Fenced again so soon after joining: another process has this name, and two would fence each other."""
+        if self._loop.time() - joined_at < LEASE_S and self._fenced:
+            raise RuntimeError(f"another process serves under the name '{self.name}'; this one gives way")
+        self._fenced = True
+        log.warning("no longer a member, joining anew: %s", reason)
 
     async def _heartbeats(self) -> None:
         while True:
