@@ -34,6 +34,8 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 async def serve_granian(app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
     """Serve HTTP/1.1 and HTTP/2 (prior knowledge) until `stop`; raises OSError if the port is taken."""
+    # granian shares its port with whoever else wants it so (SO_REUSEPORT): two shards would each get half the requests.
+    socket.create_server((host, port), family=_family(host)).close()
     server = GranianServer(
         app,
         address=host,

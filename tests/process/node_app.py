@@ -1,0 +1,117 @@
+"""A small node for tests of the servers and of forwarding: `node_app.py granian|uvicorn PORT [UPSTREAM,...]`.
+
+With upstreams it hands everything on to the first that answers; without, it answers itself.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvloop
+from fastapi import FastAPI, Request, Response
+from starlette.responses import StreamingResponse
+
+from paramserver_node import problems
+from paramserver_node.forward import MARK, Forwarder
+from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.server import serve_granian, serve_uvicorn, stop_on_signals
+
+PULL_BYTES = 5_000_000
+
+
+def answering(app: FastAPI) -> None:
+    """Routes of a node that answers itself."""
+    listening = begun = 0
+
+    @app.post("/push")
+    async def push(request: Request) -> dict[str, Any]:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+        kept = ("content-length", "x-kept", "x-dropped", "x-request-id", MARK)
+        return {"size": size, "query": request.url.query} | {k: request.headers.get(k) for k in kept}
+
+    @app.post("/ignore")
+    async def ignore() -> dict[str, bool]:
+        return {"ok": True}
+
+    @app.get("/pull")
+    async def pull() -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            for i in range(PULL_BYTES // 500_000):
+                yield bytes([i]) * 500_000
+
+        return StreamingResponse(pieces(), headers={"content-length": str(PULL_BYTES), "etag": '"v7"'})
+
+    @app.get("/events")
+    async def events() -> Response:
+        async def forever() -> AsyncIterator[bytes]:
+            nonlocal listening
+            listening += 1
+            try:
+                while True:
+                    yield b"data: tick\n\n"
+                    await asyncio.sleep(0.05)
+            finally:
+                listening -= 1
+
+        return StreamingResponse(forever(), media_type="text/event-stream")
+
+    @app.get("/listening")
+    async def count() -> int:
+        return listening
+
+    @app.get("/names/{name:path}")
+    async def name_of(name: str) -> str:
+        return name
+
+    @app.get("/slow")
+    async def slow(seconds: float) -> dict[str, bool]:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(seconds)
+        return {"ok": True}
+
+    @app.get("/begun")
+    async def begun_ones() -> int:
+        return begun
+
+    @app.get("/die")
+    async def die() -> Response:
+        async def part() -> AsyncIterator[bytes]:
+            yield b"begun"
+            await asyncio.sleep(0.2)
+            os._exit(1)
+
+        return StreamingResponse(part(), headers={"content-length": "1000"})
+
+
+def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None:
+    """One route that hands everything on."""
+
+    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST"])
+    async def everything(request: Request) -> Response:
+        return await forwarder.forward(request, upstreams, mark=True, code="no_leader")
+
+
+async def main(server: str, port: int, upstreams: list[str]) -> None:
+    """Serves until SIGTERM, then says so."""
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    app = FastAPI(redirect_slashes=False)
+    problems.install(app)
+    forwarder = Forwarder()
+    if upstreams:
+        handing_on(app, forwarder, upstreams)
+    else:
+        answering(app)
+    serve = serve_granian if server == "granian" else serve_uvicorn
+    await serve(NodeMiddleware(app), "127.0.0.1", port, stop, grace_s=5.0)
+    await forwarder.aclose()
+    print("stopped in order", flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",") if len(sys.argv) > 3 else []))

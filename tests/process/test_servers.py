@@ -1,0 +1,192 @@
+"""The two HTTP servers and forwarding, each in a process of its own."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from pyreqwest.client import SyncClientBuilder
+
+from paramserver.errors import from_document
+
+from .cluster import eventually
+
+pytestmark = pytest.mark.process
+
+APP = Path(__file__).with_name("node_app.py")
+SERVERS = ("granian", "uvicorn")
+
+
+class Node:
+    """One process of `node_app.py`."""
+
+    def __init__(self, server: str, *args: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=20.0)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(APP), server, str(self.port), *args], stdout=subprocess.PIPE, text=True
+        )
+
+    def listens(self) -> bool:
+        """Whether it takes connections; raises OSError while it does not."""
+        assert self.process.poll() is None, f"exited with {self.process.returncode}"
+        socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+        return True
+
+    def stop(self) -> tuple[int, str]:
+        """Exit status and output after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        out, _ = self.process.communicate(timeout=20)
+        return self.process.returncode, out
+
+
+@contextmanager
+def node(server: str, *args: str) -> Iterator[Node]:
+    running = Node(server, *args)
+    try:
+        eventually(running.listens, what=f"{server} to listen")
+        yield running
+    finally:
+        running.http.close()
+        running.process.kill()
+        running.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[Node]:
+    """A granian node that answers itself."""
+    with node("granian") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(upstream: Node) -> Iterator[Node]:
+    """A uvicorn node that hands on to an address where nobody is, then to `upstream`."""
+    with node("uvicorn", f"http://127.0.0.1:1,{upstream.url}") as running:
+        yield running
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_request_in_flight_is_finished_before_the_process_ends(server: str) -> None:
+    """SIGTERM lets the request in flight finish, in spite of an idle connection; then the process leaves with 0."""
+    with node(server) as running, httpx.Client(base_url=running.url) as idle:
+        assert idle.get("/listening").json() == 0  # leaves a kept-alive connection behind
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(running.http.get("/slow?seconds=1")))
+        asking.start()
+        eventually(lambda: running.http.get("/begun").json() == 1)
+        code, out = running.stop()
+        asking.join()
+
+    assert [a.status_code for a in answers] == [200]
+    assert (code, out) == (0, "stopped in order\n")
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_an_endless_answer_does_not_keep_the_process(server: str) -> None:
+    """A stream that never ends is cut off after the grace."""
+    with node(server) as running, running.http.stream("GET", "/events") as events:
+        next(events.iter_raw())
+        code, out = running.stop()
+
+    assert (code, out) == (0, "stopped in order\n")
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_taken_port_is_an_error(server: str) -> None:
+    """A second node at the same address ends at once with an error, and the first goes on."""
+    with node(server) as running:
+        second = subprocess.run(
+            [sys.executable, "-P", str(APP), server, str(running.port)], capture_output=True, text=True, timeout=30
+        )
+
+        assert second.returncode != 0
+        assert "OSError" in second.stderr or "in use" in second.stderr
+        assert running.http.get("/listening").status_code == 200
+
+
+def test_one_port_speaks_both_versions_of_http(upstream: Node) -> None:
+    """The shard's server answers HTTP/1.1 and HTTP/2 with prior knowledge on the same port, big bodies both ways."""
+    client = SyncClientBuilder().http2_prior_knowledge().http2_max_frame_size(1 << 20).build()
+    with client:
+        pushed = client.post(f"{upstream.url}/push").body_bytes(bytes(3_000_000)).build().send()
+        pulled = client.get(f"{upstream.url}/pull").build().send()
+        ignored = client.post(f"{upstream.url}/ignore").body_bytes(bytes(3_000_000)).build().send()
+
+        assert pushed.version == "HTTP/2.0"
+        assert pushed.json()["size"] == 3_000_000
+        assert len(pulled.bytes()) == 5_000_000
+        assert ignored.json() == {"ok": True}
+    assert upstream.http.post("/push", content=b"abc").json()["size"] == 3
+
+
+def test_a_request_is_handed_on_whole(front: Node) -> None:
+    """Body, query and end-to-end headers reach the other node, hop-by-hop ones do not, and the mark is set."""
+    headers = {"x-kept": "1", "x-dropped": "1", "connection": "x-dropped", "x-request-id": "r-1"}
+    answer = front.http.post("/push?a=%C3%A9&b=1", content=bytes(2_000_000), headers=headers)
+
+    assert answer.headers["x-request-id"] == "r-1"
+    assert answer.headers.get_list("x-request-id") == ["r-1"]
+    assert answer.json() == {
+        "size": 2_000_000, "query": "a=%C3%A9&b=1", "content-length": "2000000", "x-kept": "1", "x-dropped": None,
+        "x-request-id": "r-1", "x-paramserver-forwarded": "1",
+    }  # fmt: skip
+
+
+def test_a_body_without_a_length_is_handed_on(front: Node) -> None:
+    """A chunked body stays one."""
+    answer = front.http.post("/push", content=iter([b"ab", b"c" * 100_000]))
+
+    assert (answer.json()["size"], answer.json()["content-length"]) == (100_002, None)
+
+
+def test_an_answer_is_handed_on_whole(front: Node, upstream: Node) -> None:
+    """Status, headers and a big body come back as the other node gave them; HEAD has no body."""
+    there, here = upstream.http.get("/pull"), front.http.get("/pull")
+
+    assert here.content == there.content
+    assert (here.headers["etag"], here.headers["content-length"]) == ('"v7"', "5000000")
+    assert front.http.get("/nothing").status_code == 404
+    assert from_document(front.http.get("/nothing").json()).code == "not_found"
+
+
+@pytest.mark.parametrize("raw", ["a%2Fb", "a/../b", "a/./..", "%C3%A9%7C%5C", "a%25b", "a%2F..%2Fc", "a//b", "a+b%20c"])
+def test_names_survive_being_handed_on(front: Node, upstream: Node, raw: str) -> None:
+    """A name in the path, also one with slashes, dots or odd characters, is the same name at the other node."""
+
+    def ask(port: int) -> str:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as s:
+            s.sendall(f"GET /names/{raw} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            data = b"".join(iter(lambda: s.recv(65536), b""))
+        assert data.startswith(b"HTTP/1.1 200"), data
+        return data.partition(b"\r\n\r\n")[2].decode()
+
+    assert ask(front.port) == ask(upstream.port)
+
+
+def test_events_flow_and_end_with_the_client(front: Node, upstream: Node) -> None:
+    """Events come through as they happen, and the other node is let go when the client hangs up."""
+    with front.http.stream("GET", "/events") as events:
+        assert next(events.iter_raw()).startswith(b"data: tick")
+        eventually(lambda: upstream.http.get("/listening").json() == 1)
+
+    eventually(lambda: upstream.http.get("/listening").json() == 0, what="the other node to be let go")
+
+
+def test_a_node_that_dies_in_the_middle_cuts_the_answer_off(upstream: Node) -> None:
+    """Half an answer is never passed off as a whole one; afterwards the front says that nobody is there."""
+    with node("granian") as dying, node("uvicorn", dying.url) as front:
+        with pytest.raises(httpx.RemoteProtocolError):
+            front.http.get("/die")
+        answer = front.http.get("/slow?seconds=0")
+
+    assert (answer.status_code, answer.json()["code"]) == (503, "no_leader")
+    assert answer.headers["retry-after"] == "1"
