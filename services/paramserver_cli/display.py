@@ -70,11 +70,10 @@ def plain_line(training: Training) -> str:
 
 def numbers(s: Sample) -> str:
     """Loss, accuracy, rate and lag in one line."""
-    parts = [
-        "loss   -  " if s.loss is None else f"loss {s.loss:.3f}",
-        "accuracy    -  " if s.accuracy is None else f"accuracy {100 * s.accuracy:4.1f} %",
-        f"{s.pushes_per_s:4.0f} pushes/s",
-    ]
+    parts = [] if s.loss is None else [f"loss {s.loss:.3f}"]
+    if s.accuracy is not None:
+        parts.append(f"accuracy {100 * s.accuracy:4.1f} %")
+    parts.append(f"{s.pushes_per_s:4.0f} pushes/s")
     if s.lag is not None:
         parts.append(f"lag {s.lag:.1f}")
     return "  ".join(parts)
@@ -105,7 +104,7 @@ def picture(training: Training, page: str) -> Panel:
     s = training.last
     head = Text(f"{training.elapsed_s:5.1f} s   status page {page}", style="bold")
     if s is None:
-        return Panel(Group(head, Text(training.away or "waiting for workers")), title=training.title)
+        return Panel(Group(head, Text(training.away or "waiting for workers")), title=training.model)
     losses = [x.loss for x in training.samples]
     known = [x for x in losses if x is not None]
     top = max(known, default=1.0)
@@ -125,4 +124,4 @@ def picture(training: Training, page: str) -> Panel:
     line = Text(f"{numbers(s)}   version {s.version}   clock {s.clock}")
     if training.away:
         line = Text(training.away, style="red")
-    return Panel(Group(head, Text(), curves, Text(), line, Text(), table), title=f"digits, {training.title}")
+    return Panel(Group(head, Text(), curves, Text(), line, Text(), table), title=training.model)

@@ -2,7 +2,7 @@
 
 import typer
 
-from paramserver_cli import config, demo, exits, up
+from paramserver_cli import checkpoints, config, demo, exits, logs, models, new, runs, status, train, up
 
 app = typer.Typer(
     cls=exits.Psctl,
@@ -13,11 +13,22 @@ app = typer.Typer(
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 nobody answers, 4 the cluster refuses, 130 interrupted.",
     epilog="Start here: psctl demo",
 )
-app.command()(demo.demo)
-app.command()(up.up)
-app.command()(up.down)
-app.command("list")(up.list_clusters)
-app.command()(config.config)
+START, LOCAL, CLUSTER = "Start here", "Clusters on this machine", "Any cluster"
+app.command(rich_help_panel=START)(demo.demo)
+app.command(rich_help_panel=START)(new.new)
+app.command(rich_help_panel=LOCAL)(up.up)
+app.command(rich_help_panel=LOCAL)(up.down)
+app.command("list", rich_help_panel=LOCAL)(up.list_clusters)
+app.command(rich_help_panel=LOCAL)(logs.logs)
+app.command(rich_help_panel=CLUSTER)(status.status)
+app.command(rich_help_panel=CLUSTER)(train.train)
+app.command(rich_help_panel=CLUSTER)(models.models)
+app.command(rich_help_panel=CLUSTER)(models.create)
+app.command("set", rich_help_panel=CLUSTER)(models.set_)
+app.command(rich_help_panel=CLUSTER)(models.pull)
+app.add_typer(runs.app, name="run", rich_help_panel=CLUSTER)
+app.add_typer(checkpoints.app, name="checkpoint", rich_help_panel=CLUSTER)
+app.command(rich_help_panel=START)(config.config)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""`lr=0.05 mode=ssp staleness=2`: settings on a command line as the JSON merge patch they stand for."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, Final
+
+import typer
+
+from paramserver.core.spec import CheckpointSpec, ConsistencySpec, OptimizerSpec
+
+_SECTIONS: Final = {
+    "optimizer": {f.name for f in fields(OptimizerSpec)} - {"name"},
+    "consistency": {f.name for f in fields(ConsistencySpec)},
+    "checkpoint": {f.name for f in fields(CheckpointSpec)},
+}
+_TOP: Final = {"evaluate_every"}
+
+
+def value(text: str) -> Any:
+    """JSON if it is JSON, else the text itself: `3`, `0.5`, `true`, `[0.9, 0.95]`, `fold`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def pairs(texts: Iterable[str]) -> dict[str, Any]:
+    """NAME=VALUE words as a mapping; raises BadParameter (exit code 2)."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, right = text.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"'{text}' must look like name=value")
+        found[name] = value(right)
+    return found
+
+
+def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
+    """The patch of a model's spec: each name goes where it belongs; `optimizer.lr=…` and `optimizer=adam` work too."""
+    patch: dict[str, Any] = {}
+    for name, right in pairs(texts).items():
+        section, dot, rest = name.partition(".")
+        if dot:
+            target = patch.setdefault(section, {})
+            *path, last = rest.split(".")
+            for part in path:
+                target = target.setdefault(part, {})
+            target[last] = right
+        elif name == "optimizer":
+            patch.setdefault("optimizer", {})["name"] = right
+        elif name in _TOP:
+            patch[name] = right
+        else:
+            owner = next((s for s, names in _SECTIONS.items() if name in names), None)
+            if owner is None:
+                known = sorted({"optimizer", *_TOP}.union(*_SECTIONS.values()))
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+                raise typer.BadParameter(f"'{name}' is no setting of a model; {hint}")
+            patch.setdefault(owner, {})[name] = right
+    return patch

@@ -1,0 +1,78 @@
+"""psctl checkpoint: saving and restoring, to folders of this machine or below the cluster's state directory."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paramserver_cli.config import Json, Url, connect
+
+app = typer.Typer(
+    no_args_is_help=True, help="Save, restore and list checkpoints.", epilog="psctl checkpoint save demo ./ckpt"
+)
+ModelName = Annotated[str, typer.Argument(help="The model's name.")]
+
+
+@app.command()
+def save(
+    model: ModelName,
+    path: Annotated[Path | None, typer.Argument(help="Folder on this machine; none: the cluster keeps it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    as_json: Json = False,
+    url: Url = None,
+) -> None:
+    """Write a checkpoint: parameters (safetensors), optimizer state, worker states, checksums.
+
+    psctl checkpoint save demo ./ckpt
+
+    psctl checkpoint save demo
+    """
+    found = connect(url).model(model)
+    document = found.save() if path is None else found.checkpoint(path, overwrite=overwrite)
+    if as_json:
+        typer.echo(json.dumps(document))
+    else:
+        typer.echo(f"saved as {document['name']}" if path is None else f"saved to {path}")
+
+
+@app.command()
+def restore(
+    source: Annotated[str, typer.Argument(help="Folder on this machine, or the name of one that the cluster keeps.")],
+    model: Annotated[str | None, typer.Option("--as", help="Name of the model; default: the one it had.")] = None,
+    partitions: Annotated[int | None, typer.Option(min=1, help="Into how many it is cut; default: as it was.")] = None,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Set a model that is there to these values.")] = False,
+    url: Url = None,
+) -> None:
+    """Make a model from a checkpoint, or set one back to one that the cluster keeps.
+
+    psctl checkpoint restore ./ckpt --as demo2
+
+    psctl checkpoint restore latest --as demo
+    """
+    client = connect(url)
+    if Path(source).is_dir():
+        name = client.restore(source, as_=model, partitions=partitions, exist_ok=exist_ok).name
+    elif model is None:
+        raise typer.BadParameter(f"there is no folder '{source}'; for one that the cluster keeps, --as names the model")
+    else:
+        client.model(model).restore(source)
+        name = model
+    typer.echo(f"restored model {name}")
+
+
+@app.command("list")
+def list_checkpoints(model: ModelName, as_json: Json = False, url: Url = None) -> None:
+    """List the checkpoints that the cluster keeps of a model, oldest first."""
+    items = connect(url).model(model).checkpoints()
+    if as_json:
+        typer.echo(json.dumps({"items": items, "next": None}))
+        return
+    table = Table("checkpoint", "clock", "MiB", "path", box=None)
+    for c in items:
+        table.add_row(
+            c["name"], str(c.get("clock", "")), f"{c.get('bytes', 0) / (1 << 20):.1f}", str(c.get("path", ""))
+        )
+    Console().print(table)

@@ -1,0 +1,54 @@
+"""psctl logs: what the processes of a cluster on this machine printed."""
+
+import time
+from pathlib import Path
+from typing import IO, Annotated
+
+import typer
+
+from paramserver_cli.config import StateDirOption, state_dir
+from paramserver_cli.launch import Failed
+
+FOLLOW_S = 0.25
+
+
+def logs(
+    node: Annotated[str | None, typer.Argument(help="scheduler, shard-0, worker-1, redis, ...; none: all.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each.")] = 20,
+    state: StateDirOption = None,
+) -> None:
+    """Show the logs of a cluster on this machine.
+
+    psctl logs shard-0
+
+    psctl logs -f
+    """
+    folder = state_dir(state)
+    found = {p.stem: p for p in sorted(folder.logs.glob("*.log"))}
+    if node is not None and node not in found:
+        raise Failed(f"there is no log of '{node}' in {folder.logs}; there are: {', '.join(found) or 'none'}")
+    if not found:
+        raise Failed(f"there are no logs in {folder.logs}; --state-dir names another cluster's folder")
+    chosen = found if node is None else {node: found[node]}
+    width = max(map(len, chosen)) if node is None else 0
+    files: dict[str, IO[str]] = {}
+    for name, path in chosen.items():
+        for line in folder.tail(name, lines).splitlines() if lines else []:
+            _print(name, line, width)
+        files[name] = _open_at_end(path)
+    while follow:
+        for name, file in files.items():
+            for line in file:
+                _print(name, line.rstrip("\n"), width)
+        time.sleep(FOLLOW_S)
+
+
+def _open_at_end(path: Path) -> IO[str]:
+    file = path.open(errors="replace")
+    file.seek(0, 2)
+    return file
+
+
+def _print(name: str, line: str, width: int) -> None:
+    typer.echo(f"{name:{width}}  {line}" if width else line)

@@ -1,0 +1,132 @@
+"""psctl create, set and pull: models."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+import paramserver as ps
+from paramserver_cli.assignments import merge_patch
+from paramserver_cli.config import Json, Url, connect
+from paramserver_cli.launch import Failed
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-3` as text; here it is a number, as everybody means it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """A model's spec from a YAML or JSON file; raises Failed when it cannot be read."""
+    try:
+        found = yaml.load(sys.stdin if str(path) == "-" else path.read_text(), Loader=_Loader)
+    except OSError as e:
+        raise Failed(f"cannot read {path}: {e.strerror}") from None
+    except yaml.YAMLError as e:
+        raise Failed(f"{path} is not YAML: {e}") from None
+    if not isinstance(found, dict):
+        raise Failed(f"{path} must hold an object with 'params'")
+    return found
+
+
+def create(
+    model: Annotated[str, typer.Argument(help="The model's name.")],
+    file: Annotated[
+        Path, typer.Option("--file", "-f", help="YAML or JSON file with the spec; - reads standard input.")
+    ],
+    exist_ok: Annotated[
+        bool, typer.Option("--exist-ok", help="One that is there with this very spec is fine.")
+    ] = False,
+    as_json: Json = False,
+    url: Url = None,
+) -> None:
+    """Create a model from a file.
+
+    The file holds what POST /models takes, for example:
+
+        params:
+          w: {shape: [64, 10], init: {kind: xavier_uniform}}
+          b: {shape: [10]}
+        optimizer: {name: adam, lr: 0.001}
+        consistency: {mode: sync}
+
+    psctl create demo -f spec.yaml
+    """
+    made = create_from(connect(url), model, read_spec(file), exist_ok=exist_ok).info()
+    if as_json:
+        typer.echo(json.dumps(made))
+    else:
+        typer.echo(
+            f"model {made['name']}: {len(made['spec']['params'])} parameters, {made['spec']['consistency']['mode']}"
+        )
+
+
+def create_from(client: ps.Client, model: str, spec: dict[str, Any], *, exist_ok: bool) -> ps.Model:
+    """Create a model from the contents of a spec file."""
+    allowed = ("optimizer", "consistency", "partitions", "ack", "evaluate_every", "checkpoint")
+    options = {k: v for k, v in spec.items() if k not in ("name", "params")}
+    unknown = [k for k in options if k not in allowed]
+    if unknown:
+        raise Failed(f"the spec has unknown fields: {', '.join(unknown)}; known: params, {', '.join(allowed)}")
+    return client.create_model(model, spec.get("params", {}), exist_ok=exist_ok, **options)
+
+
+def set_(
+    model: Annotated[str, typer.Argument(help="The model's name.")],
+    settings: Annotated[list[str], typer.Argument(help="NAME=VALUE ...", metavar="NAME=VALUE...")],
+    as_json: Json = False,
+    url: Url = None,
+) -> None:
+    """Change settings of a model while it trains.
+
+    psctl set demo lr=0.05
+
+    psctl set demo mode=ssp staleness=2
+
+    psctl set demo optimizer=adam betas=[0.9,0.95]
+    """
+    changed = connect(url).request("PATCH", f"/models/{model}", merge_patch(settings))
+    if as_json:
+        typer.echo(json.dumps(changed))
+    else:
+        typer.echo(f"model {changed['name']} is at revision {changed['revision']}")
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="The model's name.")],
+    name: Annotated[str, typer.Argument(help="The parameter's name.")],
+    min_version: Annotated[int, typer.Option(min=0, help="Wait for this version.")] = 0,
+    wait_s: Annotated[float, typer.Option(min=0.0, help="How long to wait for it.")] = 0.0,
+    url: Url = None,
+) -> None:
+    """Write one parameter to standard output as a .npy file.
+
+    psctl pull demo w > w.npy
+
+    psctl pull demo layers.0.weight | python -c "import numpy, sys, io; print(numpy.load(io.BytesIO(sys.stdin.buffer.read())))"
+    """
+    if sys.stdout.isatty():
+        raise typer.BadParameter(f"this prints binary data; write it to a file: psctl pull {model} {name} > {name}.npy")
+    import numpy as np
+
+    values = connect(url).model(model).pull([name], min_version=min_version, wait_s=wait_s)
+    np.lib.format.write_array(sys.stdout.buffer, np.asarray(values[name]), version=(1, 0), allow_pickle=False)
+    sys.stdout.buffer.flush()
+
+
+def models(as_json: Json = False, url: Url = None) -> None:
+    """List the models of the cluster."""
+    items = connect(url).request("GET", "/models")
+    if as_json:
+        typer.echo(json.dumps(items))
+        return
+    for m in items["items"]:
+        typer.echo(f"{m['name']:24} {m['state']:12} version {m['version']:<8} {m.get('mode', '')}")

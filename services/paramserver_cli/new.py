@@ -1,0 +1,63 @@
+"""psctl new: a project of two files that `psctl train` runs at once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paramserver.core.spec import check_model_name
+from paramserver_cli.launch import Failed
+
+TRAIN = '''"""What each worker of {name} runs: `psctl train {folder}/train.py --model {name} --workers 2`."""
+
+import numpy as np
+
+import paramserver as ps
+
+STEPS = 300
+
+
+def batch(rng: np.random.Generator, size: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Your data goes here: inputs (size, 10) and what is to be predicted from them (size, 1)."""
+    x = rng.standard_normal((size, 10), dtype=np.float32)
+    truth = np.arange(10, dtype=np.float32)[:, None] / 10
+    return x, x @ truth + 0.5
+
+
+def train(worker: ps.Worker) -> None:
+    """Pull, compute, push, until the run is over; each worker has a rank of its own, so it draws other data."""
+    rng = np.random.default_rng(worker.rank)
+    for _ in range(STEPS):
+        if worker.draining:
+            break
+        p = worker.pull()
+        x, y = batch(rng)
+        error = x @ p["w"] + p["b"] - y
+        worker.step({{"w": x.T @ error / len(x), "b": error.mean(axis=0)}}, loss=float((error**2).mean()))
+'''
+MODEL = """# The model {name}; what may stand here is what POST /models takes.
+params:
+  w: {{shape: [10, 1], init: {{kind: normal, std: 0.1, seed: 1}}}}
+  b: {{shape: [1]}}
+optimizer: {{name: adam, lr: 0.02}}
+consistency: {{mode: sync}}
+"""
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the project's folder and of its model.")],
+) -> None:
+    """Write a project of two files that trains at once: make it yours from there.
+
+    psctl new my-model && psctl train my-model/train.py --model my-model --workers 2
+    """
+    folder = Path(name)
+    model = check_model_name(folder.name)
+    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+        raise Failed(f"{folder} is there already and not empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in (("train.py", TRAIN), ("model.yaml", MODEL)):
+        (folder / file).write_text(text.format(name=model, folder=folder))
+    typer.echo(f"wrote {folder}/train.py and {folder}/model.yaml")
+    typer.echo("next: psctl up --detach")
+    typer.echo(f"      psctl train {folder}/train.py --model {model} --workers 2")

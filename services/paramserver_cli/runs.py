@@ -1,0 +1,71 @@
+"""psctl run: trainings of the cluster."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paramserver_cli.config import Json, Url, connect
+
+app = typer.Typer(no_args_is_help=True, help="List, show, pause, resume and stop runs.", epilog="psctl run list")
+Run = Annotated[str, typer.Argument(help="The run's id, such as run-1.")]
+
+
+def _tell(run: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(run))
+        return
+    for key in ("id", "name", "model", "entry", "state", "reason", "args", "stop"):
+        if run.get(key):
+            typer.echo(f"{key:8} {run[key] if isinstance(run[key], str) else json.dumps(run[key])}")
+
+
+@app.command("list")
+def list_runs(as_json: Json = False, url: Url = None) -> None:
+    """List the runs, newest first."""
+    items = connect(url).runs()
+    if as_json:
+        typer.echo(json.dumps({"items": items, "next": None}))
+        return
+    table = Table("run", "model", "entry", "state", "reason", box=None)
+    for r in items:
+        table.add_row(r["id"], r["model"], r["entry"], r["state"], (r["reason"].strip().splitlines() or [""])[-1])
+    Console().print(table)
+
+
+@app.command()
+def show(run: Run, as_json: Json = False, url: Url = None) -> None:
+    """Show one run, with the reason of its end and its last traceback."""
+    _tell(connect(url).get_run(run), as_json)
+
+
+@app.command()
+def pause(run: Run, as_json: Json = False, url: Url = None) -> None:
+    """Let the workers of a run wait after the step at hand."""
+    _tell(connect(url).set_run(run, state="paused"), as_json)
+
+
+@app.command()
+def resume(run: Run, as_json: Json = False, url: Url = None) -> None:
+    """Let a paused run go on."""
+    _tell(connect(url).set_run(run, state="running"), as_json)
+
+
+@app.command()
+def stop(run: Run, as_json: Json = False, url: Url = None) -> None:
+    """End a run; its workers go back to the pool."""
+    _tell(connect(url).set_run(run, state="stopped"), as_json)
+
+
+@app.command("eval")
+def evaluate(run: Run, url: Url = None) -> None:
+    """Ask for an evaluation now; the next worker of the run that looks makes it.
+
+    psctl run eval run-1
+    """
+    client = connect(url)
+    model = client.get_run(run)["model"]
+    client.model(model).evaluate()
+    typer.echo(f"asked for an evaluation of model {model}; psctl status shows the result")

@@ -1,0 +1,80 @@
+"""psctl status: nodes, models and runs of a cluster, once or again and again."""
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paramserver.errors import Unavailable
+from paramserver_cli.config import Json, Url, connect
+
+WATCH_S = 1.0
+
+
+def status(
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again each second, until Ctrl-C.")] = False,
+    as_json: Json = False,
+    url: Url = None,
+) -> None:
+    """Show the cluster: nodes with heartbeat ages, models with versions, clocks, rates and lag, runs.
+
+    psctl status --watch
+
+    psctl status --json | jq .models
+    """
+    client = connect(url)
+    if not watch:
+        found = client.status()
+        if as_json:
+            typer.echo(json.dumps(found))
+        else:
+            Console().print(table(found))
+        return
+    with Live(console=Console(), auto_refresh=False, screen=False) as live:
+        while True:
+            try:
+                found = client.status(timeout=2 * WATCH_S)
+            except Unavailable as e:
+                live.update(Text(str(e), style="red"), refresh=True)
+            else:
+                if as_json:
+                    live.stop()
+                    typer.echo(json.dumps(found))
+                else:
+                    live.update(table(found), refresh=True)
+            time.sleep(WATCH_S)
+
+
+def table(found: dict[str, Any]) -> RenderableType:
+    """The status as tables."""
+    cluster = found["cluster"]
+    head = Text(f"cluster {cluster['state']}, redis {cluster['redis']}, up {cluster['uptime_s']:.0f} s")
+    parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in cluster["problems"])]
+    nodes = Table("node", "state", "heartbeat", "partitions", "MiB", "address", box=None)
+    for n in found["nodes"]:
+        state = n["state"] if n["alive"] else "dead"
+        size = f"{n['bytes'] / (1 << 20):.1f}"
+        address = ", ".join(n["addresses"])
+        nodes.add_row(n["name"], state, f"{n['heartbeat_age_s']:.1f} s", str(n["partitions"]), size, address)
+    parts += [Text(), nodes]
+    if found["models"]:
+        models = Table("model", "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last", box=None)
+        for m in found["models"]:
+            last = "  ".join(f"{s['name']} {s['last']:.4g}" for s in m["series"] if s["last"] is not None)
+            lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
+            numbers = (str(m["version"]), str(m["clock"]), f"{m['pushes_per_s']:.1f}", lag)
+            workers = sum(w["state"] != "dead" for w in m["workers"])
+            models.add_row(m["name"], m["mode"], m["state"], *numbers, str(workers), last)
+        parts += [Text(), models]
+    if found["runs"]:
+        runs = Table("run", "model", "state", "workers", "", box=None)
+        for r in found["runs"]:
+            reason = (r["reason"].strip().splitlines() or [""])[-1]
+            runs.add_row(r["id"], r["model"], r["state"], f"{r['placed']} of {r['workers']}", reason)
+        parts += [Text(), runs]
+    return Group(*parts)

@@ -1,0 +1,130 @@
+"""psctl train: one run with workers on this machine, followed to its end."""
+
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import paramserver as ps
+from paramserver.errors import NotFoundError, PsError, problem
+from paramserver_cli import launch
+from paramserver_cli.assignments import merge_patch, pairs
+from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_cli.config import Url, connect
+from paramserver_cli.display import display
+from paramserver_cli.launch import Failed
+from paramserver_cli.models import create_from, read_spec
+from paramserver_cli.training import Training
+
+SPEC_FILE = "model.yaml"
+LOOK_EVERY_S = 0.4
+LAST_LINES = 20
+
+
+def train(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT|MODULE:FUNC", help="What the workers run.")],
+    model: Annotated[str, typer.Option(help="The model to train.")],
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes on this machine.")] = 2,
+    mode: Annotated[str | None, typer.Option(help="async, ssp, sync or buffered; default: as the model is.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="Creates the model if it is not there; default: model.yaml beside SCRIPT.")
+    ] = None,
+    arg: Annotated[list[str] | None, typer.Option(help="name=value for the function; repeatable.")] = None,
+    clocks: Annotated[int | None, typer.Option(min=1, help="End after so many clocks.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="End after so many minutes.")] = None,
+    evaluate_every: Annotated[int, typer.Option(min=0, help="Clocks between evaluations.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Clocks between the cluster's checkpoints.")] = 0,
+    url: Url = None,
+) -> None:
+    """Train a model with workers on this machine, and follow it to its end.
+
+    SCRIPT is a file with a function `train(worker)`. Without an end given, it is over when every worker's function
+    has returned.
+
+        psctl train train.py --model demo --workers 4 --mode sync
+
+        psctl train mypackage.job:train --model demo --clocks 1000 --arg batch_size=128
+    """
+    entry, folder = _entry(target)
+    client = connect(url)
+    _prepare(client, model, spec or _beside(target), mode, workers)
+    stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
+    options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    state = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-")))
+    plan = Plan(shards=0, workers=workers, scheduler=client.url, allow=[entry.partition(":")[0]], paths=[str(folder)])
+    try:
+        with launch.cluster(state, plan):
+            run = client.create_run(model, entry, args=pairs(arg or []), workers=workers, stop=stop, **options)
+            typer.echo(f"{run['id']} trains model {model} with {workers} workers; status page {client.url}")
+            try:
+                _report(_follow(client, run["id"], Training(client, model, model), state))
+            except KeyboardInterrupt:
+                with suppress(PsError):
+                    client.set_run(run["id"], state="stopped", timeout=5.0)
+                raise
+    finally:
+        shutil.rmtree(state.path, ignore_errors=True)
+
+
+def _entry(target: str) -> tuple[str, Path]:
+    """(package.module:function, folder to import it from) of what the user named."""
+    if not target.endswith(".py"):
+        if ":" not in target:
+            raise typer.BadParameter(f"'{target}' is neither a .py file nor MODULE:FUNC")
+        return target, Path.cwd()
+    path = Path(target)
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {target}")
+    if not path.stem.isidentifier():
+        raise typer.BadParameter(f"'{path.name}' cannot be imported: rename it to {path.stem.replace('-', '_')}.py")
+    return f"{path.stem}:train", path.parent.absolute()
+
+
+def _beside(target: str) -> Path | None:
+    path = Path(target).parent / SPEC_FILE
+    return path if target.endswith(".py") and path.is_file() else None
+
+
+def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None, workers: int) -> None:
+    """Make the model if it is not there; set its mode, and how many workers its first clock waits for."""
+    try:
+        document = client.model(model).info()
+    except NotFoundError:
+        if spec is None:
+            hint = f"psctl create {model} -f spec.yaml, or put a {SPEC_FILE} beside the script"
+            raise problem("unknown_model", f"there is no model '{model}'", hint=hint) from None
+        document = create_from(client, model, read_spec(spec), exist_ok=True).info()
+        typer.echo(f"created model {model} from {spec}")
+    words = [] if mode is None else [f"mode={mode}"]
+    if (mode or document["spec"]["consistency"]["mode"]) in ("sync", "ssp"):
+        words.append(f"min_workers={workers}")
+    if words:
+        client.request("PATCH", f"/models/{model}", merge_patch(words))
+
+
+def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:
+    """Show the run until it has ended; its document then."""
+    restarts: dict[str, int] = {}
+    with display(client.url) as shown:
+        while True:
+            training.look()
+            shown.show(training)
+            document = client.get_run(run)
+            if document["state"] in ("finished", "failed", "stopped"):
+                return document
+            supervisor = state.supervisor()
+            for name, count in (supervisor.restarts if supervisor else {}).items():
+                if count > restarts.get(name, 0):
+                    restarts[name] = count
+                    typer.echo(f"{name} died and was started again; its last lines:\n{state.tail(name, LAST_LINES)}")
+            time.sleep(LOOK_EVERY_S)
+
+
+def _report(run: dict[str, Any]) -> None:
+    if run["state"] == "failed":
+        raise Failed(f"{run['id']} failed: {run['reason']}")
+    typer.echo(f"{run['id']} {run['state']}: {run['reason']}")
