@@ -66,7 +66,7 @@ class Window:
         """Remember an accepted push that `judge` has called new."""
         self.highest = max(self.highest, seq)
         slot = seq & (len(self._seqs) - 1)
-        while self._seqs[slot] != _EMPTY and self._seqs[slot] > self.highest - limits.WINDOW:
+        while self._seqs[slot] not in (_EMPTY, seq) and self._seqs[slot] > self.highest - limits.WINDOW:
             self._grow()
             slot = seq & (len(self._seqs) - 1)
         self._seqs[slot], self._crcs[slot] = seq, crc
