@@ -174,6 +174,27 @@ def test_entering_sync_makes_one_clock_and_a_cut() -> None:
     assert d.result(d.clock(a, clock + 1))["released"]
 
 
+def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -> None:
+    """The first commit is made again, once every partition is served under its new token."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    d.clock(a, 7)
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
+    for name in d.shards:
+        d.beat(name, stored=False)
+    body = d.ask(lambda n: io.JoinShard(n, "s1", ["http://s1:1"]))
+    document = [p for p in d.published if p["type"] == "model"][-1]
+    assert (document["source"], document["timeline"], document["commits"]) == ("snapshot", 2, [])
+    assert len(d.commits()) == 1
+    d.shards["s1"] = body["epoch"]
+    d.beats()
+    first, again = d.commits()
+    assert (again["timeline"], again["t"], again["contributions"]) == (2, first["t"] + 1, [])
+    d.beats()
+    assert d.core.read.model("m")["cut"] == again["t"] + 1
+
+
 def test_quorum_late_workers_are_dropped_or_folded() -> None:
     """With drop the late clock is in no commit; with fold it is in the next one; both are told where to go on."""
     for late, listed in (("drop", [["m/a", 1]]), ("fold", [["m/a", 1], ["m/b", 0]])):

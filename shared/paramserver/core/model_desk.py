@@ -120,7 +120,8 @@ class ModelDesk:
             self.c.save_clock(model)
             self.c.model_changed(model)
             if model.gate.sync and not was_sync and not self._untouched(model):
-                begin_sync(self.c, model)
+                # None that a partition's version has not reached, so a pull that waits for it is met at once.
+                begin_sync(self.c, model, min(model.gate.clock, *(o.version for o in model.owners)))
         self.c.answer(e.request, self.c.public(model))
 
     def _untouched(self, model: Model) -> bool:
@@ -212,7 +213,7 @@ class ModelDesk:
                 self._filled(model, {RESTORED})
             if model.gate.sync:
                 # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
-                begin_sync(self.c, model)
+                begin_sync(self.c, model, model.gate.clock)
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
 

@@ -88,5 +88,5 @@ def _resume(c: Cluster, model: Model) -> None:
         model.restoring = False
         c.save_model(model)
         if model.gate.sync:
-            begin_sync(c, model)
+            begin_sync(c, model, model.gate.clock)
     c.model_changed(model)

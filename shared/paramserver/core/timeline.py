@@ -13,13 +13,11 @@ def restart(cluster: Cluster, model: Model, clock: int) -> None:
     cluster.model_changed(model)
 
 
-def begin_sync(cluster: Cluster, model: Model) -> None:
-    """A sync phase begins on values that are not the initial ones: everyone takes up one clock.
+def begin_sync(cluster: Cluster, model: Model, clock: int) -> None:
+    """A sync phase begins, at that clock, on values that are not the initial ones.
 
-    A commit without contributions then makes the first cut.  The clock is none that a partition's version has not
-    reached, so a pull that waits for it is met at once.
+    A commit without contributions makes the first cut as soon as every partition is served.
     """
-    clock = min(model.gate.clock, min(o.version for o in model.owners))
     model.cut = None
     model.switched = model.cut_wanted = True
     restart(cluster, model, clock)

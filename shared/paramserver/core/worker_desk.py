@@ -357,7 +357,10 @@ class WorkerDesk:
         made = False
         for _ in range(COMMITS_PER_EVENT):
             may_cut = model.pending_cut is None and not model.checkpoints.writing
-            if model.switched and model.cut_wanted and may_cut:
+            if model.switched and model.cut_wanted:
+                # All that a partition applies in this phase comes after this commit, so each must know its clock.
+                if not may_cut or not model.served:
+                    break
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
             else:
                 cut = may_cut and (model.cut_wanted or now - model.last_cut_s >= limits.SNAPSHOT_INTERVAL_S)
