@@ -309,14 +309,14 @@ def test_the_queue_is_bounded() -> None:
 def test_requests_wait_for_a_partition_that_is_being_loaded() -> None:
     """What arrives before the state does is answered when it is there, or 503 after a lease."""
     driver = ShardDriver(eager=False)
-    driver.serve(spec())
+    view = driver.serve(spec())
     push, pull = driver.submit({0: ones()}), driver.ask((0,))
 
     driver.settle()
 
     assert push in driver.replies
     assert pull in driver.replies
-    driver.send(replace(driver.view, owned={0: 2}))  # type: ignore[type-var]  # a view was fed
+    driver.send(replace(view, owned={0: 2}))
     slow = driver.submit({0: ones()})
     driver.advance(limits.LEASE_S)
     assert refused(driver, slow).code == "loading"

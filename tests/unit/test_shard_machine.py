@@ -14,7 +14,7 @@ from paramserver.core.shard_io import Contribution, LoadPartition, PullDone, Pus
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
-from paramserver.types import PushId
+from paramserver.types import F32, PushId
 
 PARTITIONS = 3
 PUSHES = 20  # sums of distinct powers of two up to 2^20 are exact in float32
@@ -186,7 +186,7 @@ class SyncShard(RuleBasedStateMachine):
         self.decided = 0
         self.delivered: set[tuple[str, int, int]] = set()
 
-    def gradient(self, worker: str, clock: int, seq: int) -> np.ndarray:  # type: ignore[type-arg]
+    def gradient(self, worker: str, clock: int, seq: int) -> F32:
         rng = np.random.default_rng([ord(worker[-1]), clock, seq])
         return rng.standard_normal(2).astype(np.float32)
 

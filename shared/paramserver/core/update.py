@@ -41,9 +41,15 @@ class Basis:
             scale *= lag_factor  # it has no learning rate to scale
         out: list[SegmentStep] = []
         counts = list(self.state.steps)
+        whole = touched[0] == (0, self.size) if touched else False
         for i, segment in enumerate(self.segments):
             param = spec.params[segment.param]
-            own = _clipped(touched, segment.start, segment.stop) if param.trainable else []
+            if not param.trainable:
+                own = []
+            elif whole:
+                own = [(segment.start, segment.stop)]
+            else:
+                own = _clipped(touched, segment.start, segment.stop)
             counts[i] += bool(own)
             decay = optimizer.weight_decay if param.weight_decay is None else param.weight_decay
             numbers = (rate * param.lr_scale, decay, counts[i] or 1, optimizer.clip_value, scale)
