@@ -76,6 +76,7 @@ class Shards:
         self.owners = ["a" if i % 2 == 0 else "b" for i in range(partitions)]
         self.map_epoch = 1
         self.answering = {A, B}
+        self.timelines: dict[str | None, list[int]] = {}
         self.log: list[tuple[str | None, str]] = []
         self.pushes: list[PushFrame] = []
         self.trouble: list[Callable[[Request], Outcome | None]] = []
@@ -146,7 +147,9 @@ class Shards:
             for start, stop in ranges or [(0, hi - lo)]:
                 pieces.append(from_f32(self.flat[lo + start : lo + stop], frame.dtype).tobytes())
             parts.append((partition, self.versions[partition], 9))
-        reply = PullReply("m", 7, 0, min(p[1] for p in parts), 9, frame.dtype, parts, push)
+        timelines = self.timelines.get(request.to, [0])
+        timeline = timelines.pop(0) if len(timelines) > 1 else timelines[0]
+        reply = PullReply("m", 7, timeline, min(p[1] for p in parts), 9, frame.dtype, parts, push)
         raw = encode_header(reply.to_header()) + b"".join(pieces)
         assert request.sink is not None
         request.sink.begin()
@@ -479,3 +482,14 @@ def test_a_model_created_anew_is_noticed(shards: Shards, now: Now, cluster: Clus
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
 
     assert (None, "/models/m") in shards.log
+
+
+def test_a_pull_never_mixes_timelines(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """While a model is rolled back, the parts of the shard that has not heard of it are pulled again."""
+    shards.timelines = {A: [3], B: [2, 2, 3]}
+
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert p.origin.timeline == 3
+    assert [to for to, path in shards.log if path == "/pull"].count(B) == 3
+    assert [to for to, path in shards.log if path == "/pull"].count(A) == 1

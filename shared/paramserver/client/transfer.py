@@ -19,7 +19,7 @@ from paramserver.client.retry import Backoff, judged, passes
 from paramserver.client.selection import Names, Part, Ranges, Selection, select
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
-from paramserver.wire.frame import PushReply
+from paramserver.wire.frame import PullReply, PushReply
 
 REFRESH_S: Final = 2.0
 """How long a call waits for a new map before it tries again by the old one."""
@@ -102,6 +102,19 @@ class Transfer:
         again.sort(key=lambda p: p.partition)
         return good, again
 
+    def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
+        """The replies of the newest timeline, and the parts to pull again because theirs was older.
+
+        While a synchronous model goes back to an earlier clock, some shards hear of it a moment before the others.
+        """
+        newest = max(r.timeline for r in replies)
+        kept = [r for r in replies if r.timeline == newest]
+        have = {p for r in kept for p, _, _ in r.parts}
+        older = [p for p in self.selection.parts if p.partition not in have]
+        if older:
+            yield self._backoff.pause(problem("unavailable", "the model is going back to an earlier clock"))
+        return kept, older
+
     def _refresh(self) -> Call[None]:
         """Take up a newer map if a scheduler tells one soon; shards serve on without it."""
         soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
@@ -147,7 +160,7 @@ def pull(
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, held, selection, deadline)
     wait_until = deadline.clock() + wait_s
-    replies: list[Any] = []
+    replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
         groups = transfer.groups(pending)
@@ -159,7 +172,9 @@ def pull(
         ]
         outcomes = yield requests
         good, pending = yield from transfer.settle(groups, outcomes)
-        replies += [sinks[i].reply for i, _ in good]
+        replies += [_read(sinks[i]) for i, _ in good]
+        if not pending:
+            replies, pending = yield from transfer.of_one_timeline(replies)
     return _params(selection, flat, out, model, replies)
 
 
@@ -213,7 +228,7 @@ def pushpull(
     flat = _memory(selection, pull_terms.dtype, out)
     outgoing = Outgoing(gradient, _based(terms, held))
     transfer = Transfer(cluster, held, selection, deadline)
-    replies: list[Any] = []
+    replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
         groups = transfer.groups(pending)
@@ -221,12 +236,20 @@ def pushpull(
         bare = outgoing.requests(transfer.held, groups, pull_terms, 0.0)
         outcomes = yield [_timed(replace(r, sink=s), deadline) for r, s in zip(bare, sinks, strict=True)]
         good, pending = yield from transfer.settle(groups, outcomes)
-        replies += [sinks[i].reply for i, _ in good]
-    return summed([r.push for r in replies]), _params(selection, flat, out, model, replies)
+        replies += [_read(sinks[i]) for i, _ in good]
+    pushed, params = (
+        summed([r.push for r in replies if r.push is not None]),
+        _params(selection, flat, out, model, replies),
+    )
+    if len({r.timeline for r in replies}) > 1:
+        params = yield from pull(cluster, model, deadline, out=params)
+    return pushed, params
 
 
 def summed(replies: list[PushReply]) -> Pushed:
     """What became of a push whose parts were answered one by one."""
+    if not replies:
+        raise problem("internal", "the answer to a pushpull does not say what became of the push")
     states = {r.state for r in replies}
     state: Any = next((s for s in ("staged", "buffered") if s in states), "applied")
     return Pushed(
@@ -252,6 +275,12 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     return replace(terms, base=origin.versions if origin.generation == held.generation else None)
 
 
+def _read(sink: Incoming) -> PullReply:
+    """The header of an answer that was read to its end."""
+    assert sink.reply is not None
+    return sink.reply
+
+
 def _timed(request: Request, deadline: Deadline) -> Request:
     return replace(request, timeout_s=max(deadline.left_s(), 0.001))
 
@@ -267,7 +296,7 @@ def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
     return out.flat
 
 
-def _params(selection: Selection, flat: AnyArray, out: Params | None, model: str, replies: list[Any]) -> Params:
+def _params(selection: Selection, flat: AnyArray, out: Params | None, model: str, replies: list[PullReply]) -> Params:
     versions = {p: (v, i) for r in replies for p, v, i in r.parts}
     origin = Origin(
         model,
