@@ -194,12 +194,12 @@ class Gate:
         self.members = {(w.name, w.epoch) for w in roster.counting()}
         return commit
 
-    def released(self, worker: Worker, clock: int, roster: Roster) -> bool:
-        """Whether a worker that has finished `clock` iterations may begin the next one."""
+    def released(self, clock: int, min_clock: int) -> bool:
+        """Whether a worker that has finished `clock` iterations may begin the next one; see `min_clock`."""
         if self.sync:
             return clock <= self.clock
         if self.rule.mode == "ssp":
-            return clock - self.min_clock(roster) <= self.rule.staleness
+            return clock - min_clock <= self.rule.staleness
         return True
 
     def waiting_for(self, clock: int, roster: Roster) -> list[str]:

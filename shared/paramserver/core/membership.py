@@ -109,13 +109,22 @@ class Roster:
         self.workers: dict[str, Worker] = {}
         self.floor = floor
         """No epoch forgotten was higher."""
+        self._live: list[Worker] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
 
     def live(self) -> list[Worker]:
         """The living, by rank."""
-        return sorted((w for w in self if w.alive), key=lambda w: w.rank)
+        if self._live is None:
+            self._live = sorted((w for w in self if w.alive), key=lambda w: w.rank)
+        return self._live
+
+    def bury(self, worker: Worker) -> None:
+        """That incarnation is dead."""
+        worker.alive = False
+        worker.pending.clear()
+        self._live = None
 
     def counting(self) -> list[Worker]:
         """Those that barriers wait for, by rank."""
@@ -159,4 +168,5 @@ class Roster:
         if old is not None:
             worker.state = old.state
         self.workers[name] = worker
+        self._live = None
         return worker, forgotten

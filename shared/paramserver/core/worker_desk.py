@@ -145,8 +145,7 @@ class WorkerDesk:
     def _part(self, model: Model, worker: Worker) -> None:
         """That incarnation is gone: barriers open, its data and evaluations are free again."""
         model.gate.open(model.roster)  # Before it goes, for it was among those who had joined.
-        worker.alive = False
-        worker.pending.clear()
+        model.roster.bury(worker)
         for name, dataset in model.datasets.items():
             if dataset.release(worker.name, worker.epoch):
                 self.c.save_dataset(model, name)
@@ -386,6 +385,7 @@ class WorkerDesk:
 
     def release(self, model: Model, now: float) -> None:
         """Answers those whose clock is free, those who have waited long enough, and those who are no members."""
+        low = model.gate.min_clock(model.roster) if model.clock_waiters else 0
         for w in list(model.clock_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
@@ -394,11 +394,11 @@ class WorkerDesk:
                 worker.timeline = model.timeline
                 self._answer_waiter(now, model, w, self._rolled_back(model, worker))
             else:
-                released = model.ready and model.gate.released(worker, w.clock, model.roster)
+                released = model.ready and model.gate.released(w.clock, low)
                 if released or now >= w.deadline_s:
-                    self._answer_waiter(now, model, w, self._clock_body(model, worker, w.clock, released))
+                    self._answer_waiter(now, model, w, self._clock_body(model, worker, w.clock, low, released))
 
-    def _clock_body(self, model: Model, worker: Worker, clock: int, released: bool) -> dict[str, Any]:
+    def _clock_body(self, model: Model, worker: Worker, clock: int, low: int, released: bool) -> dict[str, Any]:
         gate = model.gate
         waiting = [] if released else gate.waiting_for(clock, model.roster)
         if not released and not model.ready:
@@ -407,7 +407,7 @@ class WorkerDesk:
         return {
             "released": released,
             "clock": worker.granted,
-            "min_clock": gate.min_clock(model.roster),
+            "min_clock": low,
             "version": model.version,
             "waiting_for": waiting,
             "timeline": model.timeline,
