@@ -1,0 +1,430 @@
+"""The shard's REST face against a real cluster of two shards: by name, by frame, as arrays."""
+
+import io
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.types import PushId
+from paramserver.wire.frame import (
+    MEDIA_TYPE,
+    PullFrame,
+    PullReply,
+    PushFrame,
+    PushPart,
+    PushReply,
+    decode_prefix,
+    encode_header,
+)
+
+from .processes import Nodes, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SHARDS = ("shard-0", "shard-1")
+MSGPACK = {"content-type": "application/msgpack"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two shards that no test hurts."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
+
+
+class Model:
+    """A model made for one test, and the ways to reach its shards."""
+
+    def __init__(self, cluster: Nodes, **spec: Any) -> None:
+        self.cluster = cluster
+        self.name = unique("m")
+        self.spec = {"name": self.name, "params": {"w": {"shape": [6, 4]}, "b": {"shape": []}}, "partitions": 4}
+        self.spec |= {"optimizer": {"name": "sum"}} | spec
+        self.document = cluster.post("/models", self.spec, status=201)
+        self.layout = Layout(ModelSpec.parse(self.document["spec"]))
+        self.http = cluster.http
+
+    def url(self, index: int) -> str:
+        """Base URL of a shard."""
+        return f"http://127.0.0.1:{self.cluster.shard_ports[SHARDS[index]]}"
+
+    def ask(self, path: str, body: Any, shard: int = 0, **headers: str) -> httpx.Response:
+        """POST a JSON body to a shard; the model's name is added."""
+        names = {k.replace("_", "-"): v for k, v in headers.items()}
+        return self.http.post(self.url(shard) + path, json={"model": self.name, **body}, headers=names)
+
+    def push(self, grads: Any, shard: int = 0, **fields: Any) -> httpx.Response:
+        """Push by name."""
+        return self.ask("/push", {"grads": grads, **fields}, shard)
+
+    def values(self, name: str = "w", shard: int = 0) -> Any:
+        """One parameter, pulled by name."""
+        answer = self.ask("/pull", {"names": [name]}, shard)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["params"][name]
+
+    def owned(self, shard: int) -> list[int]:
+        """Partitions that a shard owns."""
+        return [p["index"] for p in self.document["partitions"] if p["shard"] == SHARDS[shard]]
+
+    def frame(self, path: str, frame: PushFrame | PullFrame, body: bytes = b"", shard: int = 0) -> httpx.Response:
+        """POST a frame to a shard."""
+        content = encode_header(frame.to_header()) + body
+        return self.http.post(self.url(shard) + path, content=content, headers={"content-type": MEDIA_TYPE})
+
+    def everywhere(self, value: float, **fields: Any) -> tuple[PushFrame, bytes]:
+        """A frame for every partition, without a map epoch, and its body."""
+        frame = PushFrame(self.name, [PushPart(i) for i in range(4)], **fields)
+        return frame, np.full(self.layout.size, value, np.float32).tobytes()
+
+
+@pytest.fixture
+def model(cluster: Nodes) -> Model:
+    """A model of two parameters over four partitions and both shards; pushes are added to it."""
+    return Model(cluster)
+
+
+def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """The problem document of an answer that must have that status and code."""
+    assert answer.status_code == status, answer.text
+    document: dict[str, Any] = answer.json()
+    assert document["code"] == code, document
+    return document
+
+
+def unchanged(model: Model) -> bool:
+    """Whether nothing was applied to any partition."""
+    answer = model.ask("/pull", {}).json()
+    return bool(answer["version"] == 0 and not np.any(answer["params"]["w"]) and answer["params"]["b"] == 0.0)
+
+
+def test_both_shards_answer_for_the_whole_model(model: Model) -> None:
+    """A push through either shard is seen whole through the other."""
+    assert model.owned(0)
+    assert model.owned(1)
+    first = model.push({"w": [[1.0] * 4] * 6, "b": 2.0}, shard=0)
+    assert first.status_code == 200
+    assert first.json() | {"incarnation": 0} == {
+        "model": model.name, "version": 1, "state": "applied", "duplicate": False, "durable_version": 0,
+        "incarnation": 0, "timeline": 0,
+    }  # fmt: skip
+    model.push({"w": [[0.5] * 4] * 6}, shard=1)
+    for shard in (0, 1):
+        assert model.values("w", shard) == [[1.5] * 4] * 6
+        assert model.values("b", shard) == 2.0
+
+
+def test_json_msgpack_and_frames_name_the_same_push(model: Model) -> None:
+    """One push id with the same content is one push in every encoding; other content under it is refused."""
+    ident = {"worker": "w", "epoch": 1, "seq": 1}
+    assert model.push({"w": [[3.0] * 4] * 6, "b": 3.0}, **ident).json()["duplicate"] is False
+
+    tensors = {n: {"dtype": "float32", "shape": s, "data": np.full(s, 3, "<f4").tobytes()} for n, s in SHAPES}
+    packed = msgpack.packb({"model": model.name, "grads": tensors, **ident})
+    answer = model.http.post(model.url(1) + "/push", content=packed, headers=MSGPACK)
+    assert answer.headers["content-type"] == "application/msgpack"
+    assert msgpack.unpackb(answer.content)["duplicate"] is True
+
+    frame, body = model.everywhere(3.0, push_id=PushId("w", 1, 1))
+    reply = PushReply.from_header(decode_prefix(model.frame("/push", frame, body).content)[0])
+    assert (reply.duplicate, reply.version) == (True, 1)
+
+    problem(model.push({"w": [[4.0] * 4] * 6, "b": 3.0}, **ident), 422, "id_reused")
+    assert model.values("b") == 3.0
+
+
+SHAPES: list[tuple[str, list[int]]] = [("w", [6, 4]), ("b", [])]
+
+
+def test_an_idempotency_key_makes_a_plain_push_repeatable(model: Model) -> None:
+    """The same key with the same content is applied once, whichever shard gets it."""
+    answers = [model.ask("/push", {"grads": {"b": 1.0}}, shard, idempotency_key="k1") for shard in (0, 1, 1)]
+    assert [a.json()["duplicate"] for a in answers] == [False, True, True]
+    assert model.values("b") == 1.0
+
+
+def test_every_wrong_tensor_is_named_and_nothing_is_applied(model: Model) -> None:
+    """A refused push lists what is wrong with it and has changed nothing on either shard."""
+    answer = problem(model.push({"w": [[1.0] * 4] * 5, "b": [1.0], "c": 1.0}), 422, "invalid")
+    assert {e["where"] for e in answer["errors"]} == {"w", "b", "c"}
+    problem(model.push({"w": [[1.0] * 4] * 6, "nope": 1.0}), 404, "unknown_parameter")
+    problem(model.push({}), 422, "empty_push")
+    problem(model.push({"w": [[1.0] * 4] * 6}, sequence=3), 422, "invalid_field")
+    problem(model.push({"w": [[1.0] * 4] * 6}, worker="w"), 422, "invalid_field")
+    problem(model.push({"w": [[1.0] * 4] * 6}, ack="journaled"), 422, "not_built")
+    problem(model.push({"w": [[1e39] * 4] * 6}), 422, "non_finite")
+    nan = {"dtype": "float32", "shape": [6, 4], "data": np.full((6, 4), np.nan, "<f4").tobytes()}
+    packed = msgpack.packb({"model": model.name, "grads": {"w": nan}})
+    headers = MSGPACK | {"accept": "application/json"}
+    problem(model.http.post(model.url(1) + "/push", content=packed, headers=headers), 422, "non_finite")
+    assert unchanged(model)
+
+
+def test_ranges_address_flat_elements(model: Model) -> None:
+    """Ranges of a parameter that reach over partitions and shards are pushed and pulled as flat lists."""
+    assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}, ranges={"w": [[4, 6], [20, 22]]}).status_code == 200
+    answer = model.ask("/pull", {"ranges": {"w": [[3, 7], [19, 23]]}}, shard=1).json()
+    assert answer["params"] == {"w": [0.0, 1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 0.0]}
+    problem(model.push({"w": [1.0]}, ranges={"w": [[24, 25]]}), 422, "invalid_range")
+    problem(model.push({"w": [1.0]}, ranges={"w": [[0, 2]]}), 422, "invalid_shape")
+
+
+def test_names_are_patterns_and_dtypes_are_converted(cluster: Nodes) -> None:
+    """Patterns choose parameters in the model's order; the dtype asked for or the parameter's own comes back."""
+    params = {f"layers.{i}.{n}": {"shape": [3], "dtype": "float16"} for i in range(2) for n in ("weight", "bias")}
+    model = Model(cluster, params=params, partitions=2)
+    body = msgpack.packb({"model": model.name, "names": ["layers.*.weight"]})
+    answer = msgpack.unpackb(model.http.post(model.url(0) + "/pull", content=body, headers=MSGPACK).content)
+    assert list(answer["params"]) == ["layers.0.weight", "layers.1.weight"]
+    assert {t["dtype"] for t in answer["params"].values()} == {"float16"}
+    body = msgpack.packb({"model": model.name, "dtype": "bfloat16", "names": ["layers.0.bias"]})
+    answer = msgpack.unpackb(model.http.post(model.url(0) + "/pull", content=body, headers=MSGPACK).content)
+    assert answer["params"]["layers.0.bias"] == {"dtype": "bfloat16", "shape": [3], "data": bytes(6)}
+    problem(model.ask("/pull", {"names": ["layers.9.*"]}), 404, "unknown_parameter")
+    problem(model.ask("/pull", {"dtype": "int8"}), 422, "invalid_dtype")
+
+
+def test_a_pushpull_answers_with_the_values_after_the_push(model: Model) -> None:
+    """One round trip does both, and tells what the push alone would have got."""
+    answer = model.ask("/pushpull", {"grads": {"b": 1.5}, "names": ["b"]}, shard=1).json()
+    assert answer["params"] == {"b": 1.5}
+    assert answer["push"]["state"] == "applied"
+    late = problem(
+        model.ask("/pushpull", {"grads": {"b": 1.0}, "names": ["b"], "min_version": 9}), 412, "version_not_reached"
+    )
+    assert late["push"]["version"] == 2, "the push was accepted, and the answer says so"
+
+
+def test_a_pull_waits_for_its_version(model: Model) -> None:
+    """`min_version` waits up to `wait_s`, is released by the push, and else answers 412 with the present version."""
+    document = problem(
+        model.ask("/pull", {"names": ["b"], "min_version": 1, "wait_s": 0.1}), 412, "version_not_reached"
+    )
+    assert document["version"] == 0
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(model.ask, "/pull", {"names": ["b"], "min_version": 1, "wait_s": 20}, 1)
+        model.push({"b": 1.0})
+        assert waiting.result().json()["params"] == {"b": 1.0}
+
+
+def test_a_parameter_is_a_npy_file_with_an_etag(cluster: Nodes) -> None:
+    """The file opens in NumPy; its ETag is the same on both shards, answers 304, and changes with the value."""
+    params = {"dense/kernel": {"shape": [5, 3], "init": {"kind": "normal"}}, "h": {"shape": [2], "dtype": "bfloat16"}}
+    model = Model(cluster, params=params, partitions=4)
+    path = f"/pull/{model.name}/dense/kernel"
+    answers = [model.http.get(model.url(i) + p) for i in (0, 1) for p in (path, path.replace("e/k", "e%2Fk"))]
+    array = np.load(io.BytesIO(answers[0].content))
+    assert array.shape == (5, 3)
+    assert array.dtype == np.float32
+    assert array.std() > 0
+    assert len({a.headers["etag"] for a in answers}) == 1
+    assert len({a.content for a in answers}) == 1
+    head = model.http.head(model.url(1) + path)
+    assert head.headers["content-length"] == str(len(answers[0].content))
+    assert head.headers["etag"] == answers[0].headers["etag"]
+    known = {"if-none-match": head.headers["etag"]}
+    again = model.http.get(model.url(1) + path, headers=known)
+    assert (again.status_code, again.content) == (304, b"")
+    model.push({"dense/kernel": [[1.0] * 3] * 5})
+    after = model.http.get(model.url(1) + path, headers=known)
+    assert after.status_code == 200
+    assert np.allclose(np.load(io.BytesIO(after.content)), array + 1)
+    assert np.load(io.BytesIO(model.http.get(f"{model.url(0)}/pull/{model.name}/h").content)).dtype == np.float32
+    problem(model.http.get(f"{model.url(0)}/pull/{model.name}/dense"), 404, "unknown_parameter")
+
+
+def test_a_value_is_assigned_as_json_msgpack_or_npy(model: Model) -> None:
+    """PUT sets a parameter on all its owners, one version further; wrong values change nothing."""
+    path = f"{model.url(1)}/models/{model.name}/params/w"
+    want = np.arange(24, dtype=np.float32).reshape(6, 4)
+    file = io.BytesIO()
+    np.save(file, want + 2)
+    packed = msgpack.packb({"dtype": "float32", "shape": [6, 4], "data": (want + 1).tobytes()})
+    for i, (kind, content) in enumerate(
+        [
+            ("application/json", json.dumps(want.tolist()).encode()),
+            ("application/msgpack", packed),
+            ("application/x-npy", file.getvalue()),
+        ]
+    ):
+        answer = model.http.put(path, content=content, headers={"content-type": kind, "accept": "application/json"})
+        assert answer.json()["version"] == i + 1
+        assert np.array_equal(model.values("w"), want + i)
+    problem(model.http.put(path, json=[[1.0]]), 422, "invalid_shape")
+    broken = {"content-type": "application/x-npy"}
+    problem(model.http.put(path, content=file.getvalue()[:-1], headers=broken), 400, "malformed")
+    problem(model.http.put(path, content=b"\x93NUMPY\x01\x00\x02\x00{}", headers=broken), 400, "malformed")
+    assert np.array_equal(model.values("w"), want + 2)
+
+
+def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Model) -> None:
+    """What a client without a map sends reaches every owner; a map epoch makes a wrong owner answer 421."""
+    frame, body = model.everywhere(1.0)
+    assert model.frame("/push", frame, body, shard=1).status_code == 200
+    assert model.values("w") == [[1.0] * 4] * 6
+    addressed, body = model.everywhere(1.0, map_epoch=1)
+    refused = problem(model.frame("/push", addressed, body), 421, "wrong_owner")
+    assert refused["map_epoch"] >= 1
+    own = PullFrame(model.name, [(i, None) for i in model.owned(0)], map_epoch=1)
+    header, offset = decode_prefix(model.frame("/pull", own).content)
+    reply = PullReply.from_header(header)
+    assert [p[0] for p in reply.parts] == model.owned(0)
+    assert reply.version == 1, "the refused frame changed nothing on the shard that got it"
+    everything = model.frame("/pull", PullFrame(model.name, [(i, None) for i in range(4)]), shard=1)
+    _, offset = decode_prefix(everything.content)
+    assert np.frombuffer(everything.content[offset:], np.float32).tolist() == [1.0] * 25
+
+
+@pytest.mark.parametrize("change", [-4, 4, 400])
+def test_a_body_of_another_length_than_announced_is_refused(model: Model, change: int) -> None:
+    """A frame's body that is longer or shorter than its parts is 400 and changes nothing."""
+    frame, body = model.everywhere(1.0)
+    changed = body[:change] if change < 0 else body + bytes(change)
+    problem(model.frame("/push", frame, changed), 400, "malformed")
+    assert unchanged(model)
+
+
+def test_a_transfer_cut_in_the_middle_applies_nothing(cluster: Nodes) -> None:
+    """A connection that closes before the body is complete leaves every partition as it was."""
+    model = Model(cluster, params={"w": {"shape": [200_000]}})
+    frame, body = model.everywhere(1.0)
+    content = encode_header(frame.to_header()) + body
+    head = f"POST /push HTTP/1.1\r\nhost: x\r\ncontent-type: {MEDIA_TYPE}\r\ncontent-length: {len(content)}\r\n\r\n"
+    for cut in (10, 300, len(content) // 2, len(content) - 1):
+        with socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"])) as s:
+            s.sendall(head.encode() + content[:cut])
+    answer = model.ask("/pull", {"ranges": {"w": [[0, 3], [199_990, 199_993]]}}).json()
+    assert (answer["version"], answer["params"]["w"]) == (0, [0.0] * 6)
+    assert model.frame("/push", frame, body).status_code == 200
+
+
+def test_big_values_travel_in_pieces(cluster: Nodes) -> None:
+    """Two million numbers go in as one msgpack push and come out by msgpack, frame and file, bit for bit."""
+    model = Model(cluster, params={"w": {"shape": [2_000_000]}})
+    want = np.random.default_rng(7).standard_normal(2_000_000).astype(np.float32)
+    tensor = {"dtype": "float32", "shape": [2_000_000], "data": want.tobytes()}
+    packed = msgpack.packb({"model": model.name, "grads": {"w": tensor}})
+    assert model.http.post(model.url(0) + "/push", content=packed, headers=MSGPACK).status_code == 200
+    body = msgpack.packb({"model": model.name})
+    pulled = msgpack.unpackb(model.http.post(model.url(1) + "/pull", content=body, headers=MSGPACK).content)
+    assert pulled["params"]["w"]["data"] == want.tobytes()
+    frame = model.frame("/pull", PullFrame(model.name, [(i, None) for i in range(4)]))
+    assert frame.content[decode_prefix(frame.content)[1] :] == want.tobytes()
+    file = model.http.get(f"{model.url(1)}/pull/{model.name}/w")
+    assert np.array_equal(np.load(io.BytesIO(file.content)), want)
+
+
+def test_media_types_and_bounds(model: Model) -> None:
+    """Bodies of other kinds, answers of other kinds, and bodies past the bound are refused with their codes."""
+    push = f"{model.url(0)}/push"
+    problem(model.http.post(push, content=b"x", headers={"content-type": "text/plain"}), 415, "unsupported_media_type")
+    problem(model.ask("/push", {"grads": {"b": 1.0}}, accept="text/html"), 406, "not_acceptable")
+    problem(model.http.post(push, content=b"[1", headers={"content-type": "application/json"}), 400, "malformed")
+    problem(model.http.post(push, content=b"PS\x01\x00", headers={"content-type": MEDIA_TYPE}), 400, "malformed")
+    huge = {"content-type": "application/json"}
+    problem(model.http.post(push, content=b" " * (64 * 2**20 + 1), headers=huge), 413, "too_large")
+    assert unchanged(model)
+
+
+def test_control_routes_are_answered_through_a_shard(model: Model) -> None:
+    """One address is enough: models, workers and status come through a shard as from the scheduler."""
+    url = model.url(1)
+    assert model.http.get(f"{url}/models/{model.name}").json()["name"] == model.name
+    joined = model.http.post(f"{url}/models/{model.name}/workers", json={"name": "w0"})
+    assert (joined.status_code, joined.json()["epoch"]) == (201, 1)
+    assert {n["name"] for n in model.http.get(f"{url}/status").json()["nodes"]} >= set(SHARDS)
+    problem(model.http.get(f"{url}/no/such/route"), 404, "not_found")
+    problem(model.http.get(f"{url}/push"), 405, "method_not_allowed")
+    unknown = model.http.post(f"{url}/pull", json={"model": unique("none")})
+    problem(unknown, 404, "unknown_model")
+
+
+def test_a_model_created_through_a_shard_is_usable_at_once(cluster: Nodes) -> None:
+    """The 201 means that every partition is served, and any shard answers right after it."""
+    url = f"http://127.0.0.1:{cluster.shard_ports['shard-1']}"
+    name = unique("m")
+    spec = {"name": name, "params": {"w": {"shape": [3], "init": {"kind": "constant", "value": 2.0}}}}
+    assert cluster.http.post(f"{url}/models", json=spec).status_code == 201
+    for shard in SHARDS:
+        answer = cluster.http.post(f"http://127.0.0.1:{cluster.shard_ports[shard]}/pull", json={"model": name})
+        assert answer.json()["params"] == {"w": [2.0] * 3}
+
+
+def test_first_values_are_uploaded_with_the_token(cluster: Nodes) -> None:
+    """Pulls are 503 until each parameter has come with the upload token; then version 0 is what was uploaded."""
+    model = Model(cluster, params={"w": {"shape": [5, 2], "init": {"kind": "upload"}}})
+    problem(model.ask("/pull", {}), 503, "initializing")
+    url = f"{model.url(0)}/models/{model.name}/params/w"
+    value = [[float(i), 1.0] for i in range(5)]
+    problem(model.http.put(url, json=value), 409, "upload_in_progress")
+    token = {"x-upload-token": model.document["upload_token"]}
+    assert model.http.put(url, json=value, headers=token).status_code == 200
+    answer = model.ask("/pull", {"min_version": 0, "wait_s": 5}, shard=1).json()
+    assert (answer["version"], answer["params"]["w"]) == (0, value)
+
+
+def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) -> None:
+    """202 `staged`, then the mean of both workers' pushes on both shards once both have reported."""
+    model = Model(cluster, consistency={"mode": "sync", "min_workers": 2})
+    workers = [cluster.post(f"/models/{model.name}/workers", {"name": n}) for n in ("a", "b")]
+    for i, w in enumerate(workers):
+        ident = {"worker": w["worker"], "epoch": w["epoch"], "seq": 0, "clock": 0}
+        answer = model.push({"w": [[2.0 + 2 * i] * 4] * 6, "b": 1.0}, shard=i, **ident)
+        assert (answer.status_code, answer.json()["state"], answer.json()["version"]) == (202, "staged", 0)
+    assert unchanged(model)
+    for w in workers:
+        cluster.post(f"/models/{model.name}/clock", {"worker": w["worker"], "epoch": w["epoch"], "clock": 1})
+    answer = model.ask("/pull", {"min_version": 1, "wait_s": 10}).json()
+    assert answer["params"] == {"w": [[3.0] * 4] * 6, "b": 1.0}
+    problem(model.push({"b": 1.0}), 409, "worker_required")
+    stranger = {"worker": f"{model.name}/nobody", "epoch": 1, "seq": 0, "clock": 1}
+    assert model.push({"b": 1.0}, **stranger).status_code in (404, 409, 422)
+
+
+def test_a_buffered_push_is_applied_with_the_mean_of_its_batch(cluster: Nodes) -> None:
+    """202 `buffered` until the count is reached; then the partition has the mean."""
+    model = Model(cluster, consistency={"mode": "buffered", "count": 2, "interval_ms": 60_000})
+    assert model.push({"b": 1.0}).json()["state"] == "buffered"
+    assert model.values("b") == 0.0
+    assert model.push({"b": 3.0}, shard=1).json()["state"] == "buffered"
+    assert model.ask("/pull", {"names": ["b"], "min_version": 1, "wait_s": 5}).json()["params"] == {"b": 2.0}
+
+
+def test_a_result_beyond_float32_is_refused(model: Model) -> None:
+    """A finite gradient whose sum overflows is 422, and both shards keep the version before."""
+    model.push({"w": [[3e38] * 4] * 6})
+    problem(model.push({"w": [[3e38] * 4] * 6}), 422, "non_finite_result")
+    answer = model.ask("/pull", {"names": ["w"]}).json()
+    assert answer["version"] == 1
+    assert np.allclose(answer["params"]["w"], 3e38)
+    problem(model.ask("/pull", {"names": ["w"], "dtype": "float16"}), 422, "non_finite")
+
+
+def test_probes_metrics_and_openapi(model: Model) -> None:
+    """Probes answer, metrics count pushes, and OpenAPI shows the three value routes with examples that work."""
+    model.push({"b": 1.0})
+    for path in ("/livez", "/readyz", "/version"):
+        assert model.http.get(model.url(0) + path).status_code == 200
+    text = model.http.get(f"{model.url(0)}/metrics").text
+    assert f'paramserver_pushes_total{{model="{model.name}",state="applied"}} 1.0' in text
+    paths = model.http.get(f"{model.url(0)}/openapi.json").json()["paths"]
+    for path in ("/push", "/pull", "/pushpull"):
+        body = paths[path]["post"]["requestBody"]["content"]
+        assert MEDIA_TYPE in body
+        example = body["application/json"]["example"] | {"model": model.name, "min_version": 0}
+        if "grads" in example:
+            example["grads"] = {"b": 1.0}
+            example.pop("min_version")
+        answer = model.http.post(model.url(0) + path, json=example)
+        assert answer.status_code == 200, answer.text
+    assert "get" in paths["/pull/{model}/{name}"]
+    assert "put" in paths["/models/{m}/params/{name}"]
