@@ -16,7 +16,7 @@ from starlette.responses import StreamingResponse
 from paramserver_node import problems
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.server import serve_granian, serve_uvicorn, stop_on_signals
+from paramserver_node.server import leave, serve_granian, serve_uvicorn, stop_on_signals
 
 PULL_BYTES = 5_000_000
 
@@ -115,3 +115,4 @@ async def main(server: str, port: int, upstreams: list[str]) -> None:
 
 if __name__ == "__main__":
     uvloop.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",") if len(sys.argv) > 3 else []))
+    leave()

@@ -1,0 +1,39 @@
+"""Redis that is away, silent or refusing becomes one error that says to come back later."""
+
+import socket
+
+import pytest
+from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
+
+from paramserver.errors import Unavailable
+from paramserver_node import redis as node_redis
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("listening", [False, True])
+async def test_a_redis_that_does_not_answer_is_storage_unavailable(listening: bool) -> None:
+    """Nobody at the address, or somebody who never says a word: within the timeout, with the same code."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if not listening:
+            silent.close()
+        client = node_redis.connect(f"redis://127.0.0.1:{port}/0", timeout_s=0.2)
+        try:
+            with pytest.raises(Unavailable) as caught, node_redis.unavailable_if_away():
+                await client.get("key")
+        finally:
+            await client.aclose()
+
+    assert caught.value.code == "storage_unavailable"
+    assert caught.value.retry_after_s is not None
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError("maxmemory"), ReadOnlyError("replica"), BusyLoadingError("loading")]
+)
+def test_a_redis_that_refuses_is_storage_unavailable(error: RedisError) -> None:
+    """A full, read-only or loading Redis is the same to whoever asked."""
+    with pytest.raises(Unavailable) as caught, node_redis.unavailable_if_away():
+        raise error
+
+    assert caught.value.code == "storage_unavailable"
