@@ -30,7 +30,9 @@ class History:
         self._models = {m["name"]: (m["generation"], m["revision"], m["timeline"]) for m in read.models()}
 
     def add(self, now: float, kind: str, text: str) -> None:
-        """Note an event of this moment (monotonic seconds)."""
+        """Note an event of this moment (monotonic seconds); the same again at once only moves the last one's time."""
+        if self.events and (self.events[0].kind, self.events[0].text) == (kind, text):
+            self.events.popleft()
         self.events.appendleft(EventStatus(at=now + self._wall_offset_s, kind=kind, text=text))
 
     def note(self, document: Mapping[str, Any], now: float) -> None:

@@ -37,7 +37,7 @@ class Feed:
         """What was there at first, then what is published, and a `ping` after each second of silence."""
         for document in self._first:
             yield document
-        while self.open:
+        while self.open or not self._queue.empty():
             try:
                 async with asyncio.timeout(PING_S):
                     published = await self._queue.get()

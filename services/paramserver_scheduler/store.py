@@ -113,7 +113,9 @@ class StateStore:
                 if done < 0:
                     done = await self._restore(new_fields, new_tokens)
         except (RedisError, OSError, TimeoutError) as e:
+            _stop_if_cancelled()
             raise _unavailable(e) from e
+        _stop_if_cancelled()
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} has started on this Redis")
         self._keep(new_fields, new_tokens)
@@ -124,7 +126,9 @@ class StateStore:
             async with asyncio.timeout(self._timeout_s):
                 await self._redis.ping()
         except (RedisError, OSError, TimeoutError):
+            _stop_if_cancelled()
             return False
+        _stop_if_cancelled()
         return True
 
     async def _restore(self, fields: Mapping[str, str | None], tokens: Mapping[str, str]) -> int:
@@ -153,6 +157,13 @@ class StateStore:
                 self._tokens[key] = token
             else:
                 self._tokens.pop(key, None)
+
+
+def _stop_if_cancelled() -> None:
+    """The client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with an answer."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _text(value: bytes | str) -> str:

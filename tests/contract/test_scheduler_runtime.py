@@ -1,0 +1,152 @@
+"""The runtime with a real core and a real Redis: what is visible is stored, and many decisions share one write."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import SchedulerCore
+from paramserver.errors import PsError, problem
+from paramserver_node import redis_server, roles
+from paramserver_node.redis import connect
+from paramserver_scheduler.app import make_app
+from paramserver_scheduler.hub import Hub
+from paramserver_scheduler.runtime import Runtime
+from paramserver_scheduler.store import StateStore
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Redis for the whole module."""
+    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def emptied(redis_url: str) -> None:
+    """Each test begins with a fresh cluster."""
+    with Redis.from_url(redis_url) as plain:
+        plain.flushall()
+
+
+@asynccontextmanager
+async def running(redis_url: str, seen: list[tuple[Mapping[str, Any], Any]]) -> AsyncIterator[Runtime]:
+    """A runtime that decides; `seen` gets each published document with what Redis holds at that moment."""
+    with Redis.from_url(redis_url) as plain:
+        async with connect(redis_url) as redis:
+            store = StateStore(redis)
+            documents = await store.open()
+            core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())
+            hub = Hub(lambda document: seen.append((document, plain.hget("ps:state", "cluster"))))
+            runtime = Runtime(core, store, hub)
+            deciding = asyncio.ensure_future(runtime.run())
+            try:
+                yield runtime
+            finally:
+                deciding.cancel()
+                await asyncio.gather(deciding, return_exceptions=True)
+
+
+def join(runtime: Runtime, name: str) -> Any:
+    """A shard joins; to be awaited."""
+    return runtime.ask(lambda n: io.JoinShard(n, name, ["http://127.0.0.1:1"]))
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_seen_before_it_is_stored(redis_url: str) -> None:
+    """Each map that is published has an epoch that Redis knows already."""
+    seen: list[tuple[Mapping[str, Any], Any]] = []
+    async with running(redis_url, seen) as runtime:
+        for i in range(5):
+            answer = await join(runtime, f"early-{i}")
+            assert answer.status == 201
+
+    maps = [(document["map_epoch"], json.loads(stored)["map_epoch"]) for document, stored in seen]
+    assert len(maps) >= 5
+    assert all(stored >= published for published, stored in maps)
+
+
+@pytest.mark.asyncio
+async def test_decisions_share_a_write(redis_url: str) -> None:
+    """Two hundred joins at once are stored by a handful of scripts, and every one is answered."""
+    with Redis.from_url(redis_url) as plain:
+        async with running(redis_url, []) as runtime:
+            await join(runtime, "first")
+            before = plain.info("commandstats")["cmdstat_evalsha"]["calls"]
+            answers = await asyncio.gather(*(join(runtime, f"many-{i}") for i in range(200)))
+            writes = plain.info("commandstats")["cmdstat_evalsha"]["calls"] - before
+
+    assert {a.body["name"] for a in answers if a.body} == {f"many-{i}" for i in range(200)}
+    assert 1 <= writes <= 10
+
+
+@pytest.mark.asyncio
+async def test_a_feed_misses_nothing(redis_url: str) -> None:
+    """A feed begins with everything at one moment and continues with every document published after it."""
+    async with running(redis_url, []) as runtime:
+        feeds: list[Any] = []
+        asking = [join(runtime, f"a-{i}") for i in range(20)]
+        opening = runtime.ask(
+            lambda n: io.OpenFeed(n),
+            on_reply=lambda a: feeds.append(runtime.hub.subscribe((a.body or {})["documents"])),
+        )
+        asking += [join(runtime, f"b-{i}") for i in range(20)]
+        await asyncio.gather(*asking[:20], opening, *asking[20:])
+        runtime.hub.close()
+        epochs = [d["map_epoch"] async for d in feeds[0].documents() if d["type"] == "map"]
+
+    assert len(epochs) == 21
+    assert epochs == list(range(epochs[0], epochs[0] + 21))
+
+
+@pytest.mark.asyncio
+async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
+    """A request whose client has gone ends, and the core no longer holds it."""
+    async with running(redis_url, []) as runtime:
+        hung_up = asyncio.Event()
+        await join(runtime, "s")
+        spec = {"name": "waits", "params": {"w": {"shape": [1]}}}
+        asking = asyncio.ensure_future(runtime.ask(lambda n: io.CreateModel(n, spec, "x"), hung_up.wait))
+        async with asyncio.timeout(10):
+            while not any(m["name"] == "waits" for m in runtime.core.read.models()):
+                await asyncio.sleep(0)
+        hung_up.set()
+
+        with pytest.raises(PsError, match="gone"):
+            await asking
+
+
+@pytest.mark.asyncio
+async def test_closing_answers_everyone(redis_url: str) -> None:
+    """When the scheduler stops, those who wait are told, feeds end, and nothing more is taken in."""
+    async with running(redis_url, []) as runtime:
+        await join(runtime, "s")
+        feed = runtime.hub.subscribe([])
+        spec = {"name": "never", "params": {"w": {"shape": [1]}}}
+        asking = asyncio.ensure_future(runtime.ask(lambda n: io.CreateModel(n, spec, "x")))
+        await asyncio.sleep(0)
+        runtime.close(problem("unavailable", "stopping"))
+
+        with pytest.raises(PsError, match="stopping"):
+            await asking
+        with pytest.raises(PsError, match="stopping"):
+            await join(runtime, "late")
+        assert [d async for d in feed.documents()] == []
+
+
+def test_every_route_has_a_role() -> None:
+    """No route of the scheduler is without a mark that says who may use it."""
+    found = {str(getattr(route, "path", route)): roles.role_of(route) for route in roles.routes(make_app())}
+
+    assert len(found) > 25
+    assert [path for path, role in found.items() if role is None] == []
+    assert found["/"] == "open"
+    assert all(role == "node" for path, role in found.items() if path.startswith("/internal"))
