@@ -125,7 +125,7 @@ def test_both_shards_answer_for_the_whole_model(model: Model) -> None:
 
 def test_json_msgpack_and_frames_name_the_same_push(model: Model) -> None:
     """One push id with the same content is one push in every encoding; other content under it is refused."""
-    ident = {"worker": "w", "epoch": 1, "seq": 1}
+    ident: dict[str, Any] = {"worker": "w", "epoch": 1, "seq": 1}
     assert model.push({"w": [[3.0] * 4] * 6, "b": 3.0}, **ident).json()["duplicate"] is False
 
     tensors = {n: {"dtype": "float32", "shape": s, "data": np.full(s, 3, "<f4").tobytes()} for n, s in SHAPES}
@@ -377,7 +377,7 @@ def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) ->
     model = Model(cluster, consistency={"mode": "sync", "min_workers": 2})
     workers = [cluster.post(f"/models/{model.name}/workers", {"name": n}) for n in ("a", "b")]
     for i, w in enumerate(workers):
-        ident = {"worker": w["worker"], "epoch": w["epoch"], "seq": 0, "clock": 0}
+        ident: dict[str, Any] = {"worker": w["worker"], "epoch": w["epoch"], "seq": 0, "clock": 0}
         answer = model.push({"w": [[2.0 + 2 * i] * 4] * 6, "b": 1.0}, shard=i, **ident)
         assert (answer.status_code, answer.json()["state"], answer.json()["version"]) == (202, "staged", 0)
     assert unchanged(model)
@@ -386,7 +386,7 @@ def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) ->
     answer = model.ask("/pull", {"min_version": 1, "wait_s": 10}).json()
     assert answer["params"] == {"w": [[3.0] * 4] * 6, "b": 1.0}
     problem(model.push({"b": 1.0}), 409, "worker_required")
-    stranger = {"worker": f"{model.name}/nobody", "epoch": 1, "seq": 0, "clock": 1}
+    stranger: dict[str, Any] = {"worker": f"{model.name}/nobody", "epoch": 1, "seq": 0, "clock": 1}
     assert model.push({"b": 1.0}, **stranger).status_code in (404, 409, 422)
 
 

@@ -1,0 +1,193 @@
+"""What a shard keeps and says when it, its Redis or its scheduler dies."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis as redis_client
+
+from paramserver_node import redis_server
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two shards, which tests may kill and start again."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
+
+
+def url(cluster: Nodes, index: int) -> str:
+    return f"http://127.0.0.1:{cluster.shard_ports[f'shard-{index}']}"
+
+
+def made(cluster: Nodes) -> str:
+    """A new model of ten numbers, to which pushes are added."""
+    name = unique("m")
+    cluster.post(
+        "/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}, "partitions": 4}
+    )
+    return name
+
+
+def push(cluster: Nodes, name: str, seq: int, shard: int = 0) -> dict[str, Any]:
+    """Adds one everywhere, as push `seq` of one worker."""
+    body = {"model": name, "grads": {"w": [1.0] * 10}, "worker": "w", "epoch": 1, "seq": seq}
+    answer = cluster.http.post(f"{url(cluster, shard)}/push", json=body)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def pull(cluster: Nodes, name: str, shard: int = 0) -> list[float]:
+    """The ten numbers."""
+    answer = cluster.http.post(f"{url(cluster, shard)}/pull", json={"model": name})
+    assert answer.status_code == 200, answer.text
+    values: list[float] = answer.json()["params"]["w"]
+    return values
+
+
+def durable(cluster: Nodes, name: str) -> int:
+    """The lowest version in Redis over the partitions."""
+    return min(int(p["durable_version"]) for p in cluster.get(f"/models/{name}")["partitions"])
+
+
+def test_a_killed_shard_comes_back_with_its_values_and_push_ids(cluster: Nodes) -> None:
+    """After a SIGKILL and a restart the snapshot's values are served, and its pushes are known as duplicates."""
+    name = made(cluster)
+    push(cluster, name, 1)
+    push(cluster, name, 2)
+    eventually(lambda: durable(cluster, name) == 2, what="the snapshots")
+    cluster.kill("shard-1")
+    cluster.start_shard("shard-1")
+    eventually(lambda: pull(cluster, name, 1) == [2.0] * 10, within_s=40, what="the shard's return")
+    again = push(cluster, name, 2, shard=1)
+    assert (again["duplicate"], again["version"]) == (True, 2)
+    assert push(cluster, name, 3, shard=1)["duplicate"] is False
+    assert pull(cluster, name) == [3.0] * 10
+
+
+def test_the_other_shard_takes_over_a_dead_one(cluster: Nodes) -> None:
+    """When a shard stays away its partitions are served from their snapshots by the one that lives."""
+    name = made(cluster)
+    push(cluster, name, 1)
+    eventually(lambda: durable(cluster, name) == 1, what="the snapshots")
+    cluster.kill("shard-1")
+    try:
+        eventually(lambda: pull(cluster, name) == [1.0] * 10, within_s=30, what="the take-over")
+        assert {p["shard"] for p in cluster.get(f"/models/{name}")["partitions"]} == {"shard-0"}
+        assert push(cluster, name, 1)["duplicate"] is True
+    finally:
+        cluster.start_shard("shard-1")
+        eventually(lambda: httpx.get(f"{url(cluster, 1)}/readyz").status_code == 200, within_s=40)
+
+
+def test_a_stopping_shard_leaves_at_once(cluster: Nodes) -> None:
+    """After SIGTERM the process ends within seconds and the map knows it."""
+    process = cluster.processes["shard-1"]
+    process.send_signal(signal.SIGTERM)
+    process.wait(15)
+    assert process.returncode == 0
+    try:
+        assert cluster.get("/map")["shards"].get("shard-1", {"alive": False})["alive"] is False
+    finally:
+        cluster.start_shard("shard-1")
+        eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)
+
+
+def test_a_damaged_snapshot_is_replaced_by_the_one_before(cluster: Nodes) -> None:
+    """A restart finds the newest snapshot of a partition broken and serves the older one."""
+    name = made(cluster)
+    push(cluster, name, 1)
+    eventually(lambda: durable(cluster, name) == 1, what="the first snapshots")
+    push(cluster, name, 2)
+    eventually(lambda: durable(cluster, name) == 2, what="the second snapshots")
+    model = cluster.get(f"/models/{name}")
+    index = next(p["index"] for p in model["partitions"] if p["shard"] == "shard-1")
+    with redis_client.Redis.from_url(cluster.redis_url) as r:
+        key = f"{{{name}.{model['generation']}/{index}}}"
+        newest = json.loads(r.get(f"{key}:manifest") or b"")[0]["name"]
+        r.setrange(f"{key}:snap:{newest}:0", 70, b"\x00\x00\x80\x7f")
+    cluster.kill("shard-1")
+    cluster.start_shard("shard-1")
+    bounds = model["bounds"]
+    want = [2.0] * 10
+    want[bounds[index] : bounds[index + 1]] = [1.0] * (bounds[index + 1] - bounds[index])
+    eventually(lambda: pull(cluster, name) == want, within_s=40, what="the older snapshot")
+
+
+def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(tmp_path: Path) -> None:
+    """While Redis is stopped pushes and pulls are answered and status says degraded; later the versions are durable."""
+    with nodes(tmp_path, shards=1) as cluster:
+        name = made(cluster)
+        push(cluster, name, 1)
+        eventually(lambda: durable(cluster, name) == 1, what="the first snapshots")
+        with redis_client.Redis.from_url(cluster.redis_url) as r:
+            pid = int(r.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for seq in range(2, 5):
+                assert push(cluster, name, seq)["durable_version"] == 1
+
+            def degraded() -> bool:
+                node = next(n for n in cluster.get("/status")["nodes"] if n["role"] == "shard")
+                return "Redis" in str(node["metrics"].get("degraded"))
+
+            eventually(degraded, within_s=30, what="the word that Redis is away")
+            assert pull(cluster, name) == [4.0] * 10
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        eventually(lambda: durable(cluster, name) == 4, within_s=30, what="the snapshots after the outage")
+
+
+def test_without_redis_and_scheduler_a_shard_stops_answering(tmp_path: Path) -> None:
+    """With either gone it serves; with both silent it is 503 after 3 s; with one back it serves again."""
+    with nodes(tmp_path, shards=1) as cluster:
+        name = made(cluster)
+        cluster.kill("scheduler")
+        began = time.monotonic()
+
+        def serves() -> bool:
+            return httpx.post(f"{url(cluster, 0)}/pull", json={"model": name}, timeout=10).status_code == 200
+
+        while time.monotonic() < began + 4:
+            assert serves(), "Redis alone is enough"
+        with redis_client.Redis.from_url(cluster.redis_url) as r:
+            pid = int(r.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            eventually(lambda: not serves(), within_s=6, what="the end of serving")
+            answer = httpx.post(f"{url(cluster, 0)}/pull", json={"model": name}, timeout=10)
+            assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert httpx.get(f"{url(cluster, 0)}/livez").status_code == 200
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        eventually(serves, within_s=20, what="serving again")
+        cluster.start_scheduler()
+        eventually(lambda: push(cluster, name, 1)["version"] == 1, within_s=20)
+
+
+def test_the_newest_process_of_a_name_serves(tmp_path: Path) -> None:
+    """A second process under a shard's name takes its place, and the first one gives way instead of fighting."""
+    with nodes(tmp_path, shards=1) as cluster:
+        name = made(cluster)
+        first = cluster.processes.pop("shard-0")
+        cluster.shard_ports["shard-0"] = redis_server.free_port()
+        cluster.start_shard("shard-0")
+        try:
+            first.wait(40)
+            assert first.returncode != 0
+            eventually(lambda: pull(cluster, name) == [0.0] * 10, within_s=30, what="the newer process' answer")
+        finally:
+            first.kill()
+            first.wait()

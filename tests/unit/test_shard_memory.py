@@ -1,0 +1,101 @@
+"""Pooled buffers, .npy headers and partitions' stored form."""
+
+import io
+
+import numpy as np
+import pytest
+
+from paramserver.core.layout import Layout
+from paramserver.core.shard_io import Capture, HeldPart
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import RequestError
+from paramserver.types import ModelKey, PartitionKey
+from paramserver_shard.arrays import npy_header, read_npy
+from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.snapshots import first_state, from_stored, to_stored
+
+COUNT = SMALL_BYTES  # elements; four times the bytes below which nothing is pooled
+
+
+def test_memory_returns_to_the_pool_only_with_its_last_view() -> None:
+    """A slice of a reinterpreted view keeps the memory lent; when it goes, the next buffer is the same memory."""
+    pool = BufferPool()
+    buffer = pool.take(COUNT)
+    address = buffer.ctypes.data
+    assert address % 4096 == 0
+    view = buffer.view(np.uint16)[10:20]
+    memory = view.data
+    del buffer, view
+    assert pool.lent_bytes >= 4 * COUNT
+    other = pool.take(COUNT)
+    assert other.ctypes.data != address
+    del memory
+    assert pool.take(COUNT).ctypes.data == address
+
+
+def test_the_pool_keeps_a_bounded_amount() -> None:
+    """What comes back beyond the bound is given to the operating system."""
+    pool = BufferPool(kept_bytes_max=8 * COUNT)
+    buffers = [pool.take(COUNT) for _ in range(5)]
+    buffers.clear()
+    assert pool.lent_bytes == 0
+    assert 0 < pool.kept_bytes <= 8 * COUNT
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 1, 4), (0,)])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_npy_headers_are_numpys(shape: tuple[int, ...], dtype: str) -> None:
+    """NumPy reads what is written here, and what NumPy writes is read here."""
+    array = np.ones(shape, dtype)
+    assert np.array_equal(np.load(io.BytesIO(npy_header(dtype, shape) + array.tobytes())), array)
+    file = io.BytesIO()
+    np.save(file, array)
+    back = read_npy(file.getvalue())
+    assert back.dtype == array.dtype
+    assert np.array_equal(back, array)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<f4', 'fortran_order': True, 'shape': (1,)}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1e9,)}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999,)}",
+        b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+        b"[" * 5000,
+        b"__import__('os')",
+        b"",
+    ],
+)
+def test_damaged_npy_files_are_refused(header: bytes) -> None:
+    """A header that lies, or is no header, is a RequestError and never anything else."""
+    body = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(4)
+    with pytest.raises(RequestError):
+        read_npy(body)
+
+
+def test_a_capture_survives_being_stored() -> None:
+    """Values, slots, steps, push memory and held gradients come back as they were."""
+    spec = ModelSpec.parse(
+        {
+            "name": "m",
+            "params": {"w": {"shape": [8], "init": {"kind": "normal"}}},
+            "optimizer": {"name": "adam"},
+            "partitions": 2,
+        }
+    )
+    layout = Layout(spec)
+    first = first_state(spec, layout, 1, lambda n: np.empty(n, np.float32))
+    held = HeldPart("w0", 1, -1, 7, (3, 9), 0.5, ((0, 2),), np.array([1, 2], np.uint16), "bfloat16")
+    key = PartitionKey(ModelKey("m", 1), 1)
+    capture = Capture(key, 9, 4, 0, first.state, {"windows": [["w0", 1, 3]]}, (held,))
+    head, arrays = to_stored(capture)
+    back = from_stored(head, [a.copy() for a in arrays])
+    assert (back.version, back.stored) == (4, True)
+    assert np.array_equal(back.state.values, first.state.values)
+    assert len(back.state.slots) == 2
+    assert back.state.steps == (0,)
+    assert back.memory == {"windows": [["w0", 1, 3]]}
+    assert back.held[0].ranges == ((0, 2),)
+    assert back.held[0].base == (3, 9)
+    assert back.held[0].data.tolist() == [1, 2]
