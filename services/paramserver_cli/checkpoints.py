@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from paramserver_cli.config import Json, Url, connect
+from paramserver_cli.display import console
 
 app = typer.Typer(
     no_args_is_help=True, help="Save, restore and list checkpoints.", epilog="psctl checkpoint save demo ./ckpt"
@@ -75,4 +75,4 @@ def list_checkpoints(model: ModelName, as_json: Json = False, url: Url = None) -
         table.add_row(
             c["name"], str(c.get("clock", "")), f"{c.get('bytes', 0) / (1 << 20):.1f}", str(c.get("path", ""))
         )
-    Console().print(table)
+    console().print(table)

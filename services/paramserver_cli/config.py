@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import paramserver as ps
 from paramserver_cli.cluster_file import StateDir
+from paramserver_cli.display import console
 from paramserver_node.settings import FILE, ClientSettings, SchedulerSettings, ShardSettings
 
 Url = Annotated[str | None, typer.Option("--url", help="The cluster; default: PARAMSERVER_URL.", show_default=False)]
@@ -71,4 +71,4 @@ def config(as_json: Json = False) -> None:
     table = Table("part", "setting", "value", "from", box=None)
     for row in rows:
         table.add_row(row["part"], row["name"], str(row["value"]), row["origin"])
-    Console().print(table)
+    console().print(table)

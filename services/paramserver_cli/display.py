@@ -32,6 +32,11 @@ def at_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def console() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough for whole paths where there is none."""
+    return Console() if at_terminal() else Console(width=200)
+
+
 @contextmanager
 def display(page: str) -> Iterator[Display]:
     """The display that fits where the output goes; `page` is the status page's address."""

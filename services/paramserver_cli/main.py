@@ -2,7 +2,7 @@
 
 import typer
 
-from paramserver_cli import checkpoints, config, demo, exits, logs, models, new, runs, status, train, up
+from paramserver_cli import checkpoints, config, demo, doctor, exits, logs, models, new, runs, status, train, up
 
 app = typer.Typer(
     cls=exits.Psctl,
@@ -16,6 +16,8 @@ app = typer.Typer(
 START, LOCAL, CLUSTER = "Start here", "Clusters on this machine", "Any cluster"
 app.command(rich_help_panel=START)(demo.demo)
 app.command(rich_help_panel=START)(new.new)
+app.command(rich_help_panel=START)(doctor.doctor)
+app.command(rich_help_panel=START)(config.config)
 app.command(rich_help_panel=LOCAL)(up.up)
 app.command(rich_help_panel=LOCAL)(up.down)
 app.command("list", rich_help_panel=LOCAL)(up.list_clusters)
@@ -28,7 +30,6 @@ app.command("set", rich_help_panel=CLUSTER)(models.set_)
 app.command(rich_help_panel=CLUSTER)(models.pull)
 app.add_typer(runs.app, name="run", rich_help_panel=CLUSTER)
 app.add_typer(checkpoints.app, name="checkpoint", rich_help_panel=CLUSTER)
-app.command(rich_help_panel=START)(config.config)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.launch import Failed
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
     """YAML 1.1 reads `1e-3` as text; here it is a number, as everybody means it."""
 
 
@@ -111,7 +111,7 @@ def pull(
 
     psctl pull demo w > w.npy
 
-    psctl pull demo layers.0.weight | python -c "import numpy, sys, io; print(numpy.load(io.BytesIO(sys.stdin.buffer.read())))"
+    psctl pull demo layers.0.weight --min-version 100 --wait-s 30 > w.npy
     """
     if sys.stdout.isatty():
         raise typer.BadParameter(f"this prints binary data; write it to a file: psctl pull {model} {name} > {name}.npy")

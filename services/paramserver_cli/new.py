@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from paramserver.core.spec import check_model_name
+from paramserver.core.fields import check_model_name
 from paramserver_cli.launch import Failed
 
 TRAIN = '''"""What each worker of {name} runs: `psctl train {folder}/train.py --model {name} --workers 2`."""

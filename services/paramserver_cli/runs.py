@@ -4,10 +4,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from paramserver_cli.config import Json, Url, connect
+from paramserver_cli.display import console
 
 app = typer.Typer(no_args_is_help=True, help="List, show, pause, resume and stop runs.", epilog="psctl run list")
 Run = Annotated[str, typer.Argument(help="The run's id, such as run-1.")]
@@ -32,7 +32,7 @@ def list_runs(as_json: Json = False, url: Url = None) -> None:
     table = Table("run", "model", "entry", "state", "reason", box=None)
     for r in items:
         table.add_row(r["id"], r["model"], r["entry"], r["state"], (r["reason"].strip().splitlines() or [""])[-1])
-    Console().print(table)
+    console().print(table)
 
 
 @app.command()

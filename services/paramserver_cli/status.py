@@ -5,13 +5,14 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from paramserver.errors import Unavailable
 from paramserver_cli.config import Json, Url, connect
+from paramserver_cli.display import console
 
 WATCH_S = 1.0
 
@@ -33,9 +34,9 @@ def status(
         if as_json:
             typer.echo(json.dumps(found))
         else:
-            Console().print(table(found))
+            console().print(table(found))
         return
-    with Live(console=Console(), auto_refresh=False, screen=False) as live:
+    with Live(console=console(), auto_refresh=False, screen=False) as live:
         while True:
             try:
                 found = client.status(timeout=2 * WATCH_S)

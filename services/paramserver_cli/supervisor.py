@@ -153,7 +153,6 @@ class Supervisor:
         """Write down what is true now; `cluster.json` only once the cluster was ready."""
         pid = {name: child.pid for name, child in self.alive.items()}
         workers = {f"worker-{i}": pid.get(f"worker-{i}") for i in range(self.plan.workers)}
-        self.state.write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
         if self.plan.scheduler is None and self.phase == "ready":
             pids = {
                 "scheduler": [pid.get("scheduler")],
@@ -162,6 +161,8 @@ class Supervisor:
             }
             cluster = Cluster(self.scheduler_url, self.shard_urls, self.redis_url, None, pids, str(self.state.path))
             self.state.write(cluster)
+        # Last: whoever reads the phase `ready` finds the cluster described.
+        self.state.write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
 
     async def _until_redis_serves(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from rich.table import Table
 from paramserver_cli import launch
 from paramserver_cli.cluster_file import Cluster, Plan, running
 from paramserver_cli.config import Json, StateDirOption, state_dir
+from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -128,4 +129,4 @@ def list_clusters(as_json: Json = False) -> None:
     table = Table("scheduler", "shards", "redis", "state directory", box=None)
     for c in clusters:
         table.add_row(c.scheduler, str(len(c.shards)), c.redis, c.state_dir)
-    Console().print(table)
+    console().print(table)

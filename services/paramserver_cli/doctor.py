@@ -1,0 +1,214 @@
+"""psctl doctor: looks at this machine and at a cluster, and says what to do about what it finds."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import typer
+from rich.table import Table
+
+import paramserver as ps
+from paramserver.errors import PsError
+from paramserver_cli import launch, ports
+from paramserver_cli.config import Json, Url, connect
+from paramserver_cli.display import console
+from paramserver_node import redis_server
+
+PACKAGES = ("numpy", "numba", "fastapi", "granian", "uvicorn", "redis", "pyreqwest", "safetensors")
+FILES_MIN = 4096
+SHM_MIB_MIN = 64
+PROBE_ELEMENTS = 1 << 20
+"""Size of the model that bandwidth is measured with: 4 MiB of float32 for each shard."""
+SLOW_MIB_PER_S = 20.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    result: Literal["ok", "warning", "failed"]
+    detail: str
+    remedy: str = ""
+
+
+def doctor(
+    redis: Annotated[str | None, typer.Option(help="URL of the Redis you mean to use; else the embedded one.")] = None,
+    as_json: Json = False,
+    url: Url = None,
+) -> None:
+    """Check Python, packages, ports, Redis, /dev/shm, the file limit, versions, and the bandwidth to each shard.
+
+    Exit code 1 if something will not work.
+
+        psctl doctor --redis redis://10.0.0.3:6379/0
+    """
+    findings = [*machine(redis), *cluster(url)]
+    if as_json:
+        typer.echo(json.dumps({"items": [asdict(f) for f in findings], "next": None}))
+    else:
+        table = Table("check", "", "found", "what to do", box=None)
+        colors = {"ok": "green", "warning": "yellow", "failed": "red"}
+        for f in findings:
+            table.add_row(f.check, f"[{colors[f.result]}]{f.result}[/]", f.detail, f.remedy)
+        console().print(table)
+    if any(f.result == "failed" for f in findings):
+        raise launch.Failed("something will not work; see above")
+
+
+def machine(redis: str | None) -> Iterator[Finding]:
+    """What can be told without a cluster."""
+    version = sys.version.split()[0]
+    new_enough = sys.version_info >= (3, 11)
+    yield Finding("Python", "ok" if new_enough else "failed", version, "" if new_enough else "install 3.11 or newer")
+    yield _packages()
+    if sys.platform == "win32":
+        yield Finding("system", "warning", "Windows runs clients only", "run the cluster under Docker or WSL2")
+        return
+    busy = [p for p in range(ports.BASE, ports.BASE + 3) if not ports.is_free("127.0.0.1", p)]
+    yield Finding(
+        "ports",
+        "warning" if busy else "ok",
+        f"in use: {', '.join(map(str, busy))}" if busy else f"{ports.BASE} to {ports.BASE + 2} are free",
+        "psctl up takes others by itself; psctl list shows your clusters" if busy else "",
+    )
+    yield _redis(redis)
+    yield _shared_memory()
+    yield _file_limit()
+
+
+def _packages() -> Finding:
+    found, missing = [], []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Finding("packages", "failed", f"missing: {', '.join(missing)}", "pip install --upgrade paramserver")
+    return Finding("packages", "ok", f"paramserver {ps.__version__}, {', '.join(found)}")
+
+
+def _redis(url: str | None) -> Finding:
+    if url is None:
+        try:
+            return Finding("Redis", "ok", f"will start {redis_server.find_binary()}")
+        except PsError as e:
+            return Finding("Redis", "failed", e.detail, e.hint)
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", parts.port or 6379
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=3.0, socket_connect_timeout=3.0) as client:
+            info: dict[str, Any] = client.info()
+            policy = str(client.config_get("maxmemory-policy").get("maxmemory-policy", "?"))
+    except redis.RedisError as e:
+        return Finding("Redis", "failed", f"{host}:{port}: {e}", "check the URL, the password and the firewall")
+    detail = f"{host}:{port} version {info['redis_version']}, {policy}"
+    if policy not in ("noeviction", "?"):
+        return Finding("Redis", "failed", detail, "CONFIG SET maxmemory-policy noeviction: evicted state is lost state")
+    if not info.get("aof_enabled"):
+        return Finding("Redis", "warning", f"{detail}, no append-only file", "CONFIG SET appendonly yes")
+    return Finding("Redis", "ok", detail)
+
+
+def _shared_memory() -> Finding:
+    if sys.platform != "linux":
+        return Finding("/dev/shm", "ok", "not used on this system")
+    if not Path("/dev/shm").is_dir():
+        return Finding("/dev/shm", "warning", "is not there", "mount a tmpfs there, or docker run --shm-size 1g")
+    free_mib = shutil.disk_usage("/dev/shm").free >> 20
+    if free_mib < SHM_MIB_MIN:
+        return Finding("/dev/shm", "warning", f"{free_mib} MiB free", "docker run --shm-size 1g, or remove old files")
+    return Finding("/dev/shm", "ok", f"{free_mib} MiB free")
+
+
+def _file_limit() -> Finding:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES_MIN:
+        return Finding("open files", "warning", f"limit {soft}", f"ulimit -n {FILES_MIN}: a connection is a file")
+    return Finding("open files", "ok", f"limit {soft}")
+
+
+def cluster(url: str | None) -> Iterator[Finding]:
+    """What the cluster says, if one answers."""
+    try:
+        client = connect(url, timeout_s=10.0)
+    except PsError as e:
+        yield Finding("cluster", "warning", e.detail, e.hint or "psctl up starts one")
+        return
+    status = client.status()
+    state, theirs = status["cluster"]["state"], status["cluster"]["version"]
+    yield Finding(
+        "cluster",
+        "ok" if state == "ok" else "warning",
+        f"{state} at {client.url}",
+        "; ".join(status["cluster"]["problems"]),
+    )
+    same = theirs == ps.__version__
+    yield Finding(
+        "versions",
+        "ok" if same else "warning",
+        f"cluster {theirs}, here {ps.__version__}",
+        "" if same else f"pip install paramserver=={theirs}",
+    )
+    shards = [n for n in status["nodes"] if n["role"] == "shard" and n["alive"]]
+    if not shards:
+        yield Finding("shards", "failed", "none is alive", "psctl logs shard-0 says why; psctl up starts some")
+        return
+    yield from _bandwidth(client, len(shards))
+
+
+def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
+    """Pulls each shard's part of a model made for this, from the shard's own address."""
+    import httpx
+
+    name = f"psctl-doctor-{os.getpid()}-{socket.gethostname()}"[:64].rstrip("._-")
+    model = client.create_model(name, {"probe": (shards * PROBE_ELEMENTS,)}, partitions=shards)
+    try:
+        document = model.info()
+        bounds = document["bounds"]
+        for part in document["partitions"]:
+            shard, span = part["shard"], [bounds[part["index"]], bounds[part["index"] + 1]]
+            addresses = document["shards"][shard]["addresses"]
+            body = {"model": name, "ranges": {"probe": [span]}}
+            yield _measure(httpx, shard, addresses, body, 4 * (span[1] - span[0]))
+    finally:
+        with suppress(PsError):
+            model.delete()
+
+
+def _measure(httpx: Any, shard: str, addresses: list[str], body: dict[str, Any], size: int) -> Finding:
+    reached = ""
+    for address in addresses:
+        try:
+            with httpx.Client(base_url=address, timeout=10.0, headers={"accept": "application/msgpack"}) as http:
+                http.get("/livez").raise_for_status()
+                began_s = time.perf_counter()
+                http.get("/livez")
+                latency_s = time.perf_counter() - began_s
+                began_s = time.perf_counter()
+                http.post("/pull", json=body).raise_for_status()
+                rate = size / (time.perf_counter() - began_s) / (1 << 20)
+        except httpx.HTTPError as e:
+            reached = str(e)
+            continue
+        detail = f"{rate:.0f} MiB/s, {1000 * latency_s:.1f} ms at {address}"
+        if rate < SLOW_MIB_PER_S:
+            return Finding(shard, "warning", detail, 'push with dtype="bfloat16" to halve the bytes, or move closer')
+        return Finding(shard, "ok", detail)
+    remedy = "all traffic goes through the scheduler: open the port, or start the shard with --advertise"
+    return Finding(shard, "warning", f"{', '.join(addresses)} cannot be reached ({reached})", remedy)

@@ -1,0 +1,57 @@
+"""Synchronous training in one file: all workers compute at the same weights, the mean of their gradients is applied.
+
+    python -m paramserver.examples.sync_parameter_server --num-workers=4
+
+With several workers the batch is that many times larger, so the learning rate is multiplied by their number (the linear
+scaling rule, Goyal et al. 2017); the server does it.  A private cluster is started; every worker is a process.
+"""
+
+import argparse
+import multiprocessing
+
+import numpy as np
+
+import paramserver as ps
+from paramserver.examples import digits
+
+LEARNING_RATE = 0.1
+BATCH = 50
+MODEL = "sync-example"
+
+
+def work(url: str, index: int, iterations: int) -> None:
+    """One worker: its data are drawn with its own number as the seed."""
+    rng = np.random.default_rng(index)
+    with ps.connect(url).model(MODEL).worker(rank=index) as worker:
+        for i in range(iterations):
+            weights = worker.pull()
+            loss, grads = digits.loss_and_grads(weights, *digits.batch(rng, BATCH))
+            worker.step(grads, loss=loss)  # push, then wait until everybody's gradient of this iteration is applied
+            if index == 0 and i % 25 == 0:
+                print(f"iteration {i:4}  loss {loss:.3f}  accuracy {100 * digits.accuracy(weights):.1f} %", flush=True)
+
+
+def main() -> None:
+    """Start a cluster and the workers, and say how well the result does."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=300)
+    args = parser.parse_args()
+    with ps.local(shards=2) as client:
+        model = client.create_model(
+            MODEL,
+            digits.spec(hidden=(64,)),
+            optimizer=ps.SGD(lr=LEARNING_RATE, linear_scaling=True),
+            consistency=ps.Sync(min_workers=args.num_workers),
+        )
+        spawn = multiprocessing.get_context("spawn")
+        workers = [spawn.Process(target=work, args=(client.url, i, args.iterations)) for i in range(args.num_workers)]
+        for w in workers:
+            w.start()
+        for w in workers:
+            w.join()
+        print(f"accuracy {100 * digits.accuracy(model.pull()):.1f} %")
+
+
+if __name__ == "__main__":
+    main()
