@@ -493,3 +493,21 @@ def test_a_pull_never_mixes_timelines(shards: Shards, now: Now, cluster: Cluster
     assert p.origin.timeline == 3
     assert [to for to, path in shards.log if path == "/pull"].count(B) == 3
     assert [to for to, path in shards.log if path == "/pull"].count(A) == 1
+
+
+def test_waiting_for_a_version_is_asked_for_in_short_pieces(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """No request waits longer than two seconds at a node, so Ctrl-C is heard; the waiting as a whole is as asked."""
+    waits: list[float] = []
+
+    def patient(request: Request) -> Outcome:
+        if request.path != "/pull" or request.to != A:
+            return shards(request)
+        assert request.body is not None
+        waits.append(PullFrame.from_header(decode_prefix(bytes(request.body))[0]).wait_s)
+        now.s += waits[-1]
+        return refusal("version_not_reached")
+
+    with pytest.raises(ConflictError):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now), min_version=9, wait_s=5.0), patient, now)
+
+    assert waits == pytest.approx([2.0, 2.0, 1.0], abs=0.05)

@@ -9,13 +9,17 @@ import json
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from paramserver.errors import PsError, from_document, problem
 
 T = TypeVar("T")
+
+POLL_S: Final = 2.0
+"""How long one request lets a node wait for something; then it is sent again.  The native client does not hear Ctrl-C
+while it waits, so this bounds how late it is heard."""
 
 
 class Sink(Protocol):

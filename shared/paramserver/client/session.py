@@ -21,7 +21,7 @@ from urllib.parse import quote
 from paramserver import limits
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline, Pause, json_bytes, json_request
+from paramserver.client.calls import POLL_S, Call, Deadline, Pause, json_bytes, json_request
 from paramserver.client.cluster import Cluster, control, model_path
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
@@ -32,8 +32,6 @@ from paramserver.errors import PsError, problem
 
 log = logging.getLogger("paramserver")
 
-LONG_POLL_S: Final = 10.0
-"""How long one request for a clock or a task waits at the scheduler before it is sent again."""
 MAP_AGE_S: Final = 5.0
 """How often a heartbeat looks for changed settings."""
 POINTS_PER_BEAT: Final = 4
@@ -285,7 +283,7 @@ class Session:
         give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
         while self.mode in ("ssp", "sync"):
             now = deadline.clock()
-            wait_s = max(0.0, min(LONG_POLL_S, give_up - now))
+            wait_s = max(0.0, min(POLL_S, give_up - now))
             body = {
                 "worker": self.worker, "epoch": epoch, "clock": done, "timeline": timeline, "wait_s": wait_s,
             }  # fmt: skip
@@ -331,7 +329,7 @@ class Session:
         while self.status not in ("draining", "stop"):
             yield from self._while_paused()
             epoch, timeline = self.numbers.epoch, self.timeline
-            wait_s = LONG_POLL_S if wait else 0.0
+            wait_s = POLL_S if wait else 0.0
             body = {"worker": self.worker, "epoch": epoch, "dataset": dataset, "wait_s": wait_s}
             now = deadline.clock()
             request = json_request("POST", model_path(self.model, "tasks", "lease"), body)

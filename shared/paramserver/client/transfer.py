@@ -11,13 +11,13 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import numpy as np
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
-from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
+from paramserver.client.calls import POLL_S, Call, Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, pull_request, push_reply
 from paramserver.client.gradients import Grads, prepare
 from paramserver.client.retry import Backoff, judged, passes
 from paramserver.client.selection import Names, Part, Ranges, Selection, select
-from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
+from paramserver.errors import ConflictError, InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
 
@@ -164,14 +164,20 @@ def pull(
     pending = list(selection.parts)
     while pending:
         groups = transfer.groups(pending)
-        left_s = max(0.0, min(wait_until - deadline.clock(), deadline.left_s()))
+        left_s = max(0.0, min(wait_until - deadline.clock(), deadline.left_s(), POLL_S))
         sinks = [Incoming(selection, parts, flat, terms.dtype) for _, parts in groups]
         requests = [
             _timed(pull_request(transfer.held, to, parts, terms, left_s, sink), deadline)
             for (to, parts), sink in zip(groups, sinks, strict=True)
         ]
         outcomes = yield requests
-        good, pending = yield from transfer.settle(groups, outcomes)
+        try:
+            good, pending = yield from transfer.settle(groups, outcomes)
+        except ConflictError as e:
+            if e.code != "version_not_reached" or deadline.clock() >= wait_until or deadline.left_s() <= 0:
+                raise
+            yield Pause(0.01)
+            continue
         replies += [_read(sinks[i]) for i, _ in good]
         if not pending:
             replies, pending = yield from transfer.of_one_timeline(replies)
