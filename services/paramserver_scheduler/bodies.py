@@ -32,6 +32,9 @@ class JoinWorker(Body):
     name: Id | None = Field(None, examples=["w0"])
     rank: Count | None = Field(None, description="its place in sums and data; else the lowest free one")
     above: Count | None = Field(None, description="the epoch issued is higher than this one")
+    lease_s: float | None = Field(
+        None, allow_inf_nan=False, description="seconds it may be silent: 5, or up to 3600 for a person at a shell"
+    )
 
 
 class WorkerHeartbeat(Body):

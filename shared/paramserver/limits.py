@@ -56,6 +56,8 @@ STAGED_BYTES_MAX: Final = 4 << 30
 HEARTBEAT_S: Final = 1.0
 LEASE_S: Final = 5.0
 """A node or worker that has not been heard of for so long is dead."""
+WORKER_LEASE_S_MAX: Final = 3600.0
+"""Longest lease that a worker may ask for (a person with curl); barriers wait for it that long."""
 SERVE_WITHOUT_CONTACT_S: Final = 3.0
 WAIT_S_MAX: Final = 60.0
 """Longest `wait_s` of a long poll."""

@@ -442,3 +442,21 @@ def test_what_cannot_be_given_back_is_not_taken() -> None:
     d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], 1, metrics={"loss": float("nan"), "x": 1}, state={"i": 3}))
     assert d.core.read.worker("m", a["worker"], d.now)["metrics"] == {"x": 1.0}
     assert d.join("a")["state"] == {"i": 3}
+
+
+def test_a_worker_may_ask_for_a_longer_lease() -> None:
+    """A person at a shell is not declared dead within seconds, also not by the next scheduler; odd leases are refused."""
+    d = Driver()
+    d.model(**SYNC)
+    joined = d.ask(lambda n: io.JoinWorker(n, "m", "anna", lease_s=60))
+    assert joined["lease_s"] == 60
+    d.join("ben")
+
+    d.wait(10.0)
+    d.restart()
+    d.wait(10.0)
+
+    assert [(w["worker"], w["alive"]) for w in d.core.read.workers("m", d.now)] == [("m/anna", True), ("m/ben", False)]
+    for odd in (1, 1e9, float("nan"), 10**400):
+        with pytest.raises(RequestError, match="lease_s"):
+            d.ask(lambda n, odd=odd: io.JoinWorker(n, "m", "eve", lease_s=odd))  # type: ignore[misc]

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Final
 
 from paramserver import limits
@@ -122,4 +122,8 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 def finite(value: Any) -> bool:
     """Whether a JSON value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and isfinite(value if abs(value) < 1e308 else inf)
+    )

@@ -1,6 +1,6 @@
 """Who is alive: leases of shards, workers and pool members, told apart by their epochs.
 
-A holder that has not been heard of for `LEASE_S` is dead; who comes again under its name gets a higher epoch, and the
+A holder that has not been heard of for its lease is dead; who comes again under its name gets a higher epoch, and the
 older incarnation is dead from that moment.
 """
 
@@ -21,10 +21,11 @@ class Holder:
     epoch: int
     heard_s: float
     alive: bool = True
+    lease_s: float = field(default=limits.LEASE_S, kw_only=True)
 
     def expires_s(self) -> float:
         """When it is to be declared dead, unless it is heard of before."""
-        return self.heard_s + limits.LEASE_S
+        return self.heard_s + self.lease_s
 
 
 H = TypeVar("H", bound=Holder)

@@ -56,7 +56,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         model.roster.workers[worker] = Worker(
             worker, doc["epoch"], now, doc["alive"], doc["rank"], clock, granted=clock, state=doc["state"],
             # A plain client that has not been told of a rollback yet is told now.
-            timeline=doc["timeline"],
+            timeline=doc["timeline"], lease_s=doc["lease_s"],
         )  # fmt: skip
     commits: dict[str, list[Commit]] = {}
     for name, doc in groups["commit"].items():

@@ -156,6 +156,8 @@ class JoinWorker:
     name: str | None = None
     rank: int | None = None
     above: int | None = None
+    lease_s: float | None = None
+    """Seconds it may be silent; None: the usual lease."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_document
+from paramserver.core.fields import finite
 from paramserver.core.membership import Worker, expired
 from paramserver.core.models import FORMAT, Model, Waiter
 from paramserver.core.run_desk import RunDesk
@@ -38,6 +39,19 @@ def _count(value: Any, where: str, top: int = EPOCH_MAX) -> None:
         raise problem("invalid_field", f"{where}: must be an integer from 0 to {top - 1}", where=where)
 
 
+def _lease_s(value: Any) -> float:
+    """A lease that a worker asks for; raises RequestError (`invalid_field`) outside of what is allowed."""
+    if value is None:
+        return limits.LEASE_S
+    if not finite(value) or not limits.LEASE_S <= value <= limits.WORKER_LEASE_S_MAX:
+        raise problem(
+            "invalid_field",
+            f"lease_s: must be from {limits.LEASE_S:g} to {limits.WORKER_LEASE_S_MAX:g} seconds, not {value!r:.40}",
+            where="lease_s",
+        )
+    return float(value)
+
+
 def _wait_s(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limits.WAIT_S_MAX:
         raise problem("invalid_field", f"wait_s: must be from 0 to {limits.WAIT_S_MAX:g}", where="wait_s")
@@ -59,6 +73,7 @@ class WorkerDesk:
             _count(e.rank, "rank", RANK_MAX)
         if e.above is not None:
             _count(e.above, "above", EPOCH_MAX - 1)
+        lease_s = _lease_s(e.lease_s)
         name = self._name(model, e.name)
         rank = model.roster.choose_rank(name, e.rank)
         old = model.roster.workers.get(name)
@@ -66,6 +81,7 @@ class WorkerDesk:
             self._part(model, old)
         clock = model.gate.join_clock(model.roster)
         worker, forgotten = model.roster.join(name, rank, e.above or 0, clock, model.timeline, now)
+        worker.lease_s = lease_s
         for gone in forgotten:
             self.c.drop(f"worker:{model.name}:{gone}")
         if e.name is None or forgotten:
@@ -76,7 +92,7 @@ class WorkerDesk:
             "worker": name,
             "epoch": worker.epoch,
             "rank": rank,
-            "lease_s": limits.LEASE_S,
+            "lease_s": worker.lease_s,
             "clock": clock,
             "timeline": model.timeline,
             "generation": model.generation,
@@ -114,6 +130,7 @@ class WorkerDesk:
                 "rank": worker.rank,
                 "clock": worker.done,
                 "timeline": worker.timeline,
+                "lease_s": worker.lease_s,
                 "state": worker.state,
             },
         )
