@@ -12,18 +12,19 @@ from .cluster import Cluster, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.slow]
 
-CLOCKS = 60
 WORKERS = 2
+ENDLESS = 1 << 40
 
 
 class Training:
-    """Workers in threads that each push ones for CLOCKS clocks, so that the values count the updates."""
+    """Workers in threads that each push ones up to clock `goal`, so that the values count the updates."""
 
     def __init__(self, cluster: Cluster, consistency: Any) -> None:
         self.client = ps.connect(cluster.url, timeout=60.0)
         self.model = self.client.create_model(
             "count", {"w": np.zeros(1000, np.float32)}, optimizer=ps.Sum(), consistency=consistency
         )
+        self.goal = ENDLESS
         self.progress = [0] * WORKERS
         self.errors: list[BaseException] = []
         self.threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(WORKERS)]
@@ -31,7 +32,7 @@ class Training:
     def _work(self, index: int) -> None:
         try:
             with self.client.model("count").worker() as w:
-                while w.clock_number < CLOCKS:
+                while w.clock_number < self.goal:
                     w.pull()
                     w.step({"w": np.ones(1000, np.float32)})
                     self.progress[index] = w.clock_number
@@ -46,7 +47,9 @@ class Training:
         assert not self.errors, self.errors
         return min(self.progress) >= clock
 
-    def finish(self) -> np.ndarray[Any, Any]:
+    def finish(self, *, more: int) -> np.ndarray[Any, Any]:
+        """Let every worker do `more` clocks, and then stop all at one clock; the values after it."""
+        self.goal = max(self.progress) + more
         for t in self.threads:
             t.join(120)
             assert not t.is_alive(), f"a worker stands still; progress {self.progress}, errors {self.errors}"
@@ -64,13 +67,13 @@ def test_a_training_survives_the_kill_of_any_process(own_cluster: Cluster, victi
 
     pid = own_cluster.kill(victim)
     eventually(lambda: own_cluster.replaced(victim, 0, pid), what=f"a new {victim}")
-    values = training.finish()
+    values = training.finish(more=20)
 
     if mode == "sync":
         # Every clock's mean of ones is 1, and a model in sync is always the model of one clock.
-        assert values.min() == values.max() == CLOCKS
+        assert values.min() == values.max() == training.goal
     elif victim == "shards":
         # At `applied` a dead shard's partitions fall back to their last snapshot: never more than what was pushed.
-        assert 0 < values.min() <= values.max() <= CLOCKS * WORKERS
+        assert 0 < values.min() <= values.max() <= training.goal * WORKERS
     else:
-        assert values.min() == values.max() == CLOCKS * WORKERS
+        assert values.min() == values.max() == training.goal * WORKERS

@@ -445,7 +445,7 @@ def test_what_cannot_be_given_back_is_not_taken() -> None:
 
 
 def test_a_worker_may_ask_for_a_longer_lease() -> None:
-    """A person at a shell is not declared dead within seconds, also not by the next scheduler; odd leases are refused."""
+    """A person at a shell is not declared dead within seconds, nor by the next scheduler; odd leases are refused."""
     d = Driver()
     d.model(**SYNC)
     joined = d.ask(lambda n: io.JoinWorker(n, "m", "anna", lease_s=60))
