@@ -14,7 +14,7 @@ import paramserver as ps
 from paramserver.examples import digits
 from paramserver.types import F32
 
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.1
 BATCH = 50
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     """Start a cluster and the workers, and say how well the result does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=250, help="of each worker")
+    parser.add_argument("--iterations", type=int, default=400, help="of each worker")
     args = parser.parse_args()
     with ps.local(shards=2) as client:
         keys, values = initial()
@@ -66,10 +66,12 @@ def main() -> None:
         workers = [spawn.Process(target=work, args=(client.url, i, args.iterations)) for i in range(args.num_workers)]
         for w in workers:
             w.start()
-        while any(w.is_alive() for w in workers):
-            workers[0].join(1.0)
+        while alive := [w for w in workers if w.is_alive()]:
+            alive[0].join(1.0)
             now = dict(zip(keys, server.pull(keys), strict=True))
             print(f"accuracy {100 * digits.accuracy(now):.1f} %", flush=True)
+        if any(w.exitcode for w in workers):
+            raise SystemExit("a worker failed")
 
 
 if __name__ == "__main__":

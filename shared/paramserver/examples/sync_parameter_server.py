@@ -50,6 +50,8 @@ def main() -> None:
             w.start()
         for w in workers:
             w.join()
+        if any(w.exitcode for w in workers):
+            raise SystemExit("a worker failed")
         print(f"accuracy {100 * digits.accuracy(model.pull()):.1f} %")
 
 

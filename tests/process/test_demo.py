@@ -1,0 +1,128 @@
+"""The demo: it trains, it survives kills, and it leaves nothing behind however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from paramserver.examples import digits
+
+from .cluster import PSCTL, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
+MARK = "PARAMSERVER_TEST_MARK"
+
+
+class Demo:
+    """A running `psctl demo`, whose processes are known by a variable in their environment."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.mark = uuid.uuid4().hex
+        self.out = folder / "out"
+        self.log = folder / "printed"
+        with self.log.open("wb") as printed:
+            self.process = subprocess.Popen(
+                [*PSCTL, "demo", "--seconds", str(seconds), "--out", str(self.out)],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {MARK: self.mark},
+                cwd=folder,
+            )
+
+    def printed(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """It and all that it started, directly or not."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def serving(self, module: str) -> list[int]:
+        """The processes that run `python -m module`."""
+        return [p.pid for p in self.processes() if module in p.cmdline()]
+
+
+@contextmanager
+def demo(folder: Path, seconds: float) -> Iterator[Demo]:
+    """A demo that is killed at the end if it has not ended by itself."""
+    running = Demo(folder, seconds)
+    try:
+        yield running
+    except BaseException:
+        print(running.printed())
+        raise
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> None:
+    """Scheduler, a worker and a shard are killed in each mode; both reach 96 %, and the files hold what they say."""
+    with demo(tmp_path, seconds=20) as running:
+        for mode in ("sync", "async"):
+            for module in ("paramserver_worker", "paramserver_shard", "paramserver_scheduler"):
+                eventually(
+                    lambda m=mode: (
+                        f"{m} " in running.printed() and "accuracy" in running.printed().rpartition(f"{m} ")[2]
+                    ),
+                    within_s=90,
+                )
+                victim = eventually(lambda m=module: running.serving(m))[0]
+                os.kill(victim, signal.SIGKILL)
+                eventually(lambda m=module, v=victim: set(running.serving(m)) - {v}, what=f"a new {module}")
+            eventually(lambda m=mode: f"{m}: " in running.printed(), within_s=150, what=f"the end of {mode}")
+        running.process.wait(60)
+
+        lines = dict(
+            x.split(" accuracy ")
+            for x in running.printed().splitlines()
+            if x.count(" accuracy ") == 1 and x.endswith(" %")
+        )
+    assert running.process.returncode == 0, running.printed()
+    for mode in ("sync", "async"):
+        assert float(lines[mode].removesuffix(" %")) >= 95.0
+        assert digits.accuracy(load_file(running.out / f"digits-{mode}" / "model.safetensors")) >= 0.95
+    assert (running.out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    eventually(lambda: not running.processes(), what="the end of every process")
+
+
+@pytest.mark.parametrize("sign", ["starting", "status page", "accuracy"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: signal.Signals) -> None:
+    """Interrupted, terminated or killed at any moment, the demo leaves no process, and says so by its exit code."""
+    with demo(tmp_path, seconds=30) as running:
+        eventually(lambda: sign in running.printed(), within_s=120)
+        assert len(running.processes()) >= 1
+
+        running.process.send_signal(number)
+        code = running.process.wait(60)
+
+        assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], running.printed()
+        eventually(lambda: not running.processes(), what="the end of every process")
+        assert "Traceback" not in running.printed()
+
+
+def test_missing_packages_are_named(tmp_path: Path) -> None:
+    """Without the packages of the extra `demo`, one line says what to install."""
+    code = "import sys; sys.modules['sklearn'] = None; from paramserver_cli.main import app; app(['demo'], prog_name='psctl')"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+
+    assert done.returncode == 1
+    assert "pip install 'paramserver[demo]'" in done.stderr
+    assert "Traceback" not in done.stderr
