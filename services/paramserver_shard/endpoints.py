@@ -6,6 +6,7 @@ says, is refused without a trace.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import msgpack
@@ -15,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from paramserver import kernels
 from paramserver.core.shard_io import PushDone
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JSON_BODY_BYTES_MAX
 from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, PREFIX_BYTES, PullFrame, decode_prefix, encode_header, header_end
@@ -50,11 +51,36 @@ class FrameReader:
 
         Raises RequestError for a body that breaks off or has another length, Unavailable when too many arrive at once.
         """
+        ended = False
+
+        async def tracked() -> Message:
+            nonlocal ended
+            message = await receive()
+            ended = not message.get("more_body", False)
+            return message
+
         try:
             async with asyncio.timeout(RECEIVE_S):
-                return await self._read(receive, sized)
+                try:
+                    return await self._read(tracked, sized)
+                except PsError:
+                    # The answer would be lost if it came before the end of a body, however big.
+                    while not ended:
+                        await tracked()
+                    raise
         except TimeoutError:
             raise problem("malformed", f"the body did not arrive within {RECEIVE_S:g} s") from None
+
+    @contextmanager
+    def room(self, size_bytes: int) -> Iterator[None]:
+        """Counts a body against the bound on what is being received; raises Unavailable when it is reached."""
+        if self._receiving + size_bytes > RECEIVING_BYTES_MAX:
+            raise problem("too_many_requests", "this shard is receiving as much as it can hold")
+        self._receiving += size_bytes
+        try:
+            yield
+        finally:
+            self._receiving -= size_bytes
 
     async def _read(self, receive: Receive, sized: Sized[T]) -> tuple[T, AnyArray]:
         data, more = await _next(receive)
@@ -65,10 +91,7 @@ class FrameReader:
         frame, size = await sized(header)
         if size > BODY_BYTES_MAX:
             raise problem("too_large", f"the body has {size} bytes; at most {BODY_BYTES_MAX} are taken")
-        if self._receiving + size > RECEIVING_BYTES_MAX:
-            raise problem("too_many_requests", "this shard is receiving as much as it can hold")
-        self._receiving += size
-        try:
+        with self.room(size):
             body = self._pool.take_bytes(size)
             view = body.data
             chunk, at = data[offset:], 0
@@ -81,8 +104,6 @@ class FrameReader:
                 if not more:
                     break
                 chunk, more = await _next(receive)
-        finally:
-            self._receiving -= size
         if at != size:
             raise problem("malformed", f"the body has {at} bytes, its header announces {size}")
         return frame, body
@@ -124,8 +145,9 @@ class _Endpoint:
                 break
         request = Request(scope, receive)
         negotiate.check_accept(request)
-        body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
-        response = await self.by_name(request, body)
+        with self._reader.room(min(_length(request), JSON_BODY_BYTES_MAX)):
+            body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
+            response = await self.by_name(request, body)
         await response(scope, receive, send)
 
     async def by_frame(self, receive: Receive, send: Send) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import socket
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 import uvloop
+from redis.asyncio import Redis
 
 from paramserver import __version__, kernels
 from paramserver.core.shard import ShardCore
@@ -78,52 +80,59 @@ def shard(
         sys.exit(130)
 
 
-async def serve(settings: ShardSettings) -> None:
-    """Runs one shard until SIGTERM or SIGINT."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    stop_on_signals(stop)
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The parts of one shard, put together."""
+
+    services: Services
+    redis: Redis
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+        await self.services.forwarder.aclose()
+        await self.services.membership.link.aclose()
+        await self.redis.aclose()
+
+
+def assemble(settings: ShardSettings, group: asyncio.TaskGroup) -> Shard:
+    """A shard of these settings, whose tasks `group` owns; nothing is connected yet."""
+    clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
     addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
     addresses = addresses or [f"http://{settings.host}:{settings.port}"]
-
-    pool = BufferPool()
+    pool, directory, telemetry = BufferPool(), Directory(name), Telemetry(clock)
     redis = node_redis.connect(settings.redis)
-    store = SnapshotStore(redis, pool, loop.time, settings.snapshot_mib_per_s * MIB)
     link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()])
-    directory = Directory(name)
-    telemetry = Telemetry(loop.time)
-    forwarder = Forwarder()
-    try:
-        async with asyncio.TaskGroup() as group:
-            runtime = Runtime(ShardCore(), directory, pool, store, group)
-            membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry)
-            runtime.peers = membership
-            models = Models(directory, link)
-            exchange = Exchange(directory, runtime, PeerClient(pool))
-            names = NameService(models, exchange)
-            services = Services(
-                membership,
-                runtime,
-                models,
-                FrameService(directory, models, runtime, exchange),
-                names,
-                ArrayService(models, exchange, names, link),
-                FrameReader(pool),
-                forwarder,
-                telemetry,
-            )
-            serving = group.create_task(serve_granian(make_app(services), settings.host, settings.port, stop))
+    store = SnapshotStore(redis, pool, clock, settings.snapshot_mib_per_s * MIB)
+    runtime = Runtime(ShardCore(), directory, pool, store, group)
+    membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry)
+    runtime.peers = membership
+    models = Models(directory, link)
+    exchange = Exchange(directory, runtime, PeerClient(pool))
+    names = NameService(models, exchange)
+    frames = FrameService(directory, models, runtime, exchange)
+    arrays = ArrayService(models, exchange, names, link)
+    services = Services(membership, runtime, models, frames, names, arrays, FrameReader(pool), Forwarder(), telemetry)
+    return Shard(services, redis)
+
+
+async def serve(settings: ShardSettings) -> None:
+    """Runs one shard until SIGTERM or SIGINT; raises OSError when the port is taken."""
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    async with asyncio.TaskGroup() as group:
+        shard = assemble(settings, group)
+        membership, runtime = shard.services.membership, shard.services.runtime
+        try:
+            serving = group.create_task(serve_granian(make_app(shard.services), settings.host, settings.port, stop))
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
             joined = group.create_task(membership.run())
             await serving
             await membership.leave()
             joined.cancel()
             runtime.close()
-    finally:
-        await forwarder.aclose()
-        await link.aclose()
-        await redis.aclose()
+        finally:
+            await shard.aclose()
 
 
 if __name__ == "__main__":

@@ -157,7 +157,10 @@ class Runtime:
 
     def _tick(self) -> None:
         self._timer = self._timer_at = None
-        self.feed(Tick())
+        try:
+            self.feed(Tick())
+        except Exception as error:
+            self._spawn(_end(error))
 
     # -- effects
 
@@ -169,7 +172,7 @@ class Runtime:
                     future.set_result(outcome)
             case Apply(job, tasks):
                 if sum(map(task_elements, tasks)) <= INLINE_ELEMENTS_MAX:
-                    self._events.append(Applied(job, compute(tasks, self.pool)))
+                    self._apply_here(job, tasks)
                 else:
                     self._spawn(self._apply(job, tasks))
             case LoadPartition():
@@ -191,6 +194,13 @@ class Runtime:
     async def offload(self, work: Callable[[], T]) -> T:
         """Runs `work` in a compute thread."""
         return await self._loop.run_in_executor(self._executor, work)
+
+    def _apply_here(self, job: int, tasks: tuple[Task, ...]) -> None:
+        try:
+            self._events.append(Applied(job, compute(tasks, self.pool)))
+        except Exception as error:
+            # A job without a result would hold its partitions for ever; a new process starts from their snapshots.
+            self._spawn(_end(error))
 
     async def _apply(self, job: int, tasks: tuple[Task, ...]) -> None:
         share = -(-len(tasks) // self._threads)
@@ -268,3 +278,8 @@ class Runtime:
             if not future.done():
                 future.set_result(problem("unavailable", "this shard is stopping"))
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def _end(error: Exception) -> None:
+    """Ends the group, and so the process."""
+    raise error

@@ -104,10 +104,12 @@ class SnapshotStore:
             count = -(-stream_bytes // SNAPSHOT_BLOCK_BYTES)
             await self._redis.sadd(_key(key, "pending"), f"{name}:{count}")
             checksums: list[int] = []
-            for i, block in enumerate(_blocks(head, arrays)):
+            blocks = _blocks(head, arrays)
+            while (made := await asyncio.to_thread(_next_block, blocks)) is not None:
+                block, checksum = made
                 await self._budget.spend(len(block))
-                checksums.append(zlib_ng.crc32(block))
-                await self._redis.set(_key(key, f"snap:{name}:{i}"), block)
+                await self._redis.set(_key(key, f"snap:{name}:{len(checksums)}"), block)
+                checksums.append(checksum)
             entry = {
                 "format": FORMAT,
                 "version": version,
@@ -235,3 +237,9 @@ def _blocks(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> Iterator[byt
                 block.clear()
     if block:
         yield bytes(block)
+
+
+def _next_block(blocks: Iterator[bytes]) -> tuple[bytes, int] | None:
+    """The next block with its checksum; copying and summing 4 MiB is too long for the event loop."""
+    block = next(blocks, None)
+    return None if block is None else (block, zlib_ng.crc32(block))

@@ -1,0 +1,47 @@
+"""The shard's app put together without a cluster: what its routes are and what it says before it has joined."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+from fastapi import FastAPI
+
+from paramserver_node import roles
+from paramserver_node.settings import ShardSettings
+from paramserver_shard.app import make_app
+from paramserver_shard.main import assemble
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest_asyncio.fixture
+async def app() -> AsyncIterator[FastAPI]:
+    """A real shard whose scheduler and Redis nobody started."""
+    async with asyncio.TaskGroup() as group:
+        shard = assemble(ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group)
+        yield make_app(shard.services)
+        shard.services.runtime.close()
+        await shard.aclose()
+
+
+async def test_every_route_carries_a_role(app: FastAPI) -> None:
+    """No route is without a mark, the plain ASGI endpoints included."""
+    marks = {getattr(route, "path", ""): roles.role_of(route) for route in roles.routes(app)}
+    assert {"/push", "/pull", "/pushpull", "/livez", "/internal/set/{model}", "/{path:path}"} <= set(marks)
+    assert None not in marks.values(), marks
+    assert (marks["/push"], marks["/pull"]) == ("worker", "reader")
+
+
+async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None:
+    """Values are 503 with Retry-After, readiness says why, and the process still counts as alive."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shard") as client:
+        for answer in (await client.post("/pull", json={"model": "m"}), await client.get("/pull/m/w")):
+            assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+            assert "retry-after" in answer.headers
+        ready = await client.get("/readyz")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "not a member of the cluster yet")
+        assert (await client.get("/livez")).status_code == 200
+        forwarded = await client.get("/models")
+        assert (forwarded.status_code, forwarded.json()["code"]) == (503, "no_leader")
