@@ -59,6 +59,9 @@ SEEDS: list[tuple[str, str, Any]] = [
     ("GET", "/models/fuzz/metrics", None),
     ("POST", "/models/fuzz/checkpoints", {}),
     ("GET", "/models/fuzz/checkpoints", None),
+    ("POST", "/models/fuzz/evaluations", {}),
+    ("POST", "/models/fuzz/workers/fuzz/f/drain", {}),
+    ("POST", "/runs/r/places/0/done", {"member": "p", "epoch": 1, "error": None}),
     ("POST", "/models/fuzz/restore", {"checkpoint": "none"}),
     (
         "POST",
