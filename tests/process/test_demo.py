@@ -1,12 +1,14 @@
 """The demo: it trains, it survives kills, and it leaves nothing behind however it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -53,6 +55,19 @@ class Demo:
                 continue
         return found
 
+    def printed_line(self, start: str) -> bool:
+        """Whether a line that begins so was printed."""
+        return any(line.startswith(start) for line in self.printed().splitlines())
+
+    def trains(self, mode: str) -> bool:
+        """Whether the newest line is of that mode and has an accuracy."""
+        newest = self.printed().splitlines()[-1]
+        return newest.startswith(f"{mode} ") and "accuracy" in newest
+
+    def replaced(self, module: str, victim: int) -> bool:
+        """Whether another process runs in the place of a killed one."""
+        return victim not in (now := self.serving(module)) and bool(now)
+
     def serving(self, module: str) -> list[int]:
         """The processes that run `python -m module`."""
         return [p.pid for p in self.processes() if module in p.cmdline()]
@@ -77,27 +92,18 @@ def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> 
     with demo(tmp_path, seconds=20) as running:
         for mode in ("sync", "async"):
             for module in ("paramserver_worker", "paramserver_shard", "paramserver_scheduler"):
-                eventually(
-                    lambda m=mode: (
-                        f"{m} " in running.printed() and "accuracy" in running.printed().rpartition(f"{m} ")[2]
-                    ),
-                    within_s=90,
-                )
-                victim = eventually(lambda m=module: running.serving(m))[0]
+                eventually(partial(running.trains, mode), within_s=90, what=f"accuracy in {mode} mode")
+                victim = eventually(partial(running.serving, module))[0]
                 os.kill(victim, signal.SIGKILL)
-                eventually(lambda m=module, v=victim: set(running.serving(m)) - {v}, what=f"a new {module}")
-            eventually(lambda m=mode: f"{m}: " in running.printed(), within_s=150, what=f"the end of {mode}")
+                eventually(partial(running.replaced, module, victim), what=f"a new {module}")
+            eventually(partial(running.printed_line, f"{mode}: "), within_s=150, what=f"the end of {mode}")
         running.process.wait(60)
 
-        lines = dict(
-            x.split(" accuracy ")
-            for x in running.printed().splitlines()
-            if x.count(" accuracy ") == 1 and x.endswith(" %")
-        )
+        found = re.findall(r"^(a?sync) accuracy (.*) %$", running.printed(), re.M)
     assert running.process.returncode == 0, running.printed()
     for mode in ("sync", "async"):
-        assert float(lines[mode].removesuffix(" %")) >= 95.0
-        assert digits.accuracy(load_file(running.out / f"digits-{mode}" / "model.safetensors")) >= 0.95
+        assert float(dict(found)[mode]) >= 96.0
+        assert digits.accuracy(load_file(running.out / f"digits-{mode}" / "model.safetensors")) >= 0.96
     assert (running.out / "curves.png").read_bytes().startswith(b"\x89PNG")
     eventually(lambda: not running.processes(), what="the end of every process")
 
@@ -120,7 +126,7 @@ def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: 
 
 def test_missing_packages_are_named(tmp_path: Path) -> None:
     """Without the packages of the extra `demo`, one line says what to install."""
-    code = "import sys; sys.modules['sklearn'] = None; from paramserver_cli.main import app; app(['demo'], prog_name='psctl')"
+    code = "import sys; sys.modules['sklearn'] = None; from paramserver_cli.main import app; app(['demo'])"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
 
     assert done.returncode == 1
