@@ -13,14 +13,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from paramserver.limits import MIB
+from paramserver.limits import MIB, POOL_KEPT_BYTES_MAX
 from paramserver.types import F32
 
 PAGE_BYTES: Final = 4096
 SMALL_BYTES: Final = 64 * 1024
 """Below this the allocator is as good as a pool."""
-KEPT_BYTES_MAX: Final = 512 * MIB
-"""Free memory that the pool keeps for reuse at most."""
 
 U8 = npt.NDArray[np.uint8]
 
@@ -38,7 +36,7 @@ class BufferPool:
     run in any thread.
     """
 
-    def __init__(self, kept_bytes_max: int = KEPT_BYTES_MAX) -> None:
+    def __init__(self, kept_bytes_max: int = POOL_KEPT_BYTES_MAX) -> None:
         self._free: dict[int, deque[mmap.mmap]] = {}
         self._leases: dict[int, weakref.ref[U8]] = {}
         self._kept_bytes_max = kept_bytes_max

@@ -7,7 +7,7 @@ says, is refused without a trace.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 from starlette.requests import Request
@@ -17,7 +17,14 @@ from starlette.types import Message, Receive, Scope, Send
 from paramserver import kernels
 from paramserver.core.shard_io import PushDone
 from paramserver.errors import PsError, problem
-from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JSON_BODY_BYTES_MAX
+from paramserver.limits import (
+    BODY_BYTES_MAX,
+    CHUNK_BYTES,
+    JSON_BODY_BYTES_MAX,
+    JSON_ELEMENTS_MAX,
+    RECEIVE_S,
+    RECEIVING_BYTES_MAX,
+)
 from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, PREFIX_BYTES, PullFrame, decode_prefix, encode_header, header_end
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
@@ -28,12 +35,6 @@ from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
 from paramserver_shard.telemetry import Telemetry
 
-JSON_ELEMENTS_MAX: Final = 4 << 20
-"""Elements that a JSON answer holds at most; msgpack and frames hold any number."""
-RECEIVING_BYTES_MAX: Final = 2 << 30
-"""Bytes of frame bodies that are being received at one time."""
-RECEIVE_S: Final = 60.0
-"""Longest time a body may take to arrive."""
 
 T = TypeVar("T")
 Sized = Callable[[dict[str, Any]], Awaitable[tuple[T, int]]]

@@ -51,6 +51,14 @@ QUEUED_REQUESTS_MAX: Final = 4096
 """Pushes and pulls that wait in one shard (for a busy partition, a load, a version)."""
 STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard."""
+RECEIVING_BYTES_MAX: Final = 2 << 30
+"""Bytes of request bodies that one shard is receiving at one time."""
+RECEIVE_S: Final = 60.0
+"""Longest time a frame's body may take to arrive."""
+POOL_KEPT_BYTES_MAX: Final = 512 * MIB
+"""Free buffer memory that one shard keeps for reuse."""
+JSON_ELEMENTS_MAX: Final = 4 << 20
+"""Numbers that one JSON answer holds at most; msgpack and frames hold any number."""
 
 # Time.
 HEARTBEAT_S: Final = 1.0
