@@ -52,8 +52,8 @@ class Shard(Protocol):
     def precede(self, partition: Partition, operation: "Operation") -> None:
         """Run that operation as soon as the present one is over, before all that waits."""
 
-    def flush_by(self, partition: Partition, at: float) -> None:
-        """Apply what the partition has buffered at that time at the latest."""
+    def flush_by(self, partition: Partition, at: float, now: float) -> None:
+        """Apply what the partition has buffered at that time at the latest; it is part of what a snapshot keeps."""
 
     def cut(self, partition: Partition) -> None:
         """Store the partition as it is now as a cut."""
@@ -164,7 +164,7 @@ class PushOperation(Operation):
             shard.precede(p, FlushOperation(self.model, [p]))
         elif p.flush_at is None:
             p.flush_at = now + rule.interval_ms / 1000.0
-            shard.flush_by(p, p.flush_at)
+            shard.flush_by(p, p.flush_at, now)
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         if any(r.state is None for r in results):
@@ -372,7 +372,7 @@ class SettingsOperation(Operation):
             shard.committed(self.model, p, now)
         if p.buffered:
             p.flush_at = now + new.interval_ms / 1000.0
-            shard.flush_by(p, p.flush_at)
+            shard.flush_by(p, p.flush_at, now)
         shard.settings_changed(p, now)
         return ()
 

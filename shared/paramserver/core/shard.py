@@ -299,7 +299,7 @@ class ShardCore:
             self.plan.first(p, now)
         if p.buffered and p.spec.consistency.mode == "buffered":
             p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
-            self.flush_by(p, p.flush_at)
+            self.flush_by(p, p.flush_at, now)
         elif p.buffered:
             self._lines.add(FlushOperation(model, [p]))
         self._woken.append(p)
@@ -477,7 +477,9 @@ class ShardCore:
     def precede(self, partition: Partition, operation: Operation) -> None:
         self._lines.precede(partition, operation)
 
-    def flush_by(self, partition: Partition, at: float) -> None:
+    def flush_by(self, partition: Partition, at: float, now: float) -> None:
+        self.plan.changed(partition, now)
+
         def due(now: float) -> None:
             model = self._known(partition.key.model)
             if partition.flush_at == at and model is not None and self._owns(model, partition):

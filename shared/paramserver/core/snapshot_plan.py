@@ -26,14 +26,15 @@ class SnapshotPlan:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
     def first(self, partition: Partition, now: float) -> None:
-        """The partition has values that are in memory alone.
+        """The partition has values that are in memory alone: uploaded ones cannot be drawn again, so it is due at once.
 
         In sync they are the cut to which a recovery before the first commit goes back.
         """
         if partition.spec.consistency.mode == "sync":
             self.cut(partition)
         else:
-            self.changed(partition, now)
+            self._due.pop(partition, None)
+            self._due = {partition: now, **self._due}
 
     def cut(self, partition: Partition) -> None:
         """Capture the partition as it is now, to be stored under its clock.
