@@ -35,7 +35,6 @@ from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
 from paramserver_shard.telemetry import Telemetry
 
-
 T = TypeVar("T")
 Sized = Callable[[dict[str, Any]], Awaitable[tuple[T, int]]]
 
