@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from paramserver import kernels
-from paramserver.client.selection import Selection, select, unknown
+from paramserver.core.selection import Selection, select, unknown
 from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
 from paramserver.errors import problem
 from paramserver.types import AnyArray, DType

@@ -11,8 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from paramserver import kernels, limits
-from paramserver.client.selection import Selection, select, unknown
 from paramserver.core.fields import Reader
+from paramserver.core.selection import Selection, select, unknown
 from paramserver.core.shard_io import PushDone, PushPart, PushReceived
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import F32, ITEMSIZE, AnyArray, DType, PushId

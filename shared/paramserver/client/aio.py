@@ -19,11 +19,11 @@ from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
-from paramserver.client.selection import Names, Ranges
 from paramserver.client.shared_arrays import SharedArrays
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.client.transfer import Pushed
 from paramserver.client.transport import AsyncTransport
+from paramserver.core.selection import Names, Ranges
 from paramserver.errors import problem
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from paramserver.client.selection import Selection
+from paramserver.core.selection import Selection
 from paramserver.types import AnyArray
 
 HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {

@@ -10,7 +10,7 @@ import numpy as np
 from paramserver.client.calls import Call, Deadline, Pause, Request, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.retry import Backoff, deliver, judged, passes
-from paramserver.client.selection import unknown
+from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.types import AnyArray
 

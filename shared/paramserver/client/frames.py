@@ -14,7 +14,7 @@ from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.calls import Request, Response, foreign
 from paramserver.client.cluster import ModelMap
 from paramserver.client.gradients import Gradient, Scan, write
-from paramserver.client.selection import Part, Selection
+from paramserver.core.selection import Part, Selection
 from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
 from paramserver.wire.frame import (

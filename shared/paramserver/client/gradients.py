@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from paramserver.client.arrays import bf16_bits_to_f32, f32_to_bf16_bits
-from paramserver.client.selection import Names, Part, Ranges, Selection, select, unknown
 from paramserver.core.layout import Layout
+from paramserver.core.selection import Names, Part, Ranges, Selection, select, unknown
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 

@@ -14,10 +14,10 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.optimizers import Optimizer
-from paramserver.client.selection import Names, Ranges
 from paramserver.client.spec_builder import patch_document
 from paramserver.client.transfer import Pushed
 from paramserver.client.worker import Worker
+from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
 if TYPE_CHECKING:

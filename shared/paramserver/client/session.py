@@ -26,8 +26,8 @@ from paramserver.client.cluster import Cluster, control, model_path
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
-from paramserver.client.selection import Names, Ranges
 from paramserver.client.transfer import Pushed
+from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
 log = logging.getLogger("paramserver")

@@ -16,7 +16,7 @@ from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, pull_request, push_reply
 from paramserver.client.gradients import Grads, prepare
 from paramserver.client.retry import Backoff, judged, passes
-from paramserver.client.selection import Names, Part, Ranges, Selection, select
+from paramserver.core.selection import Names, Part, Ranges, Selection, select
 from paramserver.errors import ConflictError, InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply

@@ -10,9 +10,9 @@ from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradients import Grads
-from paramserver.client.selection import Names, Ranges
 from paramserver.client.session import EVALUATE, Session, Task
 from paramserver.client.transfer import Pushed
+from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
 if TYPE_CHECKING:
