@@ -10,7 +10,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 
 def test_the_page_lists_every_code_as_the_code_has_it() -> None:
     """Code, status, class and whether to retry agree between docs/errors.md and errors.CODES."""
-    rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| `(\w+)` \| [^|]+ \| (yes|no) \| [^|]{10,} \|$", PAGE.read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([\w ]+) \| `(\w+)` \| [^|]+ \| (yes|no) \| [^|]{10,} \|$", PAGE.read_text(), re.M
+    )
 
     listed = {code: (status, cls, retry) for code, status, cls, retry in rows}
     client_only = ("unreachable", "in_doubt")
