@@ -40,4 +40,6 @@ $(STAMP): pyproject.toml shared/paramserver/__init__.py
 	$(if $(NEW),$(PYTHON) -m venv --clear .venv)
 	@echo 'installing into .venv (about a minute, once)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[$(EXTRAS)]'
+	@echo 'compiling the kernels (about 10 seconds, once)'
+	@$(BIN)/python -P -c 'from paramserver import kernels; kernels.warm_up()'
 	@echo '$(WANT)' > $@
