@@ -1,5 +1,5 @@
 # make VERB [PYTHON=python3.12] [EXTRAS=dev,torch] [ARGS=...]     the first run installs; the stamp remembers PYTHON and EXTRAS
-.PHONY: help install demo test test-fast lint bench clean
+.PHONY: help install demo test test-fast lint chaos bench clean
 unexport PYTHONPATH PYTHONHOME
 export PIP_USER := 0
 BIN := .venv/bin
@@ -21,6 +21,8 @@ help:
 	@echo 'make test       lint, then every test, against real processes and a real Redis'
 	@echo 'make test-fast  the tests of less than a minute, for daily work'
 	@echo 'make lint       ruff and mypy --strict'
+	@echo 'make chaos      whole clusters on virtual time under seeded faults: make chaos SEEDS=500'
+	@echo 'make bench      how fast the optimizer kernels are, against copying memory'
 	@echo 'make install    only the environment: .venv, with psctl in it'
 	@echo 'make clean      remove .venv and dist'
 install: $(STAMP)
@@ -32,6 +34,10 @@ test-fast: $(STAMP)
 	@$(BIN)/pytest -m 'not process and not slow' $(ARGS)
 lint: $(STAMP)
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy
+chaos: $(STAMP)
+	@$(BIN)/python -P -m paramserver.testing.simulation --seeds $(or $(SEEDS),100)
+bench: $(STAMP)
+	@$(BIN)/python -P benchmarks/kernels.py $(ARGS)
 clean: ; rm -rf .venv dist
 $(STAMP): pyproject.toml shared/paramserver/__init__.py
 	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) not found: install Python 3.11 or newer (Debian/Ubuntu: apt install python3 python3-venv; macOS: brew install python), or name one: make PYTHON=python3.12' >&2; exit 1; }
