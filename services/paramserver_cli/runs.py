@@ -25,7 +25,7 @@ def _tell(run: dict[str, Any], as_json: bool) -> None:
 @app.command("list")
 def list_runs(as_json: Json = False, url: Url = None) -> None:
     """List the runs, newest first."""
-    items = connect(url).runs()
+    items = sorted(connect(url).runs(), key=lambda r: -r["created_s"])
     if as_json:
         typer.echo(json.dumps({"items": items, "next": None}))
         return

@@ -251,7 +251,7 @@ async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guar
         loop.add_reader(lifeline, caller_is_gone)
     try:
         await supervisor.run()
-    except* (StartFailed, PsError) as failures:
+    except* (StartFailed, PsError, OSError) as failures:
         supervisor.phase, supervisor.error = "failed", str(failures.exceptions[0])
         log.error("%s", supervisor.error)
         supervisor.publish()

@@ -1,0 +1,174 @@
+"""psctl against a real cluster: models, runs, checkpoints, and what it says when something is wrong."""
+
+import io
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+from .cluster import PSCTL, Cluster
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SPEC = """
+params:
+  w: {shape: [4, 2], init: {kind: constant, value: 1.5}}
+  layers.0.bias: {shape: []}
+optimizer: {name: adam, lr: 1e-3}
+consistency: {mode: ssp, staleness: 2}
+"""
+
+
+def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """create reads YAML (1e-3 is a number), again is refused unless --exist-ok, set changes it, pull writes .npy."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    create = ["create", "psctl-model", "-f", str(tmp_path / "spec.yaml")]
+
+    made = shared_cluster.psctl(*create, "--json")
+    again = shared_cluster.psctl(*create)
+    exists = shared_cluster.psctl(*create, "--exist-ok")
+    changed = shared_cluster.psctl("set", "psctl-model", "lr=0.5", "mode=async", "--json")
+    env = os.environ | {"PARAMSERVER_URL": shared_cluster.url}
+    pulled = subprocess.run([*PSCTL, "pull", "psctl-model", "w"], capture_output=True, env=env, timeout=60)
+
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["spec"]["optimizer"]["lr"] == 1e-3
+    assert again.returncode == 4
+    assert exists.returncode == 0
+    spec = json.loads(changed.stdout)["spec"]
+    assert (spec["optimizer"]["lr"], spec["consistency"]["mode"]) == (0.5, "async")
+    np.testing.assert_array_equal(np.load(io.BytesIO(pulled.stdout)), np.full((4, 2), 1.5, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["pull", "no-such-model", "w"], 4, "no-such-model"),
+        (["run", "show", "run-999"], 4, "run-999"),
+        (["set", "m", "lrr=1"], 2, "did you mean 'lr'"),
+        (["set", "m", "lr"], 2, "name=value"),
+        (["create", "m", "-f", "/no/such/file"], 1, "/no/such/file"),
+        (["frobnicate"], 2, "frobnicate"),
+        (["logs", "shard-9"], 1, "no log"),
+        (["train", "nothing.py", "--model", "m"], 2, "nothing.py"),
+        (["--url", "http://127.0.0.1:9"], 2, "--url"),
+    ],
+)
+def test_what_is_wrong_shows_in_the_exit_code(
+    shared_cluster: Cluster, arguments: list[str], code: int, text: str
+) -> None:
+    """Usage errors exit with 2, refusals with 4, local failures with 1; each names what is wrong."""
+    done = shared_cluster.psctl(*arguments)
+
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["models"], ["run", "list", "--json"]])
+def test_an_unreachable_cluster_is_exit_code_3(arguments: list[str], tmp_path: Path) -> None:
+    """When nobody answers, the text says how to start a cluster."""
+    env = os.environ | {"PARAMSERVER_URL": "http://127.0.0.1:9"}
+    done = subprocess.run([*PSCTL, *arguments], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+
+    assert done.returncode == 3
+    assert "psctl up" in done.stderr
+
+
+def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
+    """`--json` prints one object with items (or the status) wherever something is listed."""
+    ps.connect(shared_cluster.url).create_model("listed", {"w": (2,)}, exist_ok=True)
+    lists = [["models"], ["list"], ["run", "list"], ["config"], ["checkpoint", "list", "listed"], ["doctor"]]
+    for arguments in lists:
+        done = shared_cluster.psctl(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        assert isinstance(json.loads(done.stdout)["items"], list), arguments
+    status = json.loads(shared_cluster.psctl("status", "--json").stdout)
+    assert {"cluster", "nodes", "models"} <= set(status)
+    shards = [i for i in json.loads(shared_cluster.psctl("doctor", "--json").stdout)["items"] if "shard-" in i["check"]]
+    assert len(shards) == 2
+    assert all("MiB/s" in i["detail"] for i in shards)
+
+
+def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """A checkpoint comes back from a folder under another name, and from the cluster's own under the same."""
+    model = ps.connect(shared_cluster.url).create_model("saved", {"w": np.arange(6.0)}, optimizer=ps.Sum())
+
+    assert shared_cluster.psctl("checkpoint", "save", "saved", str(tmp_path / "ck")).returncode == 0
+    assert shared_cluster.psctl("checkpoint", "save", "saved").returncode == 0
+    model.push({"w": np.ones(6)})
+    restored = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "saved2")
+    back = shared_cluster.psctl("checkpoint", "restore", "latest", "--as", "saved")
+
+    assert restored.returncode == 0, restored.stderr
+    assert back.returncode == 0, back.stderr
+    other = ps.connect(shared_cluster.url).model("saved2")
+    np.testing.assert_array_equal(other.pull()["w"], np.arange(6.0))
+    np.testing.assert_array_equal(model.pull()["w"], np.arange(6.0))
+
+
+def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """`psctl new` and `psctl train` end with a finished run whose model has learned."""
+    folder = tmp_path / "my-model"
+    assert shared_cluster.psctl("new", str(folder)).returncode == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["model.yaml", "train.py"]
+
+    done = shared_cluster.psctl(
+        "train", str(folder / "train.py"), "--model", "my-model", "--workers", "2", timeout_s=100
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished" in done.stdout
+    values = ps.connect(shared_cluster.url).model("my-model").pull()
+    assert abs(float(values["b"][0]) - 0.5) < 0.2
+    assert shared_cluster.psctl("new", str(folder)).returncode == 1
+
+
+def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """A function that raises fails the run after its restarts; the traceback is printed and the exit code is 1."""
+    (tmp_path / "broken.py").write_text("def train(worker, size):\n    raise RuntimeError(f'no data of size {size}')\n")
+    (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
+
+    done = shared_cluster.psctl(
+        "train", str(tmp_path / "broken.py"), "--model", "broken", "--workers", "1", "--arg", "size=7", timeout_s=100
+    )
+
+    assert done.returncode == 1
+    assert "RuntimeError: no data of size 7" in done.stderr
+    assert "broken.py" in done.stderr
+    run = json.loads(shared_cluster.psctl("run", "list", "--json").stdout)["items"][0]
+    assert run["state"] == "failed"
+
+
+def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
+    """A run without workers says how to start some; pause, resume and stop change its state."""
+    client = ps.connect(shared_cluster.url)
+    client.create_model("patient", {"w": (2,)})
+    run = client.create_run("patient", "paramserver.examples.digits:train")["id"]
+
+    shown = shared_cluster.psctl("run", "show", run)
+    states = [
+        json.loads(shared_cluster.psctl("run", verb, run, "--json").stdout)["state"]
+        for verb in ("pause", "resume", "stop")
+    ]
+
+    assert "paramserver-worker" in shown.stdout
+    assert states == ["paused", "waiting", "stopped"]
+
+
+def test_every_command_has_help_with_an_example(shared_cluster: Cluster) -> None:
+    """`--help` works for every command, and those that take arguments show how they are typed."""
+    groups = {"run": ["list", "show", "pause", "resume", "stop", "eval"], "checkpoint": ["save", "restore", "list"]}
+    plain = "demo new doctor config up down list logs status train models create set pull".split()
+    commands = [[c] for c in plain] + [[g, c] for g, cs in groups.items() for c in cs]
+    listed = shared_cluster.psctl("--help").stdout
+    for command in commands:
+        assert command[0] in listed
+    for command in (["up"], ["train"], ["set"], ["create"], ["pull"], ["new"], ["status"], ["logs"], ["doctor"]):
+        text = shared_cluster.psctl(*command, "--help").stdout
+        assert f"psctl {command[0]} " in text.replace("Usage: psctl", ""), text

@@ -1,0 +1,182 @@
+"""Clusters on this machine: what `psctl up` prints, restarts, and leaves behind (nothing)."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+
+import paramserver as ps
+from paramserver_node import redis_server
+
+from .cluster import PSCTL, Cluster, cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+
+def listener(port: int) -> int | None:
+    """The process that listens on a port of 127.0.0.1."""
+    for c in psutil.net_connections("tcp"):
+        if c.status == psutil.CONN_LISTEN and c.laddr.port == port:
+            return int(c.pid)
+    return None
+
+
+def is_ready(url: str) -> bool:
+    """Whether a node says that it is ready."""
+    return httpx.get(f"{url}/readyz").status_code == 200
+
+
+def of_state(state_dir: Path) -> list[psutil.Process]:
+    """All processes that belong to the cluster of a state directory: they, or their logs, name it."""
+    found = []
+    for p in psutil.process_iter():
+        try:
+            if str(state_dir) in " ".join(p.cmdline()) or any(str(state_dir) in f.path for f in p.open_files()):
+                found.append(p)
+        except psutil.Error:
+            continue
+    return [p for p in found if p.pid != os.getpid() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def port_of(url: str) -> int:
+    """The port in a URL."""
+    return urlsplit(url).port or 0
+
+
+def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
+    """`up --detach --json` ends with exactly the promised object, and its pids are the serving processes in order."""
+    info = own_cluster.info
+
+    assert list(info) == ["scheduler", "shards", "redis", "token", "pids", "state_dir"]
+    assert info["token"] is None
+    assert list(info["pids"]) == ["scheduler", "shards", "redis"]
+    assert info["pids"]["scheduler"] == [listener(port_of(info["scheduler"]))]
+    assert info["pids"]["shards"] == [listener(port_of(u)) for u in info["shards"]]
+    assert info["pids"]["redis"] == [listener(port_of(info["redis"]))]
+    assert httpx.get(f"{info['scheduler']}/readyz").status_code == 200
+    assert own_cluster.present() == info
+
+
+def test_a_killed_process_comes_back_at_its_address(own_cluster: Cluster) -> None:
+    """Each process is restarted after a SIGKILL; at once nothing of the old one serves, and then its address does."""
+    for kind, index, url in (("shards", 1, own_cluster.shards[1]), ("scheduler", 0, own_cluster.url), ("redis", 0, "")):
+        old = own_cluster.kill(kind, index)
+        eventually(partial(own_cluster.replaced, kind, index, old), what=f"a new {kind}")
+        assert not psutil.pid_exists(old)
+        if url:
+            eventually(partial(is_ready, url), what=f"{kind} ready")
+    assert listener(port_of(own_cluster.info["redis"])) == own_cluster.present()["pids"]["redis"][0]
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    """After a SIGKILL of the supervisor every process of the cluster ends, and a new `up` there finds the data."""
+    state = tmp_path / "c"
+    with cluster(state, args=("--workers", "1")) as running:
+        model = ps.connect(running.url).create_model("kept", {"w": (4,)}, optimizer=ps.Sum())
+        assert model.push({"w": [1.0, 2.0, 3.0, 4.0]}).state == "applied"
+        eventually(lambda: model.info()["partitions"][0]["durable_version"] >= 1, what="a snapshot")
+        supervisor = json.loads((state / "supervisor.json").read_text())["pid"]
+        assert len(of_state(state)) >= 6
+
+        os.kill(supervisor, signal.SIGKILL)
+
+        eventually(lambda: not of_state(state), within_s=10, what="the end of every process")
+        listed = json.loads(running.psctl("list", "--json").stdout)["items"]
+        assert str(state) not in [c["state_dir"] for c in listed]
+
+    with cluster(state) as again:
+        assert list(ps.connect(again.url).model("kept").pull()["w"]) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_two_clusters_start_at_once_on_different_ports(tmp_path: Path) -> None:
+    """Two `up` at the same moment, as from two checkouts, never share a port."""
+    with ThreadPoolExecutor() as pool, _both(pool, tmp_path) as (one, two):
+        ports = [{port_of(u) for u in (c.url, *c.shards, c.info["redis"])} for c in (one, two)]
+        assert ports[0].isdisjoint(ports[1])
+        assert len(ports[0] | ports[1]) == 6
+        listed = {c["state_dir"] for c in json.loads(one.psctl("list", "--json").stdout)["items"]}
+        assert {one.info["state_dir"], two.info["state_dir"]} <= listed
+
+
+@contextmanager
+def _both(pool: ThreadPoolExecutor, folder: Path) -> Iterator[tuple[Cluster, Cluster]]:
+    entered = [cluster(folder / n, shards=1) for n in ("one", "two")]
+    running = list(pool.map(lambda c: c.__enter__(), entered))
+    try:
+        yield running[0], running[1]
+    finally:
+        list(pool.map(lambda c: c.__exit__(None, None, None), entered))
+
+
+def test_up_again_is_refused_and_down_again_is_fine(own_cluster: Cluster, tmp_path: Path) -> None:
+    """A second `up` in the same state directory exits with 4; `down` where nothing runs exits with 0."""
+    again = own_cluster.psctl("up", "--detach", "--state-dir", str(own_cluster.state_dir))
+    nothing = own_cluster.psctl("down", "--state-dir", str(tmp_path / "other"))
+
+    assert again.returncode == 4
+    assert own_cluster.url in again.stderr
+    assert nothing.returncode == 0
+    assert httpx.get(f"{own_cluster.url}/livez").status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_cluster_in_the_foreground_ends_with_its_command(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C on `psctl up` exits with 130, a SIGKILL of it ends the cluster all the same."""
+    state = tmp_path / "c"
+    argv = [*PSCTL, "up", "--shards", "1", "--json", "--state-dir", str(state)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        info: dict[str, Any] = json.loads(up.stdout.readline())
+        assert httpx.get(f"{info['scheduler']}/livez").status_code == 200
+
+        up.send_signal(number)
+
+        assert up.wait(30) == (130 if number == signal.SIGINT else -9)
+    eventually(lambda: not of_state(state), within_s=15, what="the end of every process")
+
+
+def test_a_redis_of_ones_own_is_used_and_left_alone(tmp_path: Path) -> None:
+    """With --redis no server is started, and the given one still runs after `down`."""
+    with redis_server.running(tmp_path / "redis") as url:
+        with cluster(tmp_path / "c", shards=1, args=("--redis", url)) as running:
+            assert running.info["redis"] == url
+            assert running.info["pids"]["redis"] == []
+        assert redis_server.serving_pid(port_of(url)) is not None
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    """When a process cannot start, `up` exits with 1 and shows its last lines, and nothing is left."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "redis").write_text("a file where a folder should be")
+    argv = [*PSCTL, "up", "--detach", "--state-dir", str(tmp_path / "c")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 1
+    assert "redis" in done.stderr
+    assert len(done.stderr.splitlines()) < 5
+    assert not of_state(tmp_path / "c")
+
+
+def test_a_redis_server_keeps_its_data_over_a_kill(tmp_path: Path) -> None:
+    """What was written before a SIGKILL is there when a server starts in the same folder."""
+    import redis
+
+    for expected in (None, b"kept"):
+        with redis_server.running(tmp_path) as url, redis.Redis.from_url(url) as client:
+            assert client.get("key") == expected
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            client.set("key", "kept")
+            pid = redis_server.serving_pid(port_of(url))
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,207 @@
+"""The parts of psctl that need no cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from paramserver.errors import PsError, problem
+from paramserver_cli import exits, ports, train
+from paramserver_cli.assignments import merge_patch, pairs
+from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
+from paramserver_cli.display import plain_line, sparkline
+from paramserver_cli.training import Sample, Training, WorkerLine
+
+
+@pytest.mark.parametrize(
+    ("words", "patch"),
+    [
+        (["lr=0.05"], {"optimizer": {"lr": 0.05}}),
+        (["mode=ssp", "staleness=2"], {"consistency": {"mode": "ssp", "staleness": 2}}),
+        (["optimizer=adam", "betas=[0.9,0.95]"], {"optimizer": {"name": "adam", "betas": [0.9, 0.95]}}),
+        (["late=fold"], {"consistency": {"late": "fold"}}),
+        (["evaluate_every=10", "keep=5"], {"evaluate_every": 10, "checkpoint": {"keep": 5}}),
+        (["optimizer.schedule.kind=cosine"], {"optimizer": {"schedule": {"kind": "cosine"}}}),
+        (["clip_norm=null"], {"optimizer": {"clip_norm": None}}),
+    ],
+)
+def test_settings_on_the_command_line_become_a_patch(words: list[str], patch: dict[str, Any]) -> None:
+    """Each name goes into the part of the spec it belongs to, with its JSON type."""
+    assert merge_patch(words) == patch
+
+
+@pytest.mark.parametrize(("word", "says"), [("lrr=1", "did you mean 'lr'"), ("lr", "name=value"), ("=3", "name=value")])
+def test_a_wrong_setting_is_a_usage_error(word: str, says: str) -> None:
+    """A word that is no setting is refused before anything is sent."""
+    with pytest.raises(typer.BadParameter, match=says):
+        merge_patch([word])
+
+
+def test_arguments_keep_their_json_types() -> None:
+    """Numbers, booleans and lists are values; anything else is text; only the first '=' separates."""
+    assert pairs(["a=1", "b=true", "c=x=y", "d=[1, 2]", "e="]) == {"a": 1, "b": True, "c": "x=y", "d": [1, 2], "e": ""}
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("unreachable", 3),
+        ("no_leader", 3),
+        ("unknown_model", 4),
+        ("forbidden", 4),
+        ("invalid_field", 4),
+        ("internal", 1),
+    ],
+)
+def test_errors_lead_to_exit_codes(code: str, exit_code: int) -> None:
+    """Nobody answers: 3; the cluster refuses: 4; anything else: 1."""
+    assert exits.code_of(problem(code, "x")) == exit_code
+
+
+def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:
+    """Two reservations never overlap, and a released block can be taken again."""
+    one = ports.reserve(3)
+    two = ports.reserve(3)
+    try:
+        mine, others = ({b.scheduler, *b.shards, b.redis} for b in (one, two))
+        assert len(mine) == 5
+        assert mine.isdisjoint(others)
+        with pytest.raises(PsError, match="in use"):
+            ports.reserve(3, base=one.scheduler)
+    finally:
+        one.lock.close()
+        two.lock.close()
+    again = ports.reserve(3, base=one.scheduler)
+    again.lock.close()
+    assert again.scheduler == one.scheduler
+
+
+def test_many_shards_fit_between_scheduler_and_redis() -> None:
+    """With more shards than a block has ports, the block grows."""
+    block = ports.reserve(150)
+    block.lock.close()
+    assert block.redis not in block.shards
+    assert len(set(block.shards)) == 150
+    assert block.scheduler < block.shards[0] < block.shards[-1] < block.redis
+
+
+def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
+    """Plan, cluster and supervisor state survive being written, with what is missing as None."""
+    state = StateDir(tmp_path)
+    cluster = Cluster("http://h:1", ["http://h:2"], "redis://h:3", None, {"shards": [4, None]}, str(tmp_path))
+    assert (state.plan(), state.cluster(), state.supervisor()) == (None, None, None)
+
+    for document in (Plan(shards=3), cluster, SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})):
+        state.write(document)
+
+    assert state.plan() == Plan(shards=3)
+    assert state.cluster() == cluster
+    assert state.supervisor() == SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})
+    state.forget()
+    assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
+
+
+def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
+    """A cluster runs exactly as long as somebody holds its lock."""
+    state = StateDir(tmp_path)
+    assert not state.is_running()
+    lock = state.lock()
+    assert lock is not None
+    assert state.is_running()
+    assert state.lock() is None
+    lock.close()
+    assert not state.is_running()
+
+
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
+    """`tail` gives the last lines, however long the file, and nothing for a log that is not there."""
+    state = StateDir(tmp_path)
+    state.logs.mkdir()
+    state.log("x").write_text("\n".join(f"line {i}" for i in range(1000)) + "\n")
+    assert state.tail("x", 2) == "line 998\nline 999"
+    assert state.tail("y") == ""
+
+
+def test_what_to_train_is_a_script_or_a_function(tmp_path: Path) -> None:
+    """A script's entry is its function `train`; a script whose name is no module name is refused."""
+    (tmp_path / "job.py").touch()
+    (tmp_path / "my-job.py").touch()
+    assert train._entry(str(tmp_path / "job.py")) == ("job:train", tmp_path)
+    assert train._entry("package.module:function") == ("package.module:function", Path.cwd())
+    for wrong, says in ((tmp_path / "my-job.py", "my_job.py"), (tmp_path / "no.py", "no file"), ("word", "neither")):
+        with pytest.raises(typer.BadParameter, match=says):
+            train._entry(str(wrong))
+
+
+CLIENT: Any = None
+
+
+def _sample(elapsed_s: float, version: int = 0, accuracy: float | None = None) -> Sample:
+    return Sample(
+        elapsed_s, 0.5, accuracy, version, version, 40.0, None, (WorkerLine("w0", 3, 0.5, None, "active", 0),)
+    )
+
+
+def test_a_training_is_good_when_its_last_evaluations_are() -> None:
+    """One lucky evaluation is not enough, and rates count from the first update."""
+    training = Training(CLIENT, "m", "sync", evaluations=[0.97])
+    assert not training.has_reached(0.96)
+    training.evaluations.append(0.95)
+    assert not training.has_reached(0.96)
+    training.evaluations += [0.961, 0.97]
+    assert training.has_reached(0.96)
+    training.samples += [_sample(0.0), _sample(10.0, 5), _sample(20.0, 105)]
+    assert training.rate() == (10.0, 40.0)
+
+
+def test_a_plain_line_has_the_numbers() -> None:
+    """Loss, accuracy, rate and clocks stand in the line; without workers it says so, and why when nobody answers."""
+    training = Training(CLIENT, "m", "sync")
+    assert "waiting for workers" in plain_line(training)
+    training.samples.append(_sample(1.0, 3, 0.931))
+    line = plain_line(training)
+    assert all(part in line for part in ("sync", "loss 0.500", "accuracy 93.1 %", "40 pushes/s", "clocks 3"))
+    training.away = "no scheduler answers"
+    assert "no scheduler answers" in plain_line(training)
+
+
+def test_a_sparkline_spans_its_range() -> None:
+    """The lowest value is the lowest bar, the highest the highest; gaps stay gaps; long series are thinned out."""
+    assert sparkline([0.0, None, 1.0], 0.0, 1.0) == "▁ █"
+    assert len(sparkline([0.5] * 1000, 0.0, 1.0, width=20)) == 20
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from paramserver_cli.children import ChildSpec, Guard, start
+guard = Guard()
+code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+child = start(ChildSpec("c", "worker", [sys.executable, "-c", code]), Path(sys.argv[1]), guard)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_children_and_theirs_die_with_a_killed_owner(tmp_path: Path) -> None:
+    """After a SIGKILL of the owner neither its child nor the child's own child is left."""
+    psutil = pytest.importorskip("psutil")
+    argv = [sys.executable, "-P", "-c", OWNER, str(tmp_path / "log")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(owner.stdout.readline())]
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "log").read_text().endswith("\n"):
+            assert time.monotonic() < deadline, "the grandchild did not start"
+        pids.append(int((tmp_path / "log").read_text()))
+        os.kill(owner.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in pids):
+        assert time.monotonic() < deadline, "something outlived its owner"
