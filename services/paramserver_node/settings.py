@@ -1,12 +1,14 @@
 """Settings of every service: a flag wins over the environment (`PARAMSERVER_…`), that over `paramserver.toml`.
 
 The file's top level holds for every service, a table for one: `[scheduler]`, `[shard]`, `[worker]`, `[client]`,
-`[cluster]`.
+`[cluster]`.  `PARAMSERVER_…_FILE` names a file that holds the value, so that a secret is neither in the environment nor
+on a command line.
 """
 
 import difflib
 import os
 import re
+import socket
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -32,8 +34,8 @@ class Settings:
     def sources(cls, flags: Mapping[str, Any], env: Mapping[str, str], file: Path) -> dict[str, tuple[Any, str]]:
         """The effective value of each setting, as (value, where it comes from).
 
-        Raises RequestError: `invalid_field` for a value of the wrong type or a key that no service knows, `malformed`
-        for a file that is not TOML.
+        Raises RequestError: `invalid_field` for a value of the wrong type, a key that no service knows or a file named
+        by `PARAMSERVER_…_FILE` that cannot be read, `malformed` for a file that is not TOML.
         """
         common, own = _tables(file, cls.section)
         types = get_type_hints(cls)
@@ -44,6 +46,8 @@ class Settings:
                 value, origin = flags[f.name], f"--{f.name.replace('_', '-')}"
             elif env.get(variable):
                 value, origin = env[variable], variable
+            elif env.get(variable + "_FILE"):
+                value, origin = _held_by(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
             elif f.name in own:
                 value, origin = own[f.name], f"{file} [{cls.section}]"
             elif f.name in common:
@@ -72,7 +76,7 @@ class SchedulerSettings(Settings):
     state_dir: str = ".paramserver"
     """Folder of server-side checkpoints and of files for `init.kind: file`."""
     advertise: str = ""
-    """URL under which others reach it; default: what it is bound to."""
+    """URL under which others reach it; default: what it is bound to, or the host name where that is every address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class ShardSettings(Settings):
     redis: str = "redis://127.0.0.1:6379/0"
     state_dir: str = ".paramserver"
     advertise: str = ""
-    """URLs under which workers and shards reach it, separated by commas; default: what it is bound to."""
+    """URLs under which workers and shards reach it, separated by commas; default as for a scheduler."""
     snapshot_mib_per_s: float = 64.0
     """Budget of snapshot writes."""
 
@@ -145,6 +149,19 @@ SERVICES: Final[tuple[type[Settings], ...]] = (
 def shown(value: Any) -> str:
     """A setting's value as it may be printed: a password in a URL is left out."""
     return re.sub(r"(\w+://[^/@\s]*:)[^/@\s]+@", r"\1***@", str(value))
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL under which others reach what listens on `host`: by the host's name where that is every address."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _held_by(path: str, origin: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise problem("invalid_field", f"{origin}: cannot read {path}: {e}") from None
 
 
 def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

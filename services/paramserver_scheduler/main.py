@@ -17,7 +17,7 @@ from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
 from paramserver_node.server import serve_uvicorn, stop_on_signals
-from paramserver_node.settings import SchedulerSettings
+from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler import telemetry
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -58,7 +58,7 @@ async def decide(settings: SchedulerSettings, redis: Redis, http: FastAPI, stop:
         async with asyncio.TaskGroup() as group:
             jobs = Jobs(runtime, checkpoints, shards, redis, history, group)
             runtime.jobs = jobs
-            url = settings.advertise or f"http://{settings.host}:{settings.port}"
+            url = settings.advertise or url_of(settings.host, settings.port)
             http.state.service = Service(runtime, jobs, forwarder, history, url, time.monotonic())
             log.info("scheduler.ready term=%d models=%d url=%s", store.term, len(core.read.models()), url)
             history.add(time.monotonic(), "scheduler_started", f"the scheduler has started (term {store.term})")

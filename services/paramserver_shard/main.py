@@ -19,7 +19,7 @@ from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
 from paramserver_node.forward import Forwarder
 from paramserver_node.server import serve_granian, stop_on_signals
-from paramserver_node.settings import ShardSettings
+from paramserver_node.settings import ShardSettings, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.buffers import BufferPool
@@ -99,7 +99,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup) -> Shard:
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
     addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
-    addresses = addresses or [f"http://{settings.host}:{settings.port}"]
+    addresses = addresses or [url_of(settings.host, settings.port)]
     pool, directory, telemetry = BufferPool(), Directory(name), Telemetry(clock)
     redis = node_redis.connect(settings.redis)
     link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()])

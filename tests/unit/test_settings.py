@@ -1,11 +1,12 @@
 """Settings: flag over environment over file, each with its origin; mistakes are named."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from paramserver.errors import RequestError
-from paramserver_node.settings import ShardSettings, shown
+from paramserver_node.settings import ShardSettings, shown, url_of
 
 FILE_TEXT = """
 redis = "redis://file"
@@ -75,3 +76,31 @@ def test_passwords_are_not_shown() -> None:
     assert shown("redis://user:secret@host:6379/0") == "redis://user:***@host:6379/0"
     assert shown("redis://:secret@host") == "redis://:***@host"
     assert shown("http://a:1,http://b:2") == "http://a:1,http://b:2"
+
+
+def test_a_value_may_be_in_a_file_that_a_variable_names(tmp_path: Path) -> None:
+    """`PARAMSERVER_…_FILE` gives the text of a file, without its line end; the variable itself wins over it."""
+    secret = tmp_path / "redis-url"
+    secret.write_text("redis://:pw@redis:6379/0\n")
+    env = {"PARAMSERVER_REDIS_FILE": str(secret)}
+
+    found = ShardSettings.sources({}, env, tmp_path / "none.toml")
+    both = ShardSettings.sources({}, env | {"PARAMSERVER_REDIS": "redis://env"}, tmp_path / "none.toml")
+
+    assert found["redis"] == ("redis://:pw@redis:6379/0", "PARAMSERVER_REDIS_FILE")
+    assert both["redis"] == ("redis://env", "PARAMSERVER_REDIS")
+
+
+def test_a_missing_file_of_a_value_is_named(tmp_path: Path) -> None:
+    """A file that cannot be read is refused; the default is not used in its stead."""
+    with pytest.raises(RequestError, match="PARAMSERVER_REDIS_FILE.*absent"):
+        ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "absent")}, tmp_path / "none.toml")
+
+
+def test_a_node_on_every_address_is_reached_by_its_host_name() -> None:
+    """0.0.0.0 and :: are no addresses to connect to; any other is kept, IPv6 in brackets."""
+    name = socket.gethostname()
+
+    assert url_of("0.0.0.0", 8701) == url_of("::", 8701) == f"http://{name}:8701"
+    assert url_of("10.0.0.5", 8701) == "http://10.0.0.5:8701"
+    assert url_of("fd00::5", 8701) == "http://[fd00::5]:8701"
