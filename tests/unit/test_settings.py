@@ -93,7 +93,7 @@ def test_a_value_may_be_in_a_file_that_a_variable_names(tmp_path: Path) -> None:
 
 def test_a_missing_file_of_a_value_is_named(tmp_path: Path) -> None:
     """A file that cannot be read is refused; the default is not used in its stead."""
-    with pytest.raises(RequestError, match="PARAMSERVER_REDIS_FILE.*absent"):
+    with pytest.raises(RequestError, match=r"PARAMSERVER_REDIS_FILE.*absent"):
         ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "absent")}, tmp_path / "none.toml")
 
 
