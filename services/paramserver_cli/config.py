@@ -1,5 +1,7 @@
 """Settings of psctl and where each comes from: flag over environment `PARAMSERVER_…` over `paramserver.toml`."""
 
+from __future__ import annotations  # client classes are named, but not imported until used
+
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,7 @@
 """psctl demo: a real cluster of its own trains on real images, in sync and then in async mode, and shows it."""
 
+from __future__ import annotations  # client classes are named, but not imported until used
+
 import importlib.util
 import shutil
 import signal
@@ -10,13 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
-import numpy as np
 import typer
 
 import paramserver as ps
-from paramserver.examples import digits
 from paramserver_cli import curves, launch
 from paramserver_cli.cluster_file import Plan, StateDir
 from paramserver_cli.display import Display, at_terminal, display
@@ -35,11 +35,13 @@ REST_LOOKS_MAX: Final = 100
 CALL_TIMEOUT_S: Final = 60.0
 """Long enough to outlive the death and return of any process."""
 
-MODES: Final[dict[str, tuple[ps.Optimizer, ps.Consistency]]] = {
-    "sync": (ps.Adam(lr=2e-3, schedule=ps.Exponential(gamma=0.999)), ps.Sync(min_workers=WORKERS)),
-    # Four gradients in flight at once: a smaller step each, getting smaller by the update and not by the clock.
-    "async": (ps.Adam(lr=1e-3, schedule=ps.Exponential(gamma=0.9995)), ps.Async()),
+ADAM: Final = {"name": "adam", "lr": 2e-3, "schedule": {"kind": "exponential", "gamma": 0.999}}
+MODES: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "sync": (ADAM, {"mode": "sync", "min_workers": WORKERS}),
+    # Four gradients are in flight at once and each is applied by itself: smaller steps, and slower decay per update.
+    "async": ({**ADAM, "lr": 1e-3, "schedule": {"kind": "exponential", "gamma": 0.9995}}, {"mode": "async"}),
 }
+"""Optimizer and consistency of each training."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -> Result:
     """One training from first to last; raises Failed when it does not get there."""
+    from paramserver.examples import digits
+
     optimizer, consistency = MODES[mode]
     name = f"digits-{mode}"
     model = client.create_model(name, digits.spec(), optimizer=optimizer, consistency=consistency, exist_ok=True)
@@ -125,7 +129,7 @@ def _at_rest(model: ps.Model) -> ps.Params:
     for _ in range(REST_LOOKS_MAX):
         time.sleep(LOOK_EVERY_S)
         now = model.pull()
-        if np.array_equal(before.flat, now.flat):
+        if (before.flat == now.flat).all():
             return now
         before = now
     raise Failed(f"model {model.name} does not come to rest though its run is paused")

@@ -1,5 +1,7 @@
 """psctl doctor: looks at this machine and at a cluster, and says what to do about what it finds."""
 
+from __future__ import annotations  # client classes are named, but not imported until used
+
 import importlib.metadata
 import json
 import os

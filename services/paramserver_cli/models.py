@@ -1,5 +1,7 @@
 """psctl create, set and pull: models."""
 
+from __future__ import annotations  # client classes are named, but not imported until used
+
 import json
 import re
 import sys

@@ -273,7 +273,7 @@ def main(argv: list[str]) -> int:
     state.write(SupervisorState(os.getpid(), "starting"))
     try:
         block = ports.reserve(0 if plan.scheduler else plan.shards, plan.host, plan.port)
-    except PsError as e:
+    except (PsError, OSError) as e:
         state.write(SupervisorState(os.getpid(), "failed", error=str(e)))
         return 1
     try:

@@ -1,5 +1,7 @@
 """psctl train: one run with workers on this machine, followed to its end."""
 
+from __future__ import annotations  # client classes are named, but not imported until used
+
 import shutil
 import tempfile
 import time

@@ -1,5 +1,7 @@
 """What one training looks like from outside, sampled from `GET /status`: for displays, stopping rules and pictures."""
 
+from __future__ import annotations  # client classes are named, but not imported until used
+
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,15 +3,17 @@
 import io
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import paramserver as ps
 
-from .cluster import PSCTL, Cluster
+from .cluster import PSCTL, Cluster, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -143,6 +145,40 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert "broken.py" in done.stderr
     run = json.loads(shared_cluster.psctl("run", "list", "--json").stdout)["items"][0]
     assert run["state"] == "failed"
+
+
+def test_an_interrupted_training_stops_its_run(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """Ctrl-C on `psctl train` exits with 130, stops the run and leaves no worker."""
+    (tmp_path / "endless.py").write_text(
+        "def train(worker):\n    while not worker.draining:\n        worker.step({'w': [1.0, 1.0]})\n"
+    )
+    (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
+    argv = [*PSCTL, "train", str(tmp_path / "endless.py"), "--model", "endless", "--url", shared_cluster.url]
+    env = os.environ | {"PARAMSERVER_TEST_MARK": str(tmp_path)}
+    client = ps.connect(shared_cluster.url)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as train:
+        eventually(lambda: client.model("endless").pull().version > 5, what="some updates")
+
+        train.send_signal(signal.SIGINT)
+        _, errors = train.communicate(timeout=30)
+
+    assert train.returncode == 130
+    assert "Traceback" not in errors
+    (run,) = [r for r in client.runs() if r["model"] == "endless"]
+    assert run["state"] == "stopped"
+    eventually(lambda: not marked(str(tmp_path)), what="the end of every worker")
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose environment carries a mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PARAMSERVER_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
 
 
 def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:

@@ -1,5 +1,6 @@
 """The parts of psctl that need no cluster."""
 
+import io
 import os
 import signal
 import subprocess
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
 from paramserver.errors import PsError, problem
 from paramserver_cli import exits, ports, train
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
-from paramserver_cli.display import plain_line, sparkline
+from paramserver_cli.display import picture, plain_line, sparkline
 from paramserver_cli.training import Sample, Training, WorkerLine
 
 
@@ -169,6 +171,16 @@ def test_a_plain_line_has_the_numbers() -> None:
     assert all(part in line for part in ("sync", "loss 0.500", "accuracy 93.1 %", "40 pushes/s", "clocks 3"))
     training.away = "no scheduler answers"
     assert "no scheduler answers" in plain_line(training)
+
+
+def test_the_live_picture_has_curves_and_workers() -> None:
+    """At a terminal each worker has a line, and the status page's address stands at the top."""
+    training = Training(CLIENT, "digits-sync", "sync")
+    training.samples += [_sample(1.0, 3, 0.5), _sample(2.0, 6, 0.931)]
+    out = Console(width=100, file=io.StringIO())
+    out.print(picture(training, "http://127.0.0.1:8700"))
+    text = out.file.getvalue()  # type: ignore[attr-defined]  # the StringIO above
+    assert all(part in text for part in ("digits-sync", "http://127.0.0.1:8700", "w0", "0.500", "93.1 %", "\u2588"))
 
 
 def test_a_sparkline_spans_its_range() -> None:
