@@ -79,6 +79,9 @@ CHECKPOINT_INTERVAL_MIN: Final = 10.0
 # What the scheduler keeps.
 METRIC_POINTS_MAX: Final = 10_000
 """Points of one metric's time series; the oldest go first."""
+METRIC_POINTS_STORED: Final = 500
+"""Newest points of each series that a restarted scheduler still has."""
+METRICS_STORE_INTERVAL_S: Final = 10.0
 METRIC_NAMES_MAX: Final = 64
 TASKS_PER_DATASET_MAX: Final = 100_000
 RUNS_KEPT_MAX: Final = 200

@@ -460,3 +460,19 @@ def test_a_worker_may_ask_for_a_longer_lease() -> None:
     for odd in (1, 1e9, float("nan"), 10**400):
         with pytest.raises(RequestError, match="lease_s"):
             d.ask(lambda n, odd=odd: io.JoinWorker(n, "m", "eve", lease_s=odd))  # type: ignore[misc]
+
+
+def test_metrics_are_known_after_a_restart() -> None:
+    """The newest points of each series are stored within ten seconds, and go with their model."""
+    d = Driver()
+    d.model()
+    for i in range(600):
+        d.ask(lambda n, i=i: io.ReportMetrics(n, "m", {"loss": float(i)}, clock=i))  # type: ignore[misc]
+    before = d.core.read.metrics("m")[0]["points"]
+
+    d.wait(11.0)
+    d.restart()
+
+    assert d.core.read.metrics("m")[0]["points"] == before[-500:]
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    assert not [k for k in d.hash if k.startswith("series:")]

@@ -142,7 +142,7 @@ class ModelDesk:
             for request in wanted.requests:
                 self.c.answer(request, why)
         del self.c.models[model.name]
-        for prefix in ("model", "place", "clock"):
+        for prefix in ("model", "place", "clock", "series"):
             self.c.drop(f"{prefix}:{model.name}")
         for _, commit in model.commits:
             self.c.drop(f"commit:{model.name}:{commit.t}")

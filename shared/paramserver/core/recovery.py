@@ -10,11 +10,12 @@ from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import FORMAT, RESTORED, Model
 from paramserver.core.runs import Run
 from paramserver.core.scheduler_io import LoadFiles
+from paramserver.core.series import Series
 from paramserver.core.tasks import Dataset
 from paramserver.core.timeline import begin_sync
 from paramserver.errors import problem
 
-KINDS: Final = tuple("cluster shard model place clock commit worker dataset tasks checkpoint run member".split())
+KINDS: Final = tuple("cluster shard model place clock commit worker dataset tasks checkpoint series run member".split())
 
 
 def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float) -> Cluster:
@@ -69,6 +70,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for name, doc in groups["checkpoint"].items():
         model_name, _, record = name.partition(":")
         c.models[model_name].checkpoints.records[record] = Record.of(doc)
+    for name, doc in groups["series"].items():
+        c.models[name].series = Series.of(doc)
     for id_, doc in sorted(groups["run"].items(), key=lambda r: r[1]["created_s"]):
         c.runs[id_] = Run.of(doc, now)
     for name, doc in groups["member"].items():

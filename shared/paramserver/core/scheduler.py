@@ -113,6 +113,8 @@ class SchedulerCore:
         self._runs.expire(now)
         for model in self._c.models.values():
             self._c.touch(model)
+            if model.series.due(now):
+                self._c.save(f"series:{model.name}", model.series.stored)
 
     def _gone(self, event: io.RequestGone, now: float) -> None:
         self._checkpoints.forget(event.request)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from paramserver import limits
 from paramserver.core.fields import finite
@@ -32,8 +32,30 @@ class Series:
 
     def __init__(self) -> None:
         self.points: dict[str, deque[tuple[float, int, str, float]]] = {}
+        self._due_s: float | None = None
 
-    def add(self, unix_s: float, clock: int | None, worker: str, metrics: Mapping[str, float]) -> int:
+    @classmethod
+    def of(cls, doc: Mapping[str, Any]) -> Self:
+        """The series that a stored document holds."""
+        series = cls()
+        for name, points in doc["points"].items():
+            rows = ((float(t), int(c), str(w), float(v)) for t, c, w, v in points)
+            series.points[name] = deque(rows, maxlen=limits.METRIC_POINTS_MAX)
+        return series
+
+    def stored(self) -> dict[str, Any]:
+        """The newest points of each name, as they are kept over a restart."""
+        newest = {n: list(p)[-limits.METRIC_POINTS_STORED :] for n, p in self.points.items()}
+        return {"format": 1, "points": {n: [list(row) for row in p] for n, p in newest.items()}}
+
+    def due(self, now: float) -> bool:
+        """Whether there are points that have waited long enough to be stored; they count as stored then."""
+        if self._due_s is None or now < self._due_s:
+            return False
+        self._due_s = None
+        return True
+
+    def add(self, now: float, unix_s: float, clock: int | None, worker: str, metrics: Mapping[str, float]) -> int:
         """Appends one point for each finite value; returns how many, for names beyond the bound are left out."""
         added = 0
         for name, value in metrics.items():
@@ -45,6 +67,8 @@ class Series:
                 self.points[name] = deque(maxlen=limits.METRIC_POINTS_MAX)
             self.points[name].append((unix_s, -1 if clock is None else clock, worker, value))
             added += 1
+        if added and self._due_s is None:
+            self._due_s = now + limits.METRICS_STORE_INTERVAL_S
         return added
 
     def latest(self, name: str) -> float | None:

@@ -250,7 +250,7 @@ class WorkerDesk:
     def _note(self, model: Model, worker: str, clock: int | None, metrics: dict[str, float], now: float) -> int:
         if not metrics:
             return 0
-        added = model.series.add(now + self.c.wall_offset_s, clock, worker, metrics)
+        added = model.series.add(now, now + self.c.wall_offset_s, clock, worker, metrics)
         self.runs.saw_metrics(model, metrics, now)
         return added
 
