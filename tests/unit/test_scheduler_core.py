@@ -476,3 +476,18 @@ def test_metrics_are_known_after_a_restart() -> None:
     assert d.core.read.metrics("m")[0]["points"] == before[-500:]
     d.ask(lambda n: io.DeleteModel(n, "m"))
     assert not [k for k in d.hash if k.startswith("series:")]
+
+
+def test_a_scheduler_that_stood_still_declares_nobody_dead_for_it() -> None:
+    """After a pause of the scheduler itself everyone has the rest of their lease, and then no more than that."""
+    d = Driver()
+    d.model()
+    d.join("a")
+
+    d.now += 60.0
+    d.do(io.Tick())
+    assert all(w["alive"] for w in d.core.read.workers("m", d.now))
+    assert all(s["alive"] for s in d.core.read.map()["shards"].values())
+
+    d.wait(6.0, shards=False)
+    assert not any(w["alive"] for w in d.core.read.workers("m", d.now))

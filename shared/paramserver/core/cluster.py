@@ -59,6 +59,12 @@ class Cluster:
     def save_cluster(self) -> None:
         self.save("cluster", self.stored)
 
+    def prolong(self, pause_s: float) -> None:
+        """This process stood still, so nobody could be heard: that time does not count against any lease."""
+        holders = [*self.shards.values(), *self.members.values()]
+        for holder in [*holders, *(w for m in self.models.values() for w in m.roster)]:
+            holder.heard_s += pause_s
+
     def save_shard(self, shard: Shard) -> None:
         self.save(
             f"shard:{shard.name}",

@@ -20,6 +20,8 @@ from paramserver.core.worker_desk import WorkerDesk
 from paramserver.errors import PsError
 
 ROUNDS_MAX = 16
+PAUSE_S = limits.LEASE_S / 2
+"""A gap between two events that long means that this process stood still: it hears ticks twice a second."""
 
 
 class SchedulerCore:
@@ -83,6 +85,8 @@ class SchedulerCore:
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """What that event brings about, to be performed in order.  Refusals become replies; nothing is raised."""
+        if now - self._now > PAUSE_S:
+            self._c.prolong(now - self._now)
         self._now = now
         try:
             self._desk[type(event)](event, now)
