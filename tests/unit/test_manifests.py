@@ -1,0 +1,261 @@
+"""What containers and Kubernetes are told: files that parse, agree with each other and with the software."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import paramserver
+from paramserver_node.settings import PREFIX, SERVICES, ShardSettings
+
+ROOT = Path(__file__).parents[2]
+PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
+ONE_SHOTS = {"redis-password", "first-run"}
+GRAFANA = ROOT / "deploy" / "grafana"
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = read(ROOT / "docker-compose.yml")
+    return found
+
+
+@pytest.fixture(scope="module")
+def objects() -> list[dict[str, Any]]:
+    """Every document of the folder `k8s`, in the order in which `kubectl apply -f` takes them."""
+    paths = sorted((ROOT / "k8s").iterdir())
+    assert [p.name for p in paths if not re.fullmatch(r"\d\d-[a-z-]+\.yaml", p.name)] == []
+    return [d for p in paths for d in yaml.safe_load_all(p.read_text(encoding="utf-8")) if d is not None]
+
+
+def pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pod template of each workload, by kind and name."""
+    found = {
+        f"{d['kind']}/{d['metadata']['name']}": d["spec"]["template"]
+        for d in objects
+        if "template" in d.get("spec", {})
+    }
+    assert len(found) >= 6
+    return found
+
+
+def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [d for d in objects if d["kind"] == kind and d["metadata"]["name"] == name]
+    return found
+
+
+def own_images(texts: Iterator[str]) -> set[str]:
+    return {image for text in texts for image in re.findall(r"\bparamserver-(?:server|worker)[a-z-]*:[\w.-]+", text)}
+
+
+def test_the_tag_of_every_image_is_the_version() -> None:
+    """Compose, the manifests, the Dockerfiles' own lines and the documentation all name this version's images."""
+    paths = [
+        *(ROOT / "k8s").iterdir(),
+        *ROOT.glob("Dockerfile.*"),
+        ROOT / "docker-compose.yml",
+        ROOT / "docs/operations.md",
+    ]
+
+    images = own_images(p.read_text(encoding="utf-8") for p in paths)
+
+    assert {i.partition(":")[0] for i in images} == {
+        "paramserver-server",
+        "paramserver-worker",
+        "paramserver-worker-cpu",
+    }
+    assert {i.partition(":")[2] for i in images} == {paramserver.__version__}
+
+
+def test_every_setting_in_an_environment_is_one_that_a_service_knows(
+    compose: dict[str, Any], objects: list[dict[str, Any]]
+) -> None:
+    """A misspelt PARAMSERVER_ variable would be ignored without a word."""
+    known = {PREFIX + f.name.upper() for service in SERVICES for f in fields(service)}
+    given = {name for s in compose["services"].values() for name in s.get("environment", {})}
+    given |= set(named(objects, "ConfigMap", "paramserver")["data"])
+    for pod in pods(objects).values():
+        given |= {e["name"] for c in pod["spec"]["containers"] for e in c.get("env", [])}
+
+    ours = {name.removesuffix("_FILE") for name in given if name.startswith(PREFIX)}
+
+    assert {"PARAMSERVER_REDIS", "PARAMSERVER_HOST"} <= ours <= known
+
+
+def test_commands_are_those_that_the_package_installs(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """What the containers start exists: a script of the package, a file of the image or a module."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    started = [s["command"] for s in compose["services"].values() if own_images(iter([s.get("image", "")]))]
+    started += [c.get("args") or c["command"] for pod in pods(objects).values() for c in pod["spec"]["containers"]]
+
+    ours = {command[0] for command in started} - {"python", "redis-server"}
+
+    assert {"paramserver-scheduler", "paramserver-shard", "paramserver-worker"} == ours <= set(scripts)
+    copied = (ROOT / "Dockerfile.server").read_text()
+    for command in started:
+        if command[1:2] == ["-m"]:
+            assert (ROOT / "shared" / command[2].replace(".", "/")).with_suffix(".py").is_file()
+        elif command[0] == "python":
+            assert f"deploy/{Path(command[1]).name}" in copied
+
+
+def test_compose_publishes_on_this_machine_only(compose: dict[str, Any]) -> None:
+    """Without tokens a port must not be reachable from elsewhere: each is bound to 127.0.0.1, Redis has none."""
+    ports = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
+
+    assert ports == {"scheduler": ["127.0.0.1:${PUBLISHED_PORT:-8700}:8700"], "grafana": ["127.0.0.1:3000:3000"]}
+    assert compose["networks"]["storage"] == {"internal": True}
+    on_storage = {name for name, s in compose["services"].items() if "storage" in s.get("networks", [])}
+    assert on_storage == {"redis", "scheduler", "shard"}
+
+
+def test_compose_restarts_what_dies_and_waits_for_what_ends(compose: dict[str, Any]) -> None:
+    """One-shot containers are waited for by another service, so that `up --wait` succeeds; the others live on."""
+    services = compose["services"]
+    completed = {
+        name
+        for s in services.values()
+        if isinstance(s.get("depends_on"), dict)
+        for name, how in s["depends_on"].items()
+        if how["condition"] == "service_completed_successfully"
+    }
+
+    assert completed == ONE_SHOTS
+    assert {n for n, s in services.items() if s["restart"] == "on-failure"} == ONE_SHOTS
+    assert {n for n, s in services.items() if s["restart"] == "unless-stopped"} == set(services) - ONE_SHOTS
+    assert {n for n, s in services.items() if "healthcheck" in s} == {"redis", "scheduler", "shard"}
+    assert "replicas" not in services["scheduler"].get("deploy", {})
+    for name in ("redis", "scheduler", "shard", "worker"):
+        assert "stop_grace_period" in services[name]
+        assert services[name]["read_only"] is True
+
+
+def test_pods_have_no_rights_and_fixed_images(objects: list[dict[str, Any]]) -> None:
+    """Every pod meets the restricted standard and takes the image that is there."""
+    for name, pod in pods(objects).items():
+        spec = pod["spec"]
+        assert spec["enableServiceLinks"] is False, name  # its SCHEDULER_PORT and the like would look like settings
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for c in spec["containers"]:
+            assert c["imagePullPolicy"] == "IfNotPresent", name
+            assert c["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert {"cpu", "memory"} == set(c["resources"]["requests"]), name
+    accounts = [d for d in objects if d["kind"] == "ServiceAccount"]
+    assert accounts
+    assert all(a["automountServiceAccountToken"] is False for a in accounts)
+
+
+def test_selectors_find_pods_and_ports(objects: list[dict[str, Any]]) -> None:
+    """Every Service, disruption budget and policy selects a pod that exists; named ports are the containers'."""
+    labels = [pod["metadata"]["labels"] for pod in pods(objects).values()]
+    seen = 0
+    for d in objects:
+        spec = d.get("spec", {})
+        wanted = spec.get("selector") if d["kind"] == "Service" else spec.get("selector", {}).get("matchLabels")
+        if wanted is None or d["kind"] == "Job":
+            continue
+        seen += 1
+        assert any(wanted.items() <= have.items() for have in labels), d["metadata"]
+        if d["kind"] == "Service":
+            (pod,) = [p for p in pods(objects).values() if wanted.items() <= p["metadata"]["labels"].items()]
+            offered = {p["name"]: p["containerPort"] for c in pod["spec"]["containers"] for p in c["ports"]}
+            assert {p["targetPort"]: p["port"] for p in spec["ports"]} == offered
+    assert seen >= 10
+
+
+def test_only_scheduler_and_shards_reach_redis(objects: list[dict[str, Any]]) -> None:
+    """The policy of Redis names exactly its two clients, and no other policy opens Redis to more."""
+    policy = named(objects, "NetworkPolicy", "redis")["spec"]
+    others = [d["spec"] for d in objects if d["kind"] == "NetworkPolicy" and d["metadata"]["name"] != "redis"]
+
+    (rule,) = policy["ingress"]
+    (peer,) = rule["from"]
+    assert policy["podSelector"] == {"matchLabels": {COMPONENT: "redis"}}
+    assert peer["podSelector"]["matchExpressions"] == [
+        {"key": COMPONENT, "operator": "In", "values": ["scheduler", "shard"]}
+    ]
+    for other in others:
+        (chosen,) = other["podSelector"]["matchExpressions"]
+        assert chosen["operator"] == "In"
+        assert "redis" not in chosen["values"]
+
+
+def test_there_is_one_scheduler_and_never_two_at_once(objects: list[dict[str, Any]]) -> None:
+    """One active scheduler is what the software supports: the old one is gone before the new one starts."""
+    spec = named(objects, "Deployment", "scheduler")["spec"]
+
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+
+
+def test_nothing_outside_the_cluster_reaches_a_service(objects: list[dict[str, Any]]) -> None:
+    """Without tokens there is no load balancer, no node port, no ingress and no host network."""
+    assert {d["spec"].get("type", "ClusterIP") for d in objects if d["kind"] == "Service"} == {"ClusterIP"}
+    assert "Ingress" not in {d["kind"] for d in objects}
+    assert not any(pod["spec"].get("hostNetwork") for pod in pods(objects).values())
+
+
+def test_no_file_holds_a_password(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """The Secret is empty as applied and Redis reads its password from a file."""
+    secret = named(objects, "Secret", "redis")
+
+    assert not {"data", "stringData"} & set(secret)
+    assert "--include" in compose["services"]["redis"]["command"]
+    for path in [*(ROOT / "k8s").iterdir(), ROOT / "docker-compose.yml"]:
+        assert re.search(r"redis://[^ ]*:[^ ]*@|requirepass", path.read_text(encoding="utf-8")) is None, path.name
+
+
+def test_a_password_is_made_once(tmp_path: Path) -> None:
+    """The first call writes the file of the server and the URL of its clients, the next leaves them; none is alike."""
+
+    def make(folder: Path) -> dict[str, str]:
+        folder.mkdir(exist_ok=True)
+        script = [sys.executable, str(ROOT / "deploy/redis_password.py"), "--folder", str(folder), "--host", "redis"]
+        subprocess.run(script, check=True, capture_output=True, timeout=30)
+        return {p.name: p.read_text() for p in folder.iterdir()}
+
+    first, again, other = make(tmp_path / "a"), make(tmp_path / "a"), make(tmp_path / "b")
+    found = ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "a/redis-url")}, tmp_path / "none")
+
+    match = re.fullmatch(r"requirepass ([\w-]{43})\n", first["redis.conf"])
+    assert match is not None
+    assert found["redis"][0] == f"redis://:{match[1]}@redis:6379/0"
+    assert again == first
+    assert other["redis.conf"] != first["redis.conf"]
+
+
+def test_the_dashboard_shows_metrics_that_exist(compose: dict[str, Any]) -> None:
+    """Each panel asks the provisioned data source for series that some process offers, from a job that is scraped."""
+    (source,) = read(GRAFANA / "provisioning/datasources/prometheus.yml")["datasources"]
+    (provider,) = read(GRAFANA / "provisioning/dashboards/paramserver.yml")["providers"]
+    board = json.loads((GRAFANA / "dashboards/paramserver.json").read_text())
+    code = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "services").rglob("*.py"))
+    offered = set(re.findall(r'"(paramserver_[a-z_]+)"', code))
+
+    asked = {m for p in board["panels"] for t in p["targets"] for m in re.findall(r"\bparamserver_[a-z_]+", t["expr"])}
+
+    assert asked
+    assert {m.removesuffix("_bucket") for m in asked} <= offered
+    assert {t["datasource"]["uid"] for p in board["panels"] for t in p["targets"]} == {source["uid"]}
+    volumes = compose["services"]["grafana"]["volumes"]
+    assert any(v.split(":")[1] == provider["options"]["path"] for v in volumes)
+    jobs = read(ROOT / "deploy/prometheus.yml")["scrape_configs"]
+    (named_by_dns,) = [c["names"] for j in jobs for c in j.get("dns_sd_configs", [])]
+    (static,) = [c["targets"] for j in jobs for c in j.get("static_configs", [])]
+    assert {*named_by_dns, *(t.partition(":")[0] for t in static)} <= set(compose["services"])
