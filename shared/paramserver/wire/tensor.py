@@ -36,7 +36,7 @@ def bf16_to_f32(a: AnyArray) -> F32:
 
 def f32_to_bf16(a: F32) -> AnyArray:
     """bfloat16 bits (uint16, same shape) nearest to float32 values, ties to even; a NaN stays one."""
-    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
+    bits = np.asarray(a, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make shape [] into [1]
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(a), 0x7FC0, rounded).astype(np.uint16)
 
