@@ -116,6 +116,7 @@ class NameService:
         errors = r.errors
         push_id = _push_id(r)
         clock = r.optional_integer("clock", 0)
+        timeline = r.optional_integer("timeline", 0)
         base_version = r.optional_integer("base_version", 0)
         weight = r.number("weight", 1.0, 0.0)
         ack = r.data.get("ack")
@@ -143,7 +144,7 @@ class NameService:
             known.key.name,
             tuple(parts),
             known.key.generation,
-            None,
+            timeline,
             push_id,
             None if push_id is not None else key,
             clock,
