@@ -178,8 +178,11 @@ def number_of(request: Request, name: str, default: int, low: int, high: int) ->
 def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
     """OpenAPI of a route's body: its schema, and an example that works."""
     schema: dict[str, Any] = {"type": "object"} if kind is None else kind.model_json_schema()
-    content = {"schema": schema, "example": example}
-    return {"requestBody": {"required": required, "content": {"application/json": content}}}
+    content = {
+        negotiate.JSON: {"schema": schema, "example": example},
+        negotiate.MSGPACK: {"schema": {"type": "string", "format": "binary"}},
+    }
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def gives(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
