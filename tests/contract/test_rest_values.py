@@ -1,0 +1,196 @@
+"""What the REST contract promises of values, asked of a scheduler and of a shard, in JSON and in msgpack."""
+
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+from .processes import eventually, unique
+from .rest import Face, tensor
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+ONES = [[1.0] * 3] * 2
+
+
+def test_a_push_is_known_by_its_id(face: Face) -> None:
+    """New, duplicate, hole, too old, fenced and other content, with the statuses and versions of the contract."""
+    model = face.make()
+    ident: dict[str, Any] = {"worker": "w0", "epoch": 1}
+
+    first = face.push(model, {"b": 1.0}, seq=7, **ident)
+    assert (first["version"], first["state"], first["duplicate"]) == (1, "applied", False)
+    assert {"model", "durable_version", "incarnation"} <= set(first)
+    again = face.push(model, {"b": 1.0}, seq=7, **ident)
+    assert (again["version"], again["duplicate"]) == (1, True)
+    assert face.push(model, {"b": 1.0}, seq=3, **ident)["duplicate"] is False
+    assert face.push(model, {"b": 1.0}, seq=100, **ident)["version"] == 3
+    assert face.push(model, {"b": 1.0}, 409, seq=7, **ident)["code"] == "outside_window"
+    assert face.push(model, {"b": 9.0}, 422, seq=100, **ident)["code"] == "id_reused"
+    face.push(model, {"b": 1.0}, worker="w0", epoch=2, seq=1)
+    assert face.push(model, {"b": 1.0}, 409, seq=101, **ident)["code"] == "fenced"
+    for partial in ({"worker": "w"}, {"epoch": 1, "seq": 1}, {"worker": "w", "seq": 1}):
+        assert face.push(model, {"b": 1.0}, 422, **partial)["code"] == "invalid_field"
+    assert face.push(model, {"b": 1.0}, 422, worker="a/b", epoch=1, seq=1)["code"] == "reserved_worker"
+    assert face.pull(model, names=["b"]) == {"b": 4.0}
+
+
+def test_a_key_is_bounded_and_holds_its_content(face: Face) -> None:
+    """An Idempotency-Key counts once, refuses other content, and must be of a sane length."""
+    body = {"model": face.make(), "grads": {"b": face.value(1.0)}}
+
+    answers = [face.call("POST", "/push", body, idempotency_key="k") for _ in range(2)]
+    assert [a["duplicate"] for a in answers] == [False, True]
+    other = body | {"grads": {"b": face.value(2.0)}}
+    face.refused("POST", "/push", other, 422, "id_reused", idempotency_key="k")
+    face.refused("POST", "/push", body, 422, "invalid_field", idempotency_key="x" * 300)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_number_is_a_number_in_every_dtype(face: Face, dtype: str) -> None:
+    """A parameter of shape [] is pushed and pulled as a plain number, and as a tensor of that very shape."""
+    model = face.make()
+    face.push(model, {"b": 1.5, "w": ONES})
+
+    assert face.pull(model, dtype=dtype) == {"w": ONES, "b": 1.5}
+    if face.kind == "application/msgpack":
+        pushed = {"b": tensor(0.5, dtype), "w": tensor(ONES, dtype)}
+        assert face.call("POST", "/push", {"model": model, "grads": pushed})["version"] == 2
+        answer = face.call("POST", "/pull", {"model": model, "names": ["b"], "dtype": dtype})
+        assert answer["params"] == {"b": tensor(2.0, dtype)}
+        assert face.pull(model, names=["w"]) == {"w": [[2.0] * 3] * 2}
+
+
+def test_ranges_are_flat_in_push_and_pull(face: Face) -> None:
+    """Ranges name flat elements of a parameter; wrong ones are refused and change nothing."""
+    model = face.make()
+    face.push(model, {"w": [1.0, 2.0]}, ranges={"w": [[1, 3]]})
+
+    assert face.pull(model, ranges={"w": [[0, 2], [4, 6]]}) == {"w": [0.0, 1.0, 0.0, 0.0]}
+    assert face.pull(model, names=["b"], ranges={"w": [[2, 3]]}) == {"w": [2.0], "b": 0.0}
+    for bad in ([[1, 3], [2, 4]], [[2, 2]], [[5, 7]], []):
+        face.refused("POST", "/pull", {"model": model, "ranges": {"w": bad}}, 422, "invalid_range")
+    face.refused("POST", "/pull", {"model": model, "ranges": {"q": [[0, 1]]}}, 404, "unknown_parameter")
+    both = {"model": model, "grads": {"w": face.value([1.0, 1.0])}, "ranges": {"w": [[0, 2]]}, "names": ["w"]}
+    assert face.call("POST", "/pushpull", both)["push"]["state"] == "applied"
+    assert face.pull(model, names=["w"]) == {"w": [[1.0, 2.0, 2.0], [0.0, 0.0, 0.0]]}
+
+
+@pytest.mark.parametrize(
+    ("lag", "value", "code"), [("ignore", 5.0, None), ("scale", 4.2, None), ("reject", 4.0, "too_stale")]
+)
+def test_version_lag_is_ignored_scaled_or_rejected(face: Face, lag: str, value: float, code: str | None) -> None:
+    """A gradient four versions old takes a whole step, a fifth of one, or none."""
+    model = face.make(consistency={"mode": "async", "lag": lag, "lag_bound": 2}, optimizer={"name": "sgd", "lr": 1.0})
+    for _ in range(4):
+        face.push(model, {"b": -1.0}, base_version=99)
+
+    answer = face.push(model, {"b": -1.0}, 409 if code else 200, base_version=0)
+    assert answer.get("code") == code
+    assert face.pull(model, names=["b"])["b"] == pytest.approx(value, rel=1e-6)
+
+
+def test_settings_of_clipping_weight_and_single_parameters(face: Face) -> None:
+    """Clipping sees the whole push, weight scales it, and a parameter may have its own rate or none."""
+    model = face.make(optimizer={"name": "sgd", "lr": 1.0, "clip_norm": 5.0})
+    face.push(model, {"w": [[-6.0, 0.0, 0.0], [0.0] * 3], "b": -8.0})
+    assert face.pull(model) == {"w": [[3.0, 0.0, 0.0], [0.0] * 3], "b": 4.0}
+    face.push(model, {"b": -1.0}, weight=0.5)
+    assert face.pull(model, names=["b"]) == {"b": 4.5}
+
+    decay = {"shape": [], "weight_decay": 0.5, "init": {"kind": "constant", "value": 2.0}}
+    params = {"slow": {"shape": [], "lr_scale": 0.5}, "still": {"shape": [], "trainable": False}, "decayed": decay}
+    model = face.make(params=params, optimizer={"name": "sgd", "lr": 1.0})
+    face.push(model, {"slow": -1.0, "still": -1.0, "decayed": -1.0})
+    assert face.pull(model) == {"slow": 0.5, "still": 0.0, "decayed": 2.0}
+    face.call("PATCH", f"/models/{model}", {"params": {"still": {"trainable": True}}})
+
+    def moves() -> bool:
+        face.push(model, {"still": -1.0})
+        return bool(face.pull(model, names=["still"])["still"] > 0.0)
+
+    eventually(moves, within_s=5.0, what="the new setting")
+
+
+NAMES = ["layers.0/w é[x]*", "a/b", "日本", "a b%20?#"]
+
+
+def test_names_of_any_letters_are_reached_by_path(face: Face) -> None:
+    """A name with slashes, spaces, patterns or other scripts is the rest of a path, its slashes plain or escaped."""
+    model = face.make(params={n: {"shape": [2]} for n in NAMES})
+    for number, name in enumerate(NAMES):
+        for safe in ("/", ""):
+            path = quote(name, safe=safe)
+            face.call("PUT", f"/models/{model}/params/{path}", face.value([number, 1.0]))
+            assert face.raw("GET", f"/pull/{model}/{path}").content.startswith(b"\x93NUMPY")
+        assert face.pull(model, names=[name]) == {name: [number, 1.0]}
+    assert list(face.pull(model, names=["a?b"])) == ["a/b"]
+    assert sorted(face.pull(model, names=["*"])) == sorted(NAMES)
+
+
+def test_refused_requests_say_why_and_change_nothing(face: Face) -> None:
+    """404, 406, 412, 413, 415 and 422 with their codes; the model stays at version 0."""
+    model = face.make()
+    grads = {"b": face.value(1.0)}
+
+    face.refused("POST", "/push", {"model": "nope", "grads": grads}, 404, "unknown_model")
+    face.refused("POST", "/pull", {"model": model, "names": ["q*"]}, 404, "unknown_parameter")
+    assert face.raw("GET", f"/pull/{model}/q").status_code == 404
+    face.refused("PUT", f"/models/{model}/params/q", face.value(1.0), 404, "unknown_parameter")
+    late = face.refused("POST", "/pull", {"model": model, "min_version": 5}, 412, "version_not_reached")
+    assert late["version"] == 0
+    face.refused("POST", "/push", {"model": model, "grads": {}}, 422, "empty_push")
+    both = {"w": face.value([1.0]), "q": face.value(1.0)}
+    wrong = face.refused("POST", "/push", {"model": model, "grads": both}, 422, "invalid")
+    assert {e["where"]: e["code"] for e in wrong["errors"]} == {"w": "invalid_shape", "q": "unknown_parameter"}
+    for ack in ("journaled", "fsynced"):
+        face.refused("POST", "/push", {"model": model, "grads": grads, "ack": ack}, 422, "not_built")
+    url = face.url + "/push"
+    for kind, content, status in (
+        ("text/plain", b"x", 415),
+        ("application/msgpack", b"\x91" * 100_000, 413),
+        ("application/msgpack", b"\xdd\xff\xff\xff\xff", 413),
+        ("application/json", b'{"model":', 400),
+    ):
+        assert face.http.post(url, content=content, headers={"content-type": kind}).status_code == status, content[:9]
+    unread = face.http.post(url, json={"model": model, "grads": {"b": 1.0}}, headers={"accept": "image/png"})
+    assert unread.status_code == 406
+    put = face.raw("PUT", "/push", {})
+    assert (put.status_code, put.headers["allow"]) == (405, "POST")
+    assert face.call("POST", "/pull", {"model": model})["version"] == 0
+
+
+@pytest.mark.parametrize("kind", ["zeros", "constant", "uniform", "normal", "xavier_normal", "kaiming_uniform"])
+def test_first_values_are_drawn_as_asked(face: Face, kind: str) -> None:
+    """Each kind gives the mean and spread that it names, whatever the partitions."""
+    asked = {"constant": {"value": 3}, "uniform": {"low": 2, "high": 3, "seed": 1}, "normal": {"mean": 1, "std": 0.1}}
+    mean, std = {
+        "zeros": (0.0, 0.0), "constant": (3.0, 0.0), "uniform": (2.5, 12**-0.5), "normal": (1.0, 0.1),
+        "xavier_normal": (0.0, (2 / 96) ** 0.5), "kaiming_uniform": (0.0, (2 / 32) ** 0.5),
+    }[kind]  # fmt: skip
+    init = {"kind": kind, **asked.get(kind, {})}
+    model = face.make(params={"w": {"shape": [64, 32], "init": init}}, partitions=3)
+
+    drawn = np.array(face.pull(model)["w"])
+    assert drawn.mean() == pytest.approx(mean, abs=0.02)
+    assert drawn.std() == pytest.approx(std, rel=0.06, abs=1e-6)
+
+
+def test_an_upload_belongs_to_who_holds_the_token(face: Face) -> None:
+    """Until all is uploaded nothing is served; a wrong shape or no token is refused; then the model is at version 0."""
+    upload: dict[str, Any] = {"init": {"kind": "upload"}}
+    model = unique("m")
+    params = {"w": {"shape": [2]} | upload, "b": {"shape": []} | upload}
+    made = face.call("POST", "/models", {"name": model, "params": params}, 201)
+    token = made["upload_token"]
+    path = f"/models/{model}/params"
+
+    face.refused("PUT", f"{path}/w", face.value([1.0, 2.0]), 409, "upload_in_progress")
+    waiting = face.raw("POST", "/push", {"model": model, "grads": {"b": face.value(1.0)}})
+    assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "1")
+    face.call("PUT", f"{path}/w", face.value([1.0, 2.0]), x_upload_token=token)
+    face.refused("PUT", f"{path}/b", face.value([2.0]), 422, "invalid_shape", x_upload_token=token)
+    face.call("PUT", f"{path}/b", face.value(3.0), x_upload_token=token)
+    assert face.pull(model, wait_s=10) == {"w": [1.0, 2.0], "b": 3.0}
+    assert face.call("PUT", f"{path}/b", face.value(4.0))["version"] == 1
