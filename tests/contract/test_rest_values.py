@@ -164,7 +164,11 @@ def test_refused_requests_say_why_and_change_nothing(face: Face) -> None:
 @pytest.mark.parametrize("kind", ["zeros", "constant", "uniform", "normal", "xavier_normal", "kaiming_uniform"])
 def test_first_values_are_drawn_as_asked(face: Face, kind: str) -> None:
     """Each kind gives the mean and spread that it names, whatever the partitions."""
-    asked = {"constant": {"value": 3}, "uniform": {"low": 2, "high": 3, "seed": 1}, "normal": {"mean": 1, "std": 0.1}}
+    asked: dict[str, dict[str, Any]] = {
+        "constant": {"value": 3},
+        "uniform": {"low": 2, "high": 3, "seed": 1},
+        "normal": {"mean": 1, "std": 0.1},
+    }
     mean, std = {
         "zeros": (0.0, 0.0), "constant": (3.0, 0.0), "uniform": (2.5, 12**-0.5), "normal": (1.0, 0.1),
         "xavier_normal": (0.0, (2 / 96) ** 0.5), "kaiming_uniform": (0.0, (2 / 32) ** 0.5),
