@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,7 +12,7 @@ import pytest
 import yaml
 
 import paramserver
-from paramserver_node.settings import PREFIX, SERVICES, ShardSettings
+from paramserver_node.settings import PREFIX, SERVICES
 
 ROOT = Path(__file__).parents[2]
 PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
@@ -220,25 +218,6 @@ def test_no_file_holds_a_password(compose: dict[str, Any], objects: list[dict[st
     assert "--include" in compose["services"]["redis"]["command"]
     for path in [*(ROOT / "k8s").iterdir(), ROOT / "docker-compose.yml"]:
         assert re.search(r"redis://[^ ]*:[^ ]*@|requirepass", path.read_text(encoding="utf-8")) is None, path.name
-
-
-def test_a_password_is_made_once(tmp_path: Path) -> None:
-    """The first call writes the file of the server and the URL of its clients, the next leaves them; none is alike."""
-
-    def make(folder: Path) -> dict[str, str]:
-        folder.mkdir(exist_ok=True)
-        script = [sys.executable, str(ROOT / "deploy/redis_password.py"), "--folder", str(folder), "--host", "redis"]
-        subprocess.run(script, check=True, capture_output=True, timeout=30)
-        return {p.name: p.read_text() for p in folder.iterdir()}
-
-    first, again, other = make(tmp_path / "a"), make(tmp_path / "a"), make(tmp_path / "b")
-    found = ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "a/redis-url")}, tmp_path / "none")
-
-    match = re.fullmatch(r"requirepass ([\w-]{43})\n", first["redis.conf"])
-    assert match is not None
-    assert found["redis"][0] == f"redis://:{match[1]}@redis:6379/0"
-    assert again == first
-    assert other["redis.conf"] != first["redis.conf"]
 
 
 def test_the_dashboard_shows_metrics_that_exist(compose: dict[str, Any]) -> None:
