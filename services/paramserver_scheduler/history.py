@@ -50,8 +50,8 @@ class History:
                 self.add(now, "model_deleted", f"model {document['model']} is deleted")
 
     def sample(self, read: Reading, now: float) -> None:
-        """Remember every model's version; due each second."""
-        models = {(m["name"], m["generation"]): int(m["version"]) for m in read.models()}
+        """Remember every model's version, where every owner has said it; due each second."""
+        models = {(m["name"], m["generation"]): int(m["version"]) for m in read.models() if m["served"]}
         self._versions = {k: self._versions.get(k, deque(maxlen=RATE_SAMPLES)) for k in models}
         for key, version in models.items():
             self._versions[key].append((now, version))
