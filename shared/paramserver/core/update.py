@@ -5,7 +5,7 @@ the partition and rises only for parameters the update touches; elements outside
 moments and decay (semantics 1).
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -106,7 +106,10 @@ def summed(parts: Sequence[tuple[tuple[Range, ...], AnyArray, DType, float]]) ->
 
 
 def _clipped(ranges: Sequence[Range], low: int, high: int) -> list[Range]:
-    return [(max(a, low), min(b, high)) for a, b in ranges if a < high and b > low]
+    """What of sorted, disjoint ranges lies in [low, high)."""
+    first = bisect_right(ranges, low, key=lambda r: r[1])
+    last = bisect_left(ranges, high, key=lambda r: r[0])
+    return [(max(a, low), min(b, high)) for a, b in ranges[first:last]]
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
