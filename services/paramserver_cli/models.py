@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
+import io
 import json
 import re
 import sys
@@ -120,7 +121,10 @@ def pull(
     import numpy as np
 
     values = connect(url).model(model).pull([name], min_version=min_version, wait_s=wait_s)
-    np.lib.format.write_array(sys.stdout.buffer, np.asarray(values[name]), version=(1, 0), allow_pickle=False)
+    # Into memory first: NumPy writes elements past the buffer of a real file, and so out of order into a pipe.
+    npy = io.BytesIO()
+    np.lib.format.write_array(npy, np.asarray(values[name]), version=(1, 0), allow_pickle=False)
+    sys.stdout.buffer.write(npy.getvalue())
     sys.stdout.buffer.flush()
 
 

@@ -63,7 +63,8 @@ def train(
             run = client.create_run(model, entry, args=pairs(arg or []), workers=workers, stop=stop, **options)
             typer.echo(f"{run['id']} trains model {model} with {workers} workers; status page {client.url}")
             try:
-                _report(_follow(client, run["id"], Training(client, model, model), state))
+                training = Training(client, model, model)
+                _report(_follow(client, run["id"], training, state), training)
             except KeyboardInterrupt:
                 with suppress(PsError):
                     client.set_run(run["id"], state="stopped", timeout=5.0)
@@ -117,6 +118,7 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
             shown.show(training)
             document = client.get_run(run)
             if document["state"] in ("finished", "failed", "stopped"):
+                training.look()  # what was reported since
                 return document
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
@@ -126,7 +128,11 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
             time.sleep(LOOK_EVERY_S)
 
 
-def _report(run: dict[str, Any]) -> None:
+def _report(run: dict[str, Any], training: Training) -> None:
     if run["state"] == "failed":
         raise Failed(f"{run['id']} failed: {run['reason']}")
-    typer.echo(f"{run['id']} {run['state']}: {run['reason']}")
+    loss = next((s.loss for s in reversed(training.samples) if s.loss is not None), None)
+    accuracy = training.last.accuracy if training.last else None
+    ends = [] if loss is None else [f"loss {loss:.3f}"]
+    ends += [] if accuracy is None else [f"accuracy {100 * accuracy:.1f} %"]
+    typer.echo("; ".join([f"{run['id']} {run['state']}: {run['reason']}", *ends]))
