@@ -53,7 +53,7 @@ class PsError(Exception):
     def document(self, request_id: str = "") -> dict[str, Any]:
         """The problem details object (RFC 9457) of this error."""
         body: dict[str, Any] = {
-            "type": f"https://paramserver.dev/errors#{self.code}",
+            "type": f"urn:paramserver:error:{self.code}",
             "title": CODES[self.code].title,
             "status": self.status,
             "code": self.code,
