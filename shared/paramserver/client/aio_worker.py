@@ -13,6 +13,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.session import EVALUATE, Session, Task
 from paramserver.client.transfer import Pushed
 from paramserver.client.worker import LEAVE_S
+from paramserver.client.worker_view import WorkerView
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 
-class AsyncWorker:
+class AsyncWorker(WorkerView):
     """One worker of one model: joins when its `async with` block begins, leaves when it ends; see `Worker`."""
 
     def __init__(
@@ -49,44 +50,6 @@ class AsyncWorker:
             self._heartbeat.cancel()
             await asyncio.wait([self._heartbeat])
         await self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
-
-    def __repr__(self) -> str:
-        return f"<AsyncWorker {self.name!r} rank {self.rank} clock {self.clock_number}>"
-
-    @property
-    def name(self) -> str:
-        """The id that the scheduler gave it, such as `demo/w0`."""
-        return self._session.worker
-
-    @property
-    def model(self) -> str:
-        """The name of its model."""
-        return self._session.model
-
-    @property
-    def rank(self) -> int:
-        """Its integer place in sums and data."""
-        return self._session.rank
-
-    @property
-    def clock_number(self) -> int:
-        """Iterations finished; also the number of the one to work on."""
-        return self._session.clock
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """JSON values of its own that checkpoints keep."""
-        return self._session.state
-
-    @property
-    def draining(self) -> bool:
-        """Whether it should finish what it does and leave."""
-        return self._session.status in ("draining", "stop")
-
-    @property
-    def evaluation_waits(self) -> bool:
-        """Whether an evaluation is waiting for a worker to make it."""
-        return self._session.evaluation_waits
 
     async def pull(
         self,

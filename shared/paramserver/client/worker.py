@@ -12,6 +12,7 @@ from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradients import Grads
 from paramserver.client.session import EVALUATE, Session, Task
 from paramserver.client.transfer import Pushed
+from paramserver.client.worker_view import WorkerView
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -24,7 +25,7 @@ LEAVE_S = 5.0
 """How long a worker tries to say goodbye."""
 
 
-class Worker:
+class Worker(WorkerView):
     """One worker of one model: joins when its `with` block begins, leaves when it ends.
 
     Between the two it keeps its lease alive from a thread of its own, numbers its pushes and clocks, and follows what
@@ -56,44 +57,6 @@ class Worker:
         if self._thread is not None:
             self._thread.join()
         self._client.run(self._session.leave(Deadline.after(LEAVE_S)))
-
-    def __repr__(self) -> str:
-        return f"<Worker {self.name!r} rank {self.rank} clock {self.clock_number}>"
-
-    @property
-    def name(self) -> str:
-        """The id that the scheduler gave it, such as `demo/w0`."""
-        return self._session.worker
-
-    @property
-    def model(self) -> str:
-        """The name of its model."""
-        return self._session.model
-
-    @property
-    def rank(self) -> int:
-        """Its integer place in sums and data, unique among the live workers of the model."""
-        return self._session.rank
-
-    @property
-    def clock_number(self) -> int:
-        """Iterations finished; also the number of the one to work on."""
-        return self._session.clock
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """JSON values of its own that checkpoints keep, and that the next worker of this name starts with."""
-        return self._session.state
-
-    @property
-    def draining(self) -> bool:
-        """Whether it should finish what it does and leave: the run is over, or somebody asked."""
-        return self._session.status in ("draining", "stop")
-
-    @property
-    def evaluation_waits(self) -> bool:
-        """Whether an evaluation is waiting for a worker to make it."""
-        return self._session.evaluation_waits
 
     def pull(
         self,
