@@ -111,4 +111,11 @@ def _add_forwarding(app: FastAPI, s: Services) -> None:
             raise problem("not_found", f"a shard does not serve {unquote(request.url.path)[:200]}")
         return await s.forwarder.forward(request, s.membership.link.urls, mark=True, code="no_leader")
 
+    @role("open")
+    async def page(request: Request) -> Response:
+        """The status page, which lives with the schedulers and needs no token: what it shows does."""
+        return await forward(request)
+
+    for path in ("/", "/static/{path:path}"):
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/{path:path}", forward, methods=ALL_METHODS, include_in_schema=False)

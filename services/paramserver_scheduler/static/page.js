@@ -1,61 +1,3 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>paramserver</title>
-<link rel="icon" href="data:,">
-<style>
-:root {
-  color-scheme: light dark;
-  --bg: #f6f7f9; --card: #fff; --line: #e3e6eb; --text: #1c2430; --dim: #667085;
-  --blue: #2563eb; --green: #15803d; --amber: #b45309; --red: #b91c1c; --track: #e9edf3;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --bg: #0f141b; --card: #171e28; --line: #273140; --text: #e6eaf0; --dim: #93a0b4;
-    --blue: #6ea8fe; --green: #4ade80; --amber: #fbbf24; --red: #f87171; --track: #253041;
-  }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--bg); color: var(--text); font: 14px/1.45 system-ui, sans-serif; }
-header { display: flex; flex-wrap: wrap; gap: 4px 16px; align-items: baseline; padding: 18px 24px 6px; }
-h1 { font-size: 20px; margin: 0; letter-spacing: -.01em; }
-h2 { font-size: 12px; margin: 26px 0 8px; color: var(--dim); text-transform: uppercase; letter-spacing: .07em; }
-h3 { font-size: 16px; margin: 0; }
-main { padding: 0 24px 40px; max-width: 1280px; }
-.dim { color: var(--dim); } .grow { flex: 1; } .num { font-variant-numeric: tabular-nums; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; margin-bottom: 12px; }
-.row { display: flex; flex-wrap: wrap; gap: 6px 18px; align-items: baseline; }
-.pill { border-radius: 99px; padding: 1px 9px; font-size: 12px; border: 1px solid currentColor; white-space: nowrap; }
-.good { color: var(--green); } .warn { color: var(--amber); } .bad { color: var(--red); } .info { color: var(--blue); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th { text-align: left; color: var(--dim); font-weight: 500; font-size: 12px; }
-th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-tr:last-child td { border-bottom: 0; }
-td.r, th.r { text-align: right; font-variant-numeric: tabular-nums; }
-.bar { display: inline-block; width: 120px; height: 7px; border-radius: 4px; background: var(--track); vertical-align: middle; margin-left: 8px; }
-.bar i { display: block; height: 100%; border-radius: 4px; background: var(--blue); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 12px; margin: 12px 0 4px; }
-.chart { border: 1px solid var(--line); border-radius: 8px; padding: 8px 10px; }
-.chart svg { display: block; width: 100%; height: 54px; margin-top: 4px; }
-.chart path { fill: none; stroke: var(--blue); stroke-width: 1.6; vector-effect: non-scaling-stroke; }
-.chart b { font-variant-numeric: tabular-nums; }
-ul { list-style: none; margin: 0; padding: 0; }
-li { padding: 3px 0; }
-pre { margin: 6px 0 0; white-space: pre-wrap; font-size: 13px; }
-</style>
-</head>
-<body>
-<header>
-  <h1>paramserver</h1>
-  <span id="state" class="pill dim">connecting</span>
-  <span id="facts" class="dim num grow"></span>
-  <span id="age" class="dim num"></span>
-</header>
-<main id="main"></main>
-<script>
 "use strict";
 // Text reaches the page through textContent only, so no name that came over the network is ever read as markup.
 const $ = id => document.getElementById(id);
@@ -154,6 +96,3 @@ async function poll() {
   setTimeout(poll, 1000);
 }
 poll();
-</script>
-</body>
-</html>

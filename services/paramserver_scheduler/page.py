@@ -1,0 +1,82 @@
+"""The status page: files of this package, served as they are; nothing comes from elsewhere and nothing is built."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver.errors import problem
+from paramserver_node.roles import role
+
+router = APIRouter(include_in_schema=False)
+
+INDEX: Final = "index.html"
+_KINDS: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_HEADERS: Final = {
+    # Scripts and styles of this origin only, none inline: a name that came over the network cannot become code.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Asked for anew each time, answered 304 mostly: a page and its modules are always of one version.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file of the page."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@router.get("/")
+@role("open")
+async def index(request: Request) -> Response:
+    """The page; it asks for a token itself where one is needed."""
+    return _serve(request, INDEX)
+
+
+@router.get("/static/{name:path}")
+@role("open")
+async def asset(request: Request, name: str) -> Response:
+    """A script, a style or a picture of the page."""
+    return _serve(request, name)
+
+
+def _serve(request: Request, name: str) -> Response:
+    found = assets().get(name)
+    if found is None:
+        raise problem("not_found", f"the page has no file {name!r:.80}")
+    headers = {**_HEADERS, "etag": found.etag}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.body, headers=headers, media_type=found.media_type)
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """Every file below `static` by its path there, read once."""
+    return dict(_read(files("paramserver_scheduler") / "static", ""))
+
+
+def _read(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
+    found: list[tuple[str, Asset]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _read(entry, f"{prefix}{entry.name}/")
+        elif (kind := _KINDS.get(entry.name.rpartition(".")[2])) is not None:
+            body = entry.read_bytes()
+            found.append((prefix + entry.name, Asset(body, kind, f'"{hashlib.sha256(body).hexdigest()[:20]}"')))
+    return found

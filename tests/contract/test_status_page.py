@@ -1,0 +1,48 @@
+"""The status page's files over HTTP: the same from every node, from nowhere else, and safe to open."""
+
+import re
+
+from paramserver_scheduler.page import assets
+
+from .processes import Nodes
+
+
+def test_every_node_serves_the_page_and_its_files(rest_cluster: Nodes) -> None:
+    """Scheduler and shards answer `/` and every file of the page alike, with a type, an ETag and a strict policy."""
+    urls = [rest_cluster.url, *(f"http://127.0.0.1:{port}" for port in rest_cluster.shard_ports.values())]
+    paths = {"/": "index.html", **{f"/static/{name}": name for name in assets()}}
+    assert len(paths) > 4
+    for url in urls:
+        for path, name in paths.items():
+            answer = rest_cluster.http.get(url + path)
+
+            assert answer.status_code == 200, (url, path)
+            assert answer.content == assets()[name].body
+            assert answer.headers["content-type"] == assets()[name].media_type
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            again = rest_cluster.http.get(url + path, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+
+
+def test_files_outside_the_page_are_not_served(rest_cluster: Nodes) -> None:
+    """A path that climbs out of the folder, or names nothing, is 404."""
+    for name in ("nothing.js", "..%2Fpage.py", "%2e%2e/page.py", "uplot/../../page.py", "", "uplot"):
+        assert rest_cluster.http.get(f"/static/{name}").status_code == 404, name
+
+
+def test_the_page_asks_nothing_of_elsewhere() -> None:
+    """No file names another origin but in the library's own header, and no script or style is inline."""
+    for name, asset in assets().items():
+        text = asset.body.decode()
+        known = text.replace("http://www.w3.org/2000/svg", "").replace("https://github.com/leeoniya/uPlot", "")
+        assert re.search(r"https?://", known) is None, name
+        if not name.startswith("uplot/"):
+            assert "innerHTML" not in text, name
+            assert "insertAdjacentHTML" not in text, name
+    index = assets()["index.html"].body.decode()
+    assert re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\bon\w+=", index) is None
+    for source in re.findall(r'(?:src|href)="static/([^"]+)"', index):
+        assert source in assets(), source
