@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import problem
@@ -16,6 +16,13 @@ from paramserver.errors import problem
 TIMEOUT_S: Final = 5.0
 AWAY: Final = (RedisConnectionError, RedisTimeoutError, OSError)
 """What a Redis that is not there raises; anything else it raises is an answer."""
+
+FsyncWay: TypeAlias = Literal["waitaof", "always"]
+"""How a write is made to reach the disk before it counts: the command WAITAOF after it, or `appendfsync always`."""
+
+FSYNC_HINT: Final = (
+    "use Redis 7.2 or newer, or Valkey, with --appendonly yes; or --appendfsync always with an older one"
+)
 
 
 def connect(url: str, *, timeout_s: float = TIMEOUT_S) -> Redis:
@@ -38,3 +45,36 @@ def unavailable_if_away() -> Iterator[None]:
         raise problem("storage_unavailable", f"Redis does not answer: {e}") from e
     except RedisError as e:
         raise problem("storage_unavailable", f"Redis refuses: {e}") from e
+
+
+async def fsync_way(redis: Redis) -> FsyncWay:
+    """How this Redis can be made to say that a write is on its disk, which the level `fsynced` rests on.
+
+    Raises RequestError (`not_built`) where it cannot, Unavailable (`storage_unavailable`) where it does not answer.
+    """
+    with unavailable_if_away():
+        try:
+            await redis.execute_command("WAITAOF", 1, 0, 1000)  # type: ignore[no-untyped-call, unused-ignore]
+            return "waitaof"
+        except ResponseError as e:
+            if "unknown command" not in str(e):
+                raise problem("not_built", f"this Redis cannot offer 'fsynced': {e}", hint=FSYNC_HINT) from e
+        try:
+            settings = {**await redis.config_get("appendonly"), **await redis.config_get("appendfsync")}
+        except ResponseError as e:  # CONFIG is often closed where others run the Redis
+            raise problem(
+                "not_built", f"this Redis has no WAITAOF, and its settings cannot be read: {e}", hint=FSYNC_HINT
+            ) from e
+    found = {_text(name): _text(value) for name, value in settings.items()}
+    if found.get("appendonly") == "yes" and found.get("appendfsync") == "always":
+        return "always"
+    raise problem(
+        "not_built",
+        f"this Redis has no WAITAOF, and appendonly is '{found.get('appendonly', '?')}', appendfsync "
+        f"'{found.get('appendfsync', '?')}'",
+        hint=FSYNC_HINT,
+    )
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

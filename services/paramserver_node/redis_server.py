@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,8 +38,11 @@ def find_binary() -> Path:
     return Path(get_binary_path())
 
 
-def command(binary: Path, port: int, directory: Path) -> list[str]:
-    """The command line of a durable server on 127.0.0.1:`port` that keeps its files in `directory`."""
+def command(binary: Path, port: int, directory: Path, more: Sequence[str] = ()) -> list[str]:
+    """The command line of a durable server on 127.0.0.1:`port` that keeps its files in `directory`.
+
+    `more` are words of the command line that come last, so they win.
+    """
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
@@ -50,7 +53,7 @@ def command(binary: Path, port: int, directory: Path) -> list[str]:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    return [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value))]
+    return [str(binary), *(word for name, value in options.items() for word in (f"--{name}", value)), *more]
 
 
 def url(port: int) -> str:
@@ -88,8 +91,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(directory: Path, port: int | None = None) -> Iterator[str]:
-    """A server of one's own for as long as the block runs; yields its URL.
+def running(directory: Path, port: int | None = None, more: Sequence[str] = ()) -> Iterator[str]:
+    """A server of one's own for as long as the block runs; yields its URL.  `more` as for `command`.
 
     Its files stay in `directory`: a second server started there has the same contents.  Raises Unavailable
     (`storage_unavailable`) when it does not come up.
@@ -98,9 +101,8 @@ def running(directory: Path, port: int | None = None) -> Iterator[str]:
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "redis.log"
     with log.open("ab") as out:
-        child = subprocess.Popen(
-            command(find_binary(), port, directory), stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=directory
-        )
+        words = command(find_binary(), port, directory, more)
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=directory)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while serving_pid(port) != child.pid:
