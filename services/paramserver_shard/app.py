@@ -67,6 +67,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
     @app.get("/pull/{model}/{name:path}", summary="One parameter as a .npy file", responses=openapi.NPY_ANSWERS)
     @role("reader")
     async def get_array(request: Request, model: str, name: str) -> Response:
+        began_s = s.telemetry.clock()
         s.membership.check_serving()
         head = request.method == "HEAD"
         answer = await s.arrays.get(model, name, request.headers.get("if-none-match", ""), head=head)
@@ -78,7 +79,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         }
         if answer.unchanged:
             return Response(status_code=304, headers=headers)
-        s.telemetry.pulled(model, len(answer.body))
+        s.telemetry.pulled(model, len(answer.body), began_s)
         if head:
             headers["content-length"] = str(len(answer.header) + answer.body_bytes)
             return Response(b"", headers=headers, media_type=NPY_MEDIA)

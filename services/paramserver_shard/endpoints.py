@@ -26,14 +26,22 @@ from paramserver.limits import (
     RECEIVING_BYTES_MAX,
 )
 from paramserver.types import AnyArray
-from paramserver.wire.frame import MEDIA_TYPE, PREFIX_BYTES, PullFrame, decode_prefix, encode_header, header_end
+from paramserver.wire.frame import (
+    MEDIA_TYPE,
+    PREFIX_BYTES,
+    PullFrame,
+    PushFrame,
+    decode_prefix,
+    encode_header,
+    header_end,
+)
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
-from paramserver_shard.telemetry import Telemetry
+from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
 
 T = TypeVar("T")
 Sized = Callable[[dict[str, Any]], Awaitable[tuple[T, int]]]
@@ -136,41 +144,50 @@ class _Endpoint:
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_s = self._telemetry.clock()
         self._membership.check_serving()
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == MEDIA_TYPE.encode():
-                    await self.by_frame(receive, send)
+                    await self.by_frame(receive, send, began_s)
                     return
                 break
         request = Request(scope, receive)
         negotiate.check_accept(request)
         with self._reader.room(min(_length(request), JSON_BODY_BYTES_MAX)):
             body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
-            response = await self.by_name(request, body)
+            response = await self.by_name(request, body, began_s)
         await response(scope, receive, send)
 
-    async def by_frame(self, receive: Receive, send: Send) -> None:
+    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
         """Answers a frame with a frame."""
         raise NotImplementedError
 
-    async def by_name(self, request: Request, body: Any) -> Response:
+    async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         """Answers a JSON or msgpack body."""
         raise NotImplementedError
+
+    def _pushed_frame(self, done: PushDone, frame: PushFrame, size_bytes: int, began_s: float) -> None:
+        worker = frame.push_id.worker if frame.push_id is not None else None
+        self._telemetry.pushed(done, size_bytes, began_s, worker, frame_lag(done, frame))
+
+    def _pushed_names(self, done: PushDone, request: Request, body: Any, began_s: float) -> None:
+        lag = name_lag(done, body.get("base_version"))
+        self._telemetry.pushed(done, _length(request), began_s, body.get("worker"), lag)
 
 
 class Push(_Endpoint):
     """POST /push"""
 
-    async def by_frame(self, receive: Receive, send: Send) -> None:
+    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
         (known, frame), body = await self._reader.read(receive, self._frames.sized_push)
         done = await self._frames.push(known, frame, body)
-        self._telemetry.pushed(done, body.size)
+        self._pushed_frame(done, frame, body.size, began_s)
         await _send(send, 200 if done.state == "applied" else 202, encode_header(push_reply(done).to_header()))
 
-    async def by_name(self, request: Request, body: Any) -> Response:
+    async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done = await self._names.push(body, idempotency_key(request))
-        self._telemetry.pushed(done, _length(request))
+        self._pushed_names(done, request, body, began_s)
         return negotiate.respond(request, push_document(done), 200 if done.state == "applied" else 202)
 
 
@@ -179,32 +196,32 @@ class Pull(_Endpoint):
 
     paramserver_role = "reader"
 
-    async def by_frame(self, receive: Receive, send: Send) -> None:
+    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
         frame, _ = await self._reader.read(receive, _sized_pull)
         answer = await self._frames.pull(frame)
-        self._telemetry.pulled(frame.model, answer.body_bytes)
         await _send_body(send, 200, answer)
+        self._telemetry.pulled(frame.model, answer.body_bytes, began_s)
 
-    async def by_name(self, request: Request, body: Any) -> Response:
+    async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         pulled, dtype = await self._names.pull(body)
-        self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes)
+        self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         return pull_response(request, pulled, dtype, None)
 
 
 class PushPull(_Endpoint):
     """POST /pushpull"""
 
-    async def by_frame(self, receive: Receive, send: Send) -> None:
+    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
         (known, frame), body = await self._reader.read(receive, self._frames.sized_push)
         done, answer = await self._frames.pushpull(known, frame, body)
-        self._telemetry.pushed(done, body.size)
-        self._telemetry.pulled(frame.model, answer.body_bytes)
+        self._pushed_frame(done, frame, body.size, began_s)
         await _send_body(send, 200, answer)
+        self._telemetry.pulled(frame.model, answer.body_bytes, began_s)
 
-    async def by_name(self, request: Request, body: Any) -> Response:
+    async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request))
-        self._telemetry.pushed(done, _length(request))
-        self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes)
+        self._pushed_names(done, request, body, began_s)
+        self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         return pull_response(request, pulled, dtype, done)
 
 

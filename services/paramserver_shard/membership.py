@@ -325,6 +325,7 @@ class Membership:
         elif kind == "gone":
             name = document["name"]
             self._views.pop(name, None)
+            self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
 
     async def leave(self) -> None:

@@ -1,56 +1,205 @@
 """What a shard counts: for Prometheus, and in short for its heartbeats."""
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 from paramserver.core.shard_io import PushDone
+from paramserver.wire.frame import PushFrame
+from paramserver_node.usage import Usage
+
+BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+BUCKETS_VERSIONS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 PUSHES: Final = Counter("paramserver_pushes_total", "Pushes accepted", ["model", "state"])
 DUPLICATES: Final = Counter("paramserver_push_duplicates_total", "Pushes recognised as repeated", ["model"])
 PULLS: Final = Counter("paramserver_pulls_total", "Pulls answered", ["model"])
 RECEIVED: Final = Counter("paramserver_received_bytes_total", "Bytes of gradients received", ["model"])
 SENT: Final = Counter("paramserver_sent_bytes_total", "Bytes of values sent", ["model"])
+PUSH_S: Final = Histogram(
+    "paramserver_push_seconds", "From a push's first byte to its answer", ["model"], buckets=BUCKETS_S
+)
+PULL_S: Final = Histogram(
+    "paramserver_pull_seconds", "From a pull's first byte to its answer's last", ["model"], buckets=BUCKETS_S
+)
+LAG: Final = Histogram(
+    "paramserver_push_lag_versions",
+    "Versions applied between the pull that a gradient was computed from and its push",
+    ["model"],
+    buckets=BUCKETS_VERSIONS,
+)
 PARTITIONS: Final = Gauge("paramserver_partitions", "Partitions that this shard serves")
 LENT: Final = Gauge("paramserver_buffer_lent_bytes", "Pooled memory in use")
 KEPT: Final = Gauge("paramserver_buffer_kept_bytes", "Pooled memory kept for reuse")
+_BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG)
+
+INTERVAL_S: Final = 0.9
+"""Rates are taken anew after so long, a little less than the time between two heartbeats."""
+RECENT_S: Final = 10.0
+"""Times and lags of a heartbeat are of the requests of so long."""
+TIMES_KEPT: Final = 1024
+LAGS_TOLD: Final = 256
+"""Workers of a model whose lag a heartbeat tells."""
+STATES: Final = ("applied", "staged", "buffered")
+
+
+class _Times:
+    """How long the newest requests took."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
+
+    def add(self, now: float, seconds: float) -> None:
+        self._kept.append((now, seconds))
+
+    def quantiles(self, now: float) -> tuple[float, float] | None:
+        """(median, 99th percentile) in seconds of the last 10 s; None without a request."""
+        while self._kept and self._kept[0][0] < now - RECENT_S:
+            self._kept.popleft()
+        if not self._kept:
+            return None
+        ordered = sorted(s for _, s in self._kept)
+        return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+
+
+@dataclass(slots=True)
+class _Lag:
+    """Version lag of one worker's newest pushes."""
+
+    at: float = 0.0
+    mean: float = 0.0
+    total: int = 0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Flow:
+    """What one model's pushes and pulls came to since the rates were last taken."""
+
+    pushes: int = 0
+    pulls: int = 0
+    in_bytes: int = 0
+    out_bytes: int = 0
+    push_times: _Times = field(default_factory=_Times)
+    pull_times: _Times = field(default_factory=_Times)
+    lags: dict[str, _Lag] = field(default_factory=dict)
+
+    def rates(self, passed_s: float, now: float) -> dict[str, Any]:
+        """The numbers that a heartbeat tells; counting begins anew."""
+        found: dict[str, Any] = {
+            "pushes_per_s": round(self.pushes / passed_s, 2),
+            "pulls_per_s": round(self.pulls / passed_s, 2),
+            "in_bytes_per_s": round(self.in_bytes / passed_s),
+            "out_bytes_per_s": round(self.out_bytes / passed_s),
+        }
+        for name, times in (("push", self.push_times), ("pull", self.pull_times)):
+            if (both := times.quantiles(now)) is not None:
+                found |= {f"{name}_p50_s": round(both[0], 6), f"{name}_p99_s": round(both[1], 6)}
+        self.lags = {w: lag for w, lag in self.lags.items() if lag.at > now - RECENT_S}
+        for lag in self.lags.values():
+            if lag.count:
+                lag.mean, lag.total, lag.count = lag.total / lag.count, 0, 0
+        if self.lags:
+            found["lag"] = {w: round(lag.mean, 2) for w, lag in list(self.lags.items())[:LAGS_TOLD]}
+        self.pushes = self.pulls = self.in_bytes = self.out_bytes = 0
+        return found
 
 
 class Telemetry:
-    """Totals, and rates between two heartbeats."""
+    """Totals, and what heartbeats say of the last seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
+        self._usage = Usage(clock)
         self._since = clock()
-        self._pushes: dict[str, int] = {}
-        self._pulls = 0
+        self._flows: dict[str, _Flow] = {}
         self._rates: dict[str, Any] = {}
 
-    def pushed(self, done: PushDone, size_bytes: int) -> None:
-        """A push was accepted here."""
-        model = done.model.name
+    def pushed(
+        self, done: PushDone, size_bytes: int, began_s: float, worker: str | None = None, lag: int | None = None
+    ) -> None:
+        """A push that began to arrive at `began_s` is answered now; `lag` as `frame_lag` or `name_lag` give it."""
+        now, model = self.clock(), done.model.name
         PUSHES.labels(model, done.state).inc()
         RECEIVED.labels(model).inc(size_bytes)
+        PUSH_S.labels(model).observe(now - began_s)
         if done.duplicate:
             DUPLICATES.labels(model).inc()
-        self._pushes[model] = self._pushes.get(model, 0) + 1
+        flow = self._flows.setdefault(model, _Flow())
+        flow.pushes += 1
+        flow.in_bytes += size_bytes
+        flow.push_times.add(now, now - began_s)
+        if lag is not None:
+            LAG.labels(model).observe(lag)
+        if lag is not None and worker is not None:
+            known = flow.lags.setdefault(worker, _Lag())
+            known.at, known.total, known.count = now, known.total + lag, known.count + 1
 
-    def pulled(self, model: str, size_bytes: int) -> None:
-        """A pull was answered here."""
+    def pulled(self, model: str, size_bytes: int, began_s: float) -> None:
+        """A pull that came at `began_s` is answered now."""
+        now = self.clock()
         PULLS.labels(model).inc()
         SENT.labels(model).inc(size_bytes)
-        self._pulls += 1
+        PULL_S.labels(model).observe(now - began_s)
+        flow = self._flows.setdefault(model, _Flow())
+        flow.pulls += 1
+        flow.out_bytes += size_bytes
+        flow.pull_times.add(now, now - began_s)
+
+    def forget(self, model: str) -> None:
+        """The model is gone: its series end, so that their number stays bounded by the models there are."""
+        self._flows.pop(model, None)
+        for state in STATES:
+            _remove(PUSHES, model, state)
+        for metric in _BY_MODEL:
+            _remove(metric, model)
 
     def rates(self) -> dict[str, Any]:
-        """Pushes and pulls per second since a second ago at the least; asking more often gives the same again."""
-        now = self._clock()
+        """What a heartbeat tells, of the second before; asking more often gives the same again.
+
+        Of the process `cpu_cores` (1.0 is one processor) and `rss_bytes`; of all models and of each one in `models`
+        `pushes_per_s`, `pulls_per_s`, `in_bytes_per_s` and `out_bytes_per_s`; of each model also `push_p50_s`,
+        `push_p99_s`, `pull_p50_s`, `pull_p99_s` over the last 10 s where there was one, and `lag`: the mean version lag
+        of each worker's pushes.
+        """
+        now = self.clock()
         passed_s = now - self._since
-        if passed_s >= 0.9:
-            self._rates = {
-                "pushes_per_s": round(sum(self._pushes.values()) / passed_s, 2),
-                "pulls_per_s": round(self._pulls / passed_s, 2),
-                "models": {m: {"pushes_per_s": round(n / passed_s, 2)} for m, n in self._pushes.items()},
-            }
-            self._since, self._pushes, self._pulls = now, {}, 0
+        if passed_s >= INTERVAL_S:
+            models = {m: flow.rates(passed_s, now) for m, flow in self._flows.items()}
+            sums = ("pushes_per_s", "pulls_per_s", "in_bytes_per_s", "out_bytes_per_s")
+            total = {name: round(sum(m[name] for m in models.values()), 2) for name in sums}
+            self._rates = {**self._usage.look(), **total, "models": models}
+            # A model that said nothing but zeros is left out until it has more to tell.
+            self._flows = {m: f for m, f in self._flows.items() if any(models[m].values())}
+            self._since = now
         return dict(self._rates)
+
+
+def frame_lag(done: PushDone, frame: PushFrame) -> int | None:
+    """Version lag of a push that was applied: the largest over its parts; None where it cannot be told."""
+    if done.state != "applied" or done.duplicate:
+        return None
+    bases = {p.partition: p.base for p in frame.parts}
+    lags = [
+        p.version - 1 - base[0]
+        for p in done.parts
+        if (base := bases.get(p.partition)) is not None and base[1] == p.incarnation
+    ]
+    return max(0, *lags) if lags else None
+
+
+def name_lag(done: PushDone, base_version: object) -> int | None:
+    """Version lag of a push by name that was applied; None where it named no base."""
+    if done.state != "applied" or done.duplicate or not isinstance(base_version, int):
+        return None
+    return max(0, done.version - 1 - base_version)
+
+
+def _remove(metric: Counter | Histogram, *labels: str) -> None:
+    try:
+        metric.remove(*labels)
+    except KeyError:
+        pass

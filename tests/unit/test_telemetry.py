@@ -1,0 +1,109 @@
+"""What a shard tells of itself: rates, times and version lag, for heartbeats and for Prometheus."""
+
+import pytest
+from prometheus_client import REGISTRY
+
+from paramserver.core.shard_io import PartVersion, PushDone
+from paramserver.types import ModelKey, PushId, PushState
+from paramserver.wire.frame import PushFrame, PushPart
+from paramserver_node.usage import Usage
+from paramserver_shard.telemetry import RECENT_S, Telemetry, frame_lag, name_lag
+
+TOKEN = 7
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def done(model: str, version: int, *, state: PushState = "applied", duplicate: bool = False) -> PushDone:
+    parts = (PartVersion(0, version, TOKEN, 0), PartVersion(1, version + 2, TOKEN, 0))
+    return PushDone(ModelKey(model, 1), 0, state, duplicate, version, 0, TOKEN, parts)
+
+
+def frame(model: str, base: tuple[int, int] | None) -> PushFrame:
+    return PushFrame(model, (PushPart(0, base), PushPart(1, base)), push_id=PushId("a/w0", 1, 1))
+
+
+def test_heartbeats_tell_rates_times_and_lags() -> None:
+    """Two seconds of requests give their number per second, both quantiles, and each worker's mean lag."""
+    clock = Clock()
+    telemetry = Telemetry(clock)
+    for i in range(100):
+        clock.now += 0.02
+        telemetry.pushed(done("rates", i + 1), 1000, clock.now - 0.001 * (i + 1), "a/w0", i % 3)
+        telemetry.pulled("rates", 500, clock.now - 0.004)
+    told = telemetry.rates()
+    model = told["models"]["rates"]
+
+    assert (told["pushes_per_s"], told["pulls_per_s"]) == (50.0, 50.0)
+    assert (model["in_bytes_per_s"], model["out_bytes_per_s"]) == (50_000, 25_000)
+    assert model["push_p50_s"] == pytest.approx(0.051, abs=0.002)
+    assert model["push_p99_s"] == pytest.approx(0.1, abs=0.002)
+    assert model["pull_p99_s"] == pytest.approx(0.004)
+    assert model["lag"] == {"a/w0": 0.99}
+    assert told["rss_bytes"] > 1 << 20
+    assert telemetry.rates() == told
+
+
+def test_a_model_that_is_still_is_told_of_no_more() -> None:
+    """Its times and lags are of the last ten seconds, and then it leaves the heartbeat."""
+    clock = Clock()
+    telemetry = Telemetry(clock)
+    telemetry.pushed(done("still", 1), 8, clock.now - 0.5, "a/w0", 4)
+    clock.now += 1
+    assert telemetry.rates()["models"]["still"]["pushes_per_s"] == 1
+    clock.now += 1
+    still = telemetry.rates()["models"]["still"]
+    assert (still["pushes_per_s"], still["push_p50_s"], still["lag"]) == (0, 0.5, {"a/w0": 4})
+    clock.now += RECENT_S
+    telemetry.rates()
+    clock.now += 1
+
+    assert telemetry.rates()["models"] == {}
+
+
+def test_a_model_that_is_gone_leaves_prometheus() -> None:
+    """The number of series is bounded by the models there are, not by those there ever were."""
+    telemetry = Telemetry(Clock())
+    telemetry.pushed(done("gone", 1, duplicate=True), 8, 99.0, "a/w0", 0)
+    telemetry.pushed(done("gone", 1, state="staged"), 8, 99.0)
+    telemetry.pulled("gone", 8, 99.0)
+
+    def series() -> int:
+        return sum(s.labels.get("model") == "gone" for m in REGISTRY.collect() for s in m.samples)
+
+    assert series() > 30
+    telemetry.forget("gone")
+    telemetry.forget("never-there")
+    assert series() == 0
+
+
+def test_lag_is_the_versions_between_base_and_push() -> None:
+    """The largest over the parts; a base of another incarnation, a duplicate and a staged push have none."""
+    assert frame_lag(done("m", 10), frame("m", (9, TOKEN))) == 2
+    assert frame_lag(done("m", 10), frame("m", (11, TOKEN))) == 0
+    assert frame_lag(done("m", 10), frame("m", (9, TOKEN + 1))) is None
+    assert frame_lag(done("m", 10), frame("m", None)) is None
+    assert frame_lag(done("m", 10, state="staged"), frame("m", (9, TOKEN))) is None
+    assert frame_lag(done("m", 10, duplicate=True), frame("m", (9, TOKEN))) is None
+    assert (name_lag(done("m", 10), 4), name_lag(done("m", 10), None)) == (5, None)
+
+
+def test_usage_counts_what_this_process_spends() -> None:
+    """A look back over wall time tells processors kept busy: work between two looks shows."""
+    clock = Clock()
+    usage = Usage(clock)
+    while usage._cpu_s() - usage._spent_s < 0.02:
+        sum(range(10_000))
+    clock.now += 0.1
+
+    assert usage.look()["cpu_cores"] >= 0.2
+    clock.now += 1000
+    assert usage.look()["cpu_cores"] < 0.2
