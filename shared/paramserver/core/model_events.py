@@ -1,0 +1,118 @@
+"""What the scheduler's core hears about models and their checkpoints; see `scheduler_io`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from paramserver.errors import PsError
+from paramserver.types import ModelKey
+
+Json: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel:
+    """POST /models.  Answer 201 (new) or 200 (the same spec) with the model document, when every partition is served.
+
+    With `init.kind: upload` the document holds `upload_token` (201 always; 200 only when no other token is alive).
+    `restore=True` (a checkpoint under a new name): the model stays `initializing` until `RestoreFinished`; a taken name
+    is 409 `model_exists`, even with the same spec.
+    """
+
+    request: int
+    spec: Any
+    nonce: str
+    """An unguessable string of the runtime's; becomes the upload token where one is needed."""
+    restore: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PatchModel:
+    """PATCH /models/{m}, a JSON merge patch.  Answer 200 with the model document."""
+
+    request: int
+    model: str
+    patch: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteModel:
+    """DELETE /models/{m}.  Answer 204."""
+
+    request: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUploaded:
+    """POST /internal/models/{m}/uploaded: all owners have that parameter's values.  Answer 200 {"missing":[...]}."""
+
+    request: int
+    model: str
+    name: str
+    token: str | None = None
+    """The upload token quoted; None from a shard that has already compared it (see `upload` in the feed's document)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesLoaded:
+    """Completion of `LoadFiles`: the owners hold these parameters, or `error` says why not (the model is removed)."""
+
+    model: ModelKey
+    names: Sequence[str] = ()
+    error: PsError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartRestore:
+    """POST /models/{m}/restore onto the living model: commits pause.  Answer 200 with the model document.
+
+    The service then sets every partition (`POST /internal/set/...`) and sends `RestoreFinished`.
+    """
+
+    request: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFinished:
+    """Every partition of the model was set (or not: `error`).  Answer 200 with the model document, or the error."""
+
+    request: int
+    model: ModelKey
+    error: PsError | None = None
+    version: int = 0
+    """The highest version that a partition answered when it was set."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCheckpoint:
+    """POST /models/{m}/checkpoints.  Answer 201 with the checkpoint's document once it is written.
+
+    One with a name of the user's own is never removed by the rule of `keep`.
+    """
+
+    request: int
+    model: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """Completion of `WriteCheckpoint`."""
+
+    model: ModelKey
+    name: str
+    bytes: int
+    versions: Sequence[int]
+    """Of each partition, as written."""
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """`WriteCheckpoint` did not succeed; nothing of it is left."""
+
+    model: ModelKey
+    name: str
+    error: PsError

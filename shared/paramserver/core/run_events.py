@@ -1,0 +1,79 @@
+"""What the scheduler's core hears about runs and from the worker pool; see `scheduler_io`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Json: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateRun:
+    """POST /runs.  Answer 201 with the run's document."""
+
+    request: int
+    model: str
+    entry: str
+    """`package.module:function`."""
+    name: str | None = None
+    args: Json = field(default_factory=dict)
+    workers: int = 1
+    stop: Json = field(default_factory=dict)
+    """Any of {"clocks": int, "minutes": number, "metric": {"name", "at_least" | "at_most"}}; the first met ends it."""
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PatchRun:
+    """PATCH /runs/{id}: state `paused`, `running` or `stopped`, number of workers, stopping rule.  Answer 200."""
+
+    request: int
+    run: str
+    state: str | None = None
+    workers: int | None = None
+    stop: Json | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPool:
+    """POST /pool.  Answer 201 {"member","epoch","lease_s"}."""
+
+    request: int
+    name: str | None = None
+    allow: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeartbeat:
+    """PUT /pool/{member}.
+
+    Answer {"state":"idle"|"assigned"|"stop","run":{"id","name","model","entry","args","place","worker","rank"}|null};
+    join the model under the name `worker` and with `rank`.  409 `fenced` when dead or replaced.
+    """
+
+    request: int
+    member: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeavePool:
+    """DELETE /pool/{member}.  Answer 204; its place is free again."""
+
+    request: int
+    member: str
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceDone:
+    """POST /runs/{id}/places/{place}/done.  Answer 200 with the run's document."""
+
+    request: int
+    run: str
+    place: int
+    member: str
+    epoch: int
+    error: str | None = None
+    """The traceback when the entry raised; None when it returned."""

@@ -1,0 +1,100 @@
+"""What the scheduler's core decides, for its runtime to carry out; see `scheduler_io`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from paramserver.errors import PsError
+from paramserver.types import ModelKey, PartitionKey, Token
+
+Json: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write these fields of the hash `ps:state` in one script guarded by the term; None deletes a field.
+
+    Redis away: retry, in order.  Another term found: this process is no leader any more and must stop.
+    """
+
+    fields: Mapping[str, Json | None]
+
+
+@dataclass(frozen=True, slots=True)
+class SetTokens:
+    """Write the owner tokens of these partitions (`{NAME.GEN/INDEX}:token`, 20 digits) and these fences.
+
+    In one script with the `Store` before it: either all of it is stored or nothing.
+    """
+
+    tokens: Sequence[tuple[PartitionKey, Token]]
+    fences: Sequence[tuple[str, int]] = ()
+    """(shard, highest epoch that is fenced) for the hash `ps:fence`; epoch 0 deletes the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """A document for every open feed; all are level-triggered, so one that is lost is healed by reconnecting.
+
+    Types: `map`, `model`, `roster`, `commit`, `gone`.  Beyond the usual fields a `model` document has
+    `cut` (the newest clock stored on all partitions, null if none) and `upload` ({"token","missing":[names]} while
+    initial values are awaited, else null); its `owners` are [shard, token] or [shard, token, options], options any of
+    `{"release": number}` (the owner is to hand it over: hold, store everything, report `released` with that number),
+    `{"from": token}` (the owner that holds it under that token or a higher one keeps its memory, takes the new token
+    and stores everything at once) and `{"source": ...}` (in place of the model's); a `roster` document has the
+    `revision` too.  `clock` of a model in sync is the `t` of the next commit: entering sync raises the timeline, and
+    partitions then take the document's clock for theirs.
+    A commit without contributions changes no value; it exists for its `cut`.
+    """
+
+    document: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a request: a JSON body (None: empty) with its status, or an error."""
+
+    request: int
+    outcome: Json | PsError | None
+    status: int = 200
+    waits: bool = True
+    """False: need not wait for the stores before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFiles:
+    """Read these parameters from safetensors files and set them on their owners; completed by `FilesLoaded`."""
+
+    model: ModelKey
+    files: Mapping[str, str]
+    """Parameter name -> file name (one path component below the state directory)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCheckpoint:
+    """Write a checkpoint; completed by `CheckpointWritten` or `CheckpointFailed`."""
+
+    model: ModelKey
+    name: str
+    cut: int | None
+    """Sync: fetch the state of this cut's clock from every partition; None: the present one (in sync no commit is made
+    until the completion, so it too is of one clock)."""
+    document: Json
+    """For the manifest: spec, generation, revision, timeline, clock, metric (name and value or null), created_s (Unix),
+    workers {id: {"rank","clock","state"}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveCheckpoint:
+    """Delete a checkpoint's files; no completion."""
+
+    model: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetModel:
+    """Delete every Redis key of that creation's partitions; no completion."""
+
+    model: ModelKey
+    partitions: int
