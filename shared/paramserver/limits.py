@@ -53,6 +53,10 @@ STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard."""
 RECEIVING_BYTES_MAX: Final = 2 << 30
 """Bytes of request bodies that one shard is receiving at one time."""
+JOURNAL_QUEUE_BYTES_MAX: Final = 256 * MIB
+"""Bytes of journal entries in one shard that are not durable yet; above it pushes that need the journal get 503."""
+MOVES_AT_ONCE: Final = 4
+"""Partitions that one shard hands over at one time."""
 RECEIVE_S: Final = 60.0
 """Longest time a frame's body may take to arrive."""
 POOL_KEPT_BYTES_MAX: Final = 512 * MIB
@@ -66,12 +70,18 @@ LEASE_S: Final = 5.0
 """A node or worker that has not been heard of for so long is dead."""
 WORKER_LEASE_S_MAX: Final = 3600.0
 """Longest lease that a worker may ask for (a person with curl); barriers wait for it that long."""
+LEADER_LEASE_S: Final = 3.0
+"""A leading scheduler that has not renewed its lease in Redis for so long may be replaced."""
 SERVE_WITHOUT_CONTACT_S: Final = 3.0
 WAIT_S_MAX: Final = 60.0
 """Longest `wait_s` of a long poll."""
 CLIENT_TIMEOUT_S: Final = 30.0
 UPLOAD_TOKEN_S: Final = 60.0
 SNAPSHOT_INTERVAL_S: Final = 5.0
+SNAPSHOT_JOURNAL_BYTES: Final = 64 * MIB
+"""After so much journal a partition is snapshotted before the interval is over."""
+JOURNAL_WAIT_S: Final = 10.0
+"""Longest time a reply waits for its push to be durable; then it is 503, and the push in doubt."""
 SNAPSHOT_BLOCK_BYTES: Final = 4 * MIB
 SNAPSHOT_BYTES_PER_S: Final = 64 * MIB
 CHECKPOINT_INTERVAL_MIN: Final = 10.0

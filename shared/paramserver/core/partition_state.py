@@ -61,11 +61,17 @@ class Capture:
     """Windows and idempotency keys: plain lists, strings and integers, to be stored as one msgpack map."""
     held: tuple[HeldPart, ...] = ()
     """Accepted gradients that are not in the values yet (buffered mode); lost parts would be counted as applied."""
+    lsn: int = 0
+    """Commands this partition has executed, this state included: its journal goes on after it."""
+    staged: tuple[HeldPart, ...] = ()
+    """Contributions to commits that are still to come (sync); empty in a cut of a model at level `applied`."""
+    settings: Mapping[str, Any] | None = None
+    """The settings in force (see `core.settings`), plain msgpack values; None only in snapshots of format 1.0."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays, which is what a snapshot's budget counts."""
-        return self.state.nbytes + sum(h.data.nbytes for h in self.held)
+        return self.state.nbytes + sum(h.data.nbytes for h in (*self.held, *self.staged))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +84,10 @@ class LoadedState:
     memory: Mapping[str, Any] = field(default_factory=dict)
     held: tuple[HeldPart, ...] = ()
     stored: bool = False
-    """Whether it came from a stored snapshot, so that this version is durable already."""
+    """Whether it came from a stored snapshot or a journal, so that this version is durable already."""
+    lsn: int = 0
+    staged: tuple[HeldPart, ...] = ()
+    settings: Mapping[str, Any] | None = None
+    """None: initial values, or a snapshot of format 1.0; the model's present settings apply."""
+    replayed_bytes: int = 0
+    """Journal that was replayed on top of the snapshot."""
