@@ -97,3 +97,15 @@ TASKS_PER_DATASET_MAX: Final = 100_000
 RUNS_KEPT_MAX: Final = 200
 WAITERS_MAX: Final = 8192
 """Long polls that one scheduler holds open."""
+STATUS_EVENTS_MAX: Final = 500
+"""Events of the recent past that `GET /status/events` can tell."""
+STATUS_SERIES_MAX: Final = 1024
+"""Series of numbers over time; 27 KiB each."""
+STATUS_POINTS_MAX: Final = 2000
+"""Points of one series in an answer."""
+STATUS_SPAN_S_MAX: Final = 30 * 86400.0
+"""How far back a series can be asked for."""
+STATUS_METRICS_MAX: Final = 32
+"""Metrics that one request may name."""
+STATUS_STREAMS_MAX: Final = 64
+"""Status streams (open pages) of one scheduler."""

@@ -1,0 +1,144 @@
+"""Numbers over the last day, in rings of fixed size: fine for what is new, coarse for what is old.
+
+A ring has a slot for each step of Unix time and keeps the mean of what fell into it.  Three rings of different steps
+make a series; `Rings` holds the series of everything, and lets go of those not written for longest when there are too
+many.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, isfinite, nan
+from typing import Final
+
+import numpy as np
+
+from paramserver import limits
+from paramserver.types import AnyArray
+
+RESOLUTIONS: Final = ((1, 900), (10, 1080), (60, 1440))
+"""(seconds of a slot, slots): a quarter of an hour, three hours, a day."""
+FRESH_S: Final = 60.0
+"""A series written within this time is never let go of for a new one."""
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Ring:
+    """The newest `size` means, one for each `step_s` seconds."""
+
+    def __init__(self, step_s: int, size: int) -> None:
+        self.step_s = step_s
+        self._values = np.full(size, nan)
+        self._slot = -size
+        """Unix time of the newest slot, in steps."""
+        self._sum = 0.0
+        self._count = 0
+
+    def add(self, unix_s: float, value: float) -> None:
+        """Take in a value; one older than the newest slot is left out."""
+        slot, size = int(unix_s) // self.step_s, len(self._values)
+        if slot < self._slot:
+            return
+        if slot > self._slot:
+            for skipped in range(max(self._slot + 1, slot - size + 1), slot + 1):
+                self._values[skipped % size] = nan
+            self._slot, self._sum, self._count = slot, 0.0, 0
+        self._sum, self._count = self._sum + value, self._count + 1
+        self._values[slot % size] = self._sum / self._count
+
+    def read(self, first: int, count: int) -> AnyArray:
+        """float64 means of `count` slots from slot `first`; NaN where nothing is known."""
+        size = len(self._values)
+        slots = np.arange(first, first + count)
+        known = (slots <= self._slot) & (slots > self._slot - size)
+        return np.where(known, self._values[slots % size], nan)
+
+
+class _Series:
+    """One number over time, in every resolution."""
+
+    def __init__(self) -> None:
+        self.rings = tuple(Ring(step_s, size) for step_s, size in RESOLUTIONS)
+        self.written_s = 0.0
+
+    def add(self, unix_s: float, value: float) -> None:
+        self.written_s = unix_s
+        for ring in self.rings:
+            ring.add(unix_s, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The times of an answer: `count` steps of `step_s` seconds from Unix time `start_s`."""
+
+    start_s: int
+    step_s: int
+    count: int
+
+    @classmethod
+    def of(cls, from_s: float, to_s: float, step_s: float, now_s: float) -> "Grid":
+        """The grid that covers the span: with the step asked for, or a coarser one that the rings have so far back."""
+        step = max(1, ceil(step_s), ceil((to_s - from_s) / limits.STATUS_POINTS_MAX))
+        for slot_s, slots in RESOLUTIONS:
+            if from_s >= now_s - slot_s * slots:
+                step = max(step, slot_s)
+                break
+        else:
+            step = max(step, RESOLUTIONS[-1][0])
+        # Whole slots of the ring that will be read.
+        slot_s = max(s for s, _ in RESOLUTIONS if s <= step)
+        step = ceil(step / slot_s) * slot_s
+        start = int(from_s) // step * step
+        return cls(start, step, max(1, int(to_s) // step - start // step + 1))
+
+    @property
+    def ring(self) -> int:
+        """Which resolution the grid is read from."""
+        return max(i for i, (slot_s, _) in enumerate(RESOLUTIONS) if self.step_s % slot_s == 0 and slot_s <= self.step_s)
+
+    def means(self, times_s: AnyArray, values: AnyArray) -> list[float | None]:
+        """The mean of the values in each step; None for a step without one."""
+        slots = times_s.astype(np.int64) // self.step_s - self.start_s // self.step_s
+        inside = (slots >= 0) & (slots < self.count) & np.isfinite(values)
+        counts = np.bincount(slots[inside], minlength=self.count)
+        sums = np.bincount(slots[inside], values[inside], self.count)
+        return [s / n if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
+
+
+class Rings:
+    """The series of every metric, by name and labels."""
+
+    def __init__(self, series_max: int = limits.STATUS_SERIES_MAX) -> None:
+        self._series: dict[tuple[str, Labels], _Series] = {}
+        """Least recently written first."""
+        self._max = series_max
+
+    def add(self, metric: str, labels: Labels, unix_s: float, value: float | None) -> None:
+        """Take in a value, if it is a finite number; beyond the bound a new series is left out."""
+        if value is None or not isfinite(value):
+            return
+        key = metric, labels
+        series = self._series.pop(key, None)
+        if series is None:
+            if len(self._series) >= self._max:
+                oldest = next(iter(self._series))
+                if self._series[oldest].written_s > unix_s - FRESH_S:
+                    return
+                del self._series[oldest]
+            series = _Series()
+        self._series[key] = series
+        series.add(unix_s, value)
+
+    def read(self, metric: str, only: Mapping[str, str], grid: Grid) -> list[tuple[Labels, list[float | None]]]:
+        """Labels and values of each series of that metric which has these labels and any value in the span."""
+        found: list[tuple[Labels, list[float | None]]] = []
+        slot_s, _ = RESOLUTIONS[grid.ring]
+        slots = grid.count * grid.step_s // slot_s
+        times = np.arange(slots) * slot_s + grid.start_s
+        for (name, labels), series in self._series.items():
+            if name != metric or not only.items() <= dict(labels).items():
+                continue
+            values = grid.means(times, series.rings[grid.ring].read(grid.start_s // slot_s, slots))
+            if any(v is not None for v in values):
+                found.append((labels, values))
+        return sorted(found, key=lambda f: f[0])
