@@ -55,6 +55,10 @@ RECEIVING_BYTES_MAX: Final = 2 << 30
 """Bytes of request bodies that one shard is receiving at one time."""
 JOURNAL_QUEUE_BYTES_MAX: Final = 256 * MIB
 """Bytes of journal entries in one shard that are not durable yet; above it pushes that need the journal get 503."""
+JOURNAL_GROUP_BYTES: Final = 64 * MIB
+"""Journal entries that one write to Redis carries at most; what has come meanwhile goes with the next."""
+JOURNAL_SCRIPT_BYTES: Final = 8 * MIB
+"""Journal entries after which a write goes on in another script: Redis does nothing else while one runs."""
 MOVES_AT_ONCE: Final = 4
 """Partitions that one shard hands over at one time."""
 RECEIVE_S: Final = 60.0
