@@ -328,6 +328,15 @@ class JournalRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class JournalLost:
+    """Redis came back without journal entries that it once had, and takes no later ones: the journal can only go on
+    from a snapshot, which is due at once.  What waits stays queued; the event is repeated until it can be written."""
+
+    key: PartitionKey
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
 class StorageChanged:
     """Whether anything can be made durable now; the first one may be left out while all is well."""
 
@@ -361,6 +370,7 @@ Event: TypeAlias = (
     | SnapshotFailed
     | Journaled
     | JournalRefused
+    | JournalLost
     | StorageChanged
     | Tick
 )

@@ -35,6 +35,7 @@ from paramserver.core.shard_events import CommitDecided as CommitDecided
 from paramserver.core.shard_events import Contribution as Contribution
 from paramserver.core.shard_events import Event as Event
 from paramserver.core.shard_events import Journaled as Journaled
+from paramserver.core.shard_events import JournalLost as JournalLost
 from paramserver.core.shard_events import JournalRefused as JournalRefused
 from paramserver.core.shard_events import LoadFailed as LoadFailed
 from paramserver.core.shard_events import MapChanged as MapChanged
