@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 from urllib.parse import quote
@@ -15,28 +15,46 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paramserver.errors import PsError, problem
+from paramserver.client.credentials import Credentials
+from paramserver.client.transport import trusting
+from paramserver.errors import problem
 
 MARK: Final = "x-paramserver-forwarded"
 """Set on what a shard sends on to another node: the receiver must not forward it again."""
 
+HANDED_ON: Final = "x-paramserver-handed-on"
+"""Set on what a scheduler that stands by hands on to the leader: the receiver leads, or nobody does."""
+SCHEDULERS: Final = "x-paramserver-schedulers"
+"""On a scheduler's answers: the URLs of all schedulers that run, where there are several."""
+VOUCHED: Final = "x-paramserver-role"
+"""On a request that one node hands to another under its own token: the role of whom it asks for."""
+NO_CREDENTIALS: Final = Credentials()
+
 CONNECT_S: Final = 2.0
 SILENCE_S: Final = 75.0
 """Longest pause of the other node; a long poll waits up to 60 s."""
+_SAFE: Final = ("GET", "HEAD")
+"""Methods of requests that change nothing, so that they may be sent twice."""
 _CHUNK_BYTES_MAX: Final = 1 << 20
 
 _HOP_BY_HOP: Final = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server",
+    "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server", HANDED_ON,
 }  # fmt: skip
+_OWN: Final = {"authorization", "cookie", VOUCHED}
+"""What a client says of itself to the node that it asked, and to no other."""
 
 
 class Forwarder:
-    """A pool of connections to other nodes; `aclose()` ends it."""
+    """A pool of connections to other nodes; `aclose()` ends it.
 
-    def __init__(self) -> None:
+    A client's own token and cookies stay here: the other node is shown this node's token and told the client's role.
+    """
+
+    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._credentials = credentials
         self._client = (
-            ClientBuilder()
+            trusting(ClientBuilder(), credentials)
             .http1_only()
             .no_proxy()
             .follow_redirects(False)
@@ -57,18 +75,30 @@ class Forwarder:
         await self._client.close()
 
     async def forward(
-        self, request: Request, urls: Sequence[str], *, mark: bool, code: str = "unavailable"
+        self,
+        request: Request,
+        urls: Sequence[str],
+        *,
+        mark: bool,
+        code: str = "unavailable",
+        headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """The answer of the first of `urls` that can be reached, to this very request.
+        """The answer of the first of `urls` that can be reached, to this very request with `headers` added.
 
-        Once the body has begun to flow there is no second try.  Raises Unavailable (`code`) when no node answered, and
-        RequestError (`malformed`) for a target that no URL can hold or a body that was cut off.
+        Once the body has begun to flow there is no second try.  Raises Unavailable (`code`) when no node was reached,
+        InDoubt when one was and fell silent, and RequestError (`malformed`) for a target that no URL can hold or a body
+        that was cut off.
         """
         body = _Body(request)
-        headers = _kept([(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw])
-        headers.append(("x-request-id", str(request.scope.get("state", {}).get("request_id", ""))))
+        own = [(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw]
+        sent = [(k, v) for k, v in _kept(own) if k not in _OWN]
+        sent.append(("x-request-id", str(request.scope.get("state", {}).get("request_id", ""))))
+        sent += (headers or {}).items()
         if mark:
-            headers.append((MARK, "1"))
+            sent.append((MARK, "1"))
+        if self._credentials.token:
+            sent += self._credentials.headers.items()
+            sent.append((VOUCHED, str(request.scope["state"]["role"])))
         last: Exception | None = None
         for url in urls:
             if body.started:
@@ -76,7 +106,7 @@ class Forwarder:
             try:
                 outgoing = self._client.request(request.method, url.rstrip("/") + target(request.scope))
                 # The answer begins with the other node's first byte, not with its first 64 KiB: events flow.
-                outgoing = outgoing.headers(headers).streamed_read_buffer_limit(0)
+                outgoing = outgoing.headers(sent).streamed_read_buffer_limit(0)
                 if body.expected:
                     outgoing = outgoing.body_stream(body.pieces())
                 stream = outgoing.build_streamed()
@@ -88,7 +118,9 @@ class Forwarder:
                 last = e
             if body.cut_off:
                 raise problem("malformed", "the body was cut off")
-        raise _unreachable(code, last)
+            if request.method not in _SAFE and "client error (Connect)" not in _causes(last):
+                raise problem("in_doubt", f"the node that serves this broke off before it answered: {_why(last)}")
+        raise problem(code, f"the node that serves this does not answer: {_why(last)}")
 
 
 class _Body:
@@ -184,7 +216,9 @@ def target(scope: Scope) -> str:
     return _DOTS.sub(r"%2F\1", path) + escaped
 
 
-def _unreachable(code: str, last: Exception | None) -> PsError:
-    causes = (getattr(last, "details", None) or {}).get("causes") or []
-    why = causes[-1]["message"] if causes else type(last).__name__ if last is not None else "no address is known"
-    return problem(code, f"the node that serves this does not answer: {why}")
+def _causes(error: Exception | None) -> list[str]:
+    return [str(c["message"]) for c in (getattr(error, "details", None) or {}).get("causes") or []]
+
+
+def _why(error: Exception | None) -> str:
+    return "no address is known" if error is None else [type(error).__name__, *_causes(error)][-1]

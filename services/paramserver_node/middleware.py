@@ -1,4 +1,4 @@
-"""Around every request: an id, a check of the path, the drain of a body nobody read, counts, and the last word."""
+"""Around every request: an id, checks of path and caller, the drain of a body nobody read, counts, the last word."""
 
 import asyncio
 import logging
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 from paramserver_node import problems
+from paramserver_node.access import Guard
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 
 log = logging.getLogger("paramserver.node")
@@ -33,8 +34,10 @@ class NodeMiddleware:
     left is read (and dropped) before the response begins.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard | None = None) -> None:
         self.app = app
+        self._guard = guard
+        """None: everyone may do everything."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +49,8 @@ class NodeMiddleware:
         IN_FLIGHT.inc()
         try:
             _check_path(scope)
+            if self._guard is not None:
+                scope["state"]["role"] = self._guard.check(scope)
             await self.app(scope, exchange.receive, exchange.send)
         except Exception as e:
             if exchange.ended:

@@ -25,6 +25,9 @@ def response(request: Request, error: PsError) -> Response:
     """The response of an error: problem details, JSON whatever Accept says; with `Retry-After` where waiting helps."""
     doc = error.document(_id(request))
     headers: dict[str, str] = {}
+    if error.status == 401:
+        given = ', error="invalid_token"' if "authorization" in request.headers else ""
+        headers["www-authenticate"] = f'Bearer realm="paramserver"{given}'
     if error.retry_after_s is not None and error.status in (429, 503):
         headers["retry-after"] = str(max(1, ceil(error.retry_after_s)))
     return Response(negotiate.json_text(doc), error.status, headers, media_type="application/problem+json")

@@ -7,7 +7,9 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 Role = Literal["open", "reader", "worker", "node", "admin"]
-"""open: anyone (probes); reader: pulls and lists; worker: pushes too; node: between services; admin: everything."""
+"""open: anyone (probes); reader: pulls and lists; worker: pushes too; node: between services; admin: everything.
+
+Each may do what those before it may."""
 
 ROLES: Final[tuple[Role, ...]] = ("open", "reader", "worker", "node", "admin")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,6 +25,11 @@ def role(name: Role) -> Callable[[F], F]:
         return endpoint
 
     return mark
+
+
+def allows(have: Role, need: Role) -> bool:
+    """Whether a bearer of the role `have` may use a route marked `need`."""
+    return ROLES.index(have) >= ROLES.index(need)
 
 
 def role_of(route: BaseRoute) -> Role | None:

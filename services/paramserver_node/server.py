@@ -9,20 +9,56 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn, Self
 
 import uvicorn
-from granian.constants import Interfaces
+from granian.constants import Interfaces, SSLProtocols
 from granian.http import HTTP1Settings, HTTP2Settings
 from granian.server.embed import Server as GranianServer
 from starlette.types import ASGIApp
 
+from paramserver.errors import problem
+from paramserver_node.settings import NodeSettings
+
 FRAME_BYTES: Final = 1 << 20
 WINDOW_BYTES: Final = 16 << 20
 GRACE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The files (PEM) with which a port speaks HTTPS, TLS 1.2 or newer."""
+
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> Self | None:
+        """The files that are set; None where none is.
+
+        Raises RequestError (`invalid_field`) where one is missing, or they do not belong together.
+        """
+        if not settings.tls_certificate and not settings.tls_key:
+            return None
+        if not settings.tls_certificate or not settings.tls_key:
+            raise problem("invalid_field", "TLS takes two files: set both tls_certificate and tls_key, or neither")
+        tls = cls(Path(settings.tls_certificate), Path(settings.tls_key))
+        try:  # a server would only say later, and in its own words
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, _no_password)
+        except (OSError, ValueError) as e:
+            detail = f"{tls.certificate} and {tls.key} are no certificate with its key: {e}"
+            raise problem("invalid_field", detail) from None
+        return tls
+
+
+def _no_password() -> NoReturn:
+    raise ValueError("a key under a password cannot be used")
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
@@ -32,8 +68,13 @@ def stop_on_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(s, stop.set)
 
 
-async def serve_granian(app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
-    """Serve HTTP/1.1 and HTTP/2 (prior knowledge) until `stop`; raises OSError if the port is taken."""
+async def serve_granian(
+    app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, tls: Tls | None = None, grace_s: float = GRACE_S
+) -> None:
+    """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.
+
+    Raises OSError if the port is taken.
+    """
     # granian shares its port with whoever else wants it so (SO_REUSEPORT): two shards would each get half the requests.
     socket.create_server((host, port), family=_family(host)).close()
     server = GranianServer(
@@ -52,6 +93,9 @@ async def serve_granian(app: ASGIApp, host: str, port: int, stop: asyncio.Event,
             max_headers_size=64 << 10,
             max_concurrent_streams=256,
         ),
+        ssl_cert=tls.certificate if tls else None,
+        ssl_key=tls.key if tls else None,
+        ssl_protocol_min=SSLProtocols.tls12,
     )
     serving = asyncio.ensure_future(server.serve())
     stopping = asyncio.ensure_future(stop.wait())
@@ -76,7 +120,9 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def serve_uvicorn(app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
+async def serve_uvicorn(
+    app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, tls: Tls | None = None, grace_s: float = GRACE_S
+) -> None:
     """Serve HTTP/1.1 until `stop`; raises OSError if the port is taken."""
     listener = socket.create_server((host, port), backlog=1024, family=_family(host))
     server = _Uvicorn(
@@ -88,6 +134,8 @@ async def serve_uvicorn(app: ASGIApp, host: str, port: int, stop: asyncio.Event,
             ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(grace_s),
+            ssl_certfile=tls.certificate if tls else None,
+            ssl_keyfile=tls.key if tls else None,
         )
     )
     stopping = asyncio.ensure_future(stop.wait())

@@ -19,6 +19,16 @@ from paramserver.errors import problem
 
 PREFIX: Final = "PARAMSERVER_"
 FILE: Final = "paramserver.toml"
+_BOOLS: Final = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +75,52 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSettings(Settings):
+class NodeSettings(Settings):
+    """What schedulers and shards take: where they listen, and whom they let in."""
+
+    host: str = "127.0.0.1"
+    secret: str = ""
+    """Key that tokens are made with, the same for every node; a second line is accepted too.  Best in a file."""
+    revoked: str = ""
+    """Names of tokens that count no longer, separated by commas."""
+    insecure: bool = False
+    """Listen to other machines without tokens."""
+    tls_certificate: str = ""
+    """File of the certificate chain (PEM): the port then speaks HTTPS."""
+    tls_key: str = ""
+    """File of its private key (PEM)."""
+    ca: str = ""
+    """File of certificates (PEM) that are trusted besides the system's when other nodes are spoken to."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings(NodeSettings):
     """Settings of a scheduler."""
 
     section = "scheduler"
 
-    host: str = "127.0.0.1"
+    name: str = ""
+    """What it is called among several; default: host name and port."""
     port: int = 8700
     redis: str = "redis://127.0.0.1:6379/0"
     state_dir: str = ".paramserver"
     """Folder of server-side checkpoints and of files for `init.kind: file`."""
     advertise: str = ""
     """URL under which others reach it; default: what it is bound to, or the host name where that is every address."""
+    expect_state: bool = False
+    """Refuse to start on an empty Redis: it must be the wrong one, or have lost its data."""
+    page_url: str = ""
+    """URL under which people reach the status page, for the link that is printed; default: the advertised one."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSettings(Settings):
+class ShardSettings(NodeSettings):
     """Settings of a shard."""
 
     section = "shard"
 
     name: str = ""
     """Stable identity; default: host name and port."""
-    host: str = "127.0.0.1"
     port: int = 8701
     scheduler: str = "http://127.0.0.1:8700"
     """URL of the scheduler; several separated by commas."""
@@ -122,6 +155,12 @@ class ClientSettings(Settings):
     """Where the cluster is; several separated by commas, for fail-over."""
     timeout_s: float = 30.0
     state_dir: str = ".paramserver"
+    token: str = ""
+    """Sent as a bearer token.  Best in a file, or in the environment."""
+    secret: str = ""
+    """The nodes' secret, where it is at hand: psctl makes its own token with it."""
+    ca: str = ""
+    """File of certificates (PEM) that are trusted besides the system's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +185,25 @@ SERVICES: Final[tuple[type[Settings], ...]] = (
 )
 
 
+SECRETS: Final = frozenset({"secret", "token"})
+"""Settings whose values are never printed."""
+
+
 def shown(value: Any) -> str:
     """A setting's value as it may be printed: a password in a URL is left out."""
     return re.sub(r"(\w+://[^/@\s]*:)[^/@\s]+@", r"\1***@", str(value))
 
 
-def url_of(host: str, port: int) -> str:
+def redacted(name: str, value: Any) -> str:
+    """The value of the setting `name` as it may be printed: secrets are not."""
+    return "***" if name in SECRETS and value else shown(value)
+
+
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
     """The URL under which others reach what listens on `host`: by the host's name where that is every address."""
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _held_by(path: str, origin: str) -> str:
@@ -192,6 +241,8 @@ def _check_names(names: set[str], known: set[str], where: str) -> None:
 def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
+    if kind is bool and str(value).lower() in _BOOLS:
+        return _BOOLS[str(value).lower()]
     try:
         if kind is str and isinstance(value, list):
             return ",".join(map(str, value))
@@ -201,4 +252,5 @@ def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
             return str(value)
     except ValueError:
         pass
-    raise problem("invalid_field", f"{name} (from {origin}) must be of type {kind.__name__}, not {shown(value)!r:.60}")
+    text = redacted(name, value)
+    raise problem("invalid_field", f"{name} (from {origin}) must be of type {kind.__name__}, not {text!r:.60}")

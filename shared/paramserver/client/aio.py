@@ -15,6 +15,7 @@ from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster, model_path, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
+from paramserver.client.credentials import Credentials
 from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
 from paramserver.client.numbers import PushNumbers, private_numbers
@@ -36,13 +37,17 @@ class AsyncClient:
     """
 
     def __init__(
-        self, url: str | None = None, timeout: float = limits.CLIENT_TIMEOUT_S, token: str | None = None
+        self,
+        url: str | None = None,
+        timeout: float = limits.CLIENT_TIMEOUT_S,
+        token: str | None = None,
+        ca: str | os.PathLike[str] | None = None,
     ) -> None:
         self.urls = urls_of(url, os.environ)
         self.timeout = timeout
         self.cluster = Cluster(self.urls)
         self.shared = SharedArrays(self.cluster)
-        self.transport = AsyncTransport(self.urls, token or os.environ.get("PARAMSERVER_TOKEN"))
+        self.transport = AsyncTransport(self.urls, Credentials.found(token, ca, os.environ))
         self._numbers: dict[str, PushNumbers] = {}
         self._pid = os.getpid()
 

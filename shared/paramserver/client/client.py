@@ -10,6 +10,7 @@ from paramserver.client import checkpointing, control
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster, urls_of
 from paramserver.client.consistency import Consistency
+from paramserver.client.credentials import Credentials
 from paramserver.client.model import Model
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
@@ -25,13 +26,13 @@ QUICK_CHECK_S = 3.0
 class Client:
     """A connection to one cluster; blocking, independent of any event loop, safe to share between threads."""
 
-    def __init__(self, urls: tuple[str, ...], timeout: float, token: str | None) -> None:
+    def __init__(self, urls: tuple[str, ...], timeout: float, credentials: Credentials) -> None:
         self.urls = urls
         self.timeout = timeout
         """Seconds that a call may take unless it says otherwise."""
         self.cluster = Cluster(urls)
         self.shared = SharedArrays(self.cluster)
-        self.transport = BlockingTransport(urls, token)
+        self.transport = BlockingTransport(urls, credentials)
         self._lock = threading.Lock()
         self._numbers: dict[str, PushNumbers] = {}
         self._pid = os.getpid()
@@ -179,18 +180,24 @@ class Client:
         return self.run(control.send(method, path, body, self.deadline(timeout)))
 
 
-def connect(url: str | None = None, timeout: float = limits.CLIENT_TIMEOUT_S, token: str | None = None) -> Client:
+def connect(
+    url: str | None = None,
+    timeout: float = limits.CLIENT_TIMEOUT_S,
+    token: str | None = None,
+    ca: str | os.PathLike[str] | None = None,
+) -> Client:
     """A client of the cluster at `url`, else PARAMSERVER_URL, else http://127.0.0.1:8700.
 
     Args:
         url: the address of any node or gateway; several, comma-separated, are tried in turn.
         timeout: seconds that a call may take unless it says otherwise.
-        token: sent as a bearer token; None: PARAMSERVER_TOKEN, if set.
+        token: sent as a bearer token; None: PARAMSERVER_TOKEN, or what the file PARAMSERVER_TOKEN_FILE holds, if set.
+        ca: file of certificates (PEM) that are trusted besides the system's; None: PARAMSERVER_CA, if set.
 
     Raises Unreachable if nobody answers there.
     """
     urls = urls_of(url, os.environ)
-    client = Client(urls, timeout, token or os.environ.get("PARAMSERVER_TOKEN"))
+    client = Client(urls, timeout, Credentials.found(token, ca, os.environ))
     try:
         check(client.transport, urls, min(QUICK_CHECK_S, timeout))
     except BaseException:

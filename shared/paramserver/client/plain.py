@@ -5,12 +5,12 @@ more slowly.  A connection is used by one request at a time and kept for the nex
 """
 
 import http.client
-import ssl
 import threading
 from typing import Final
 from urllib.parse import urlsplit
 
 from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
@@ -20,8 +20,9 @@ _KEPT_MAX: Final = 8
 class PlainTransport:
     """Sends requests one at a time per thread; safe to share between threads."""
 
-    def __init__(self, token: str | None = None) -> None:
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._headers = credentials.headers
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}
         self._lock = threading.Lock()
 
@@ -34,7 +35,7 @@ class PlainTransport:
             outcome = self._attempt(kept, request, url)
             if outcome is not None:
                 return outcome  # else the node had closed the idle connection: a fresh one
-        fresh = _connection(url, request.timeout_s)
+        fresh = _connection(url, request.timeout_s, self._credentials)
         try:
             fresh.connect()
         except OSError as e:
@@ -80,9 +81,9 @@ class PlainTransport:
         return result
 
 
-def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
+def _connection(url: str, timeout_s: float, credentials: Credentials) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port
     if parts.scheme == "https":
-        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=ssl.create_default_context())
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=credentials.context())
     return http.client.HTTPConnection(host, port, timeout=timeout_s)

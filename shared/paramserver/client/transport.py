@@ -20,6 +20,7 @@ from pyreqwest import exceptions as native
 from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClient, SyncClientBuilder
 
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
+from paramserver.client.credentials import Credentials
 from paramserver.client.plain import PlainTransport
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
 
@@ -61,12 +62,19 @@ def _causes(error: native.PyreqwestError) -> list[str]:
     return [*causes[:-1], innermost[:1].lower() + innermost[1:] if "(" not in innermost else innermost]
 
 
-def _tuned(builder: B, token: str | None, *, direct: bool, urls: Sequence[str]) -> B:
+def trusting(builder: B, credentials: Credentials) -> B:
+    """A client that trusts these authorities besides those of the system."""
+    for certificate in credentials.authorities:
+        builder = builder.add_root_certificate_pem(certificate.encode())
+    return builder
+
+
+def _tuned(builder: B, credentials: Credentials, *, direct: bool, urls: Sequence[str]) -> B:
     """A client for shards (`direct`) or for the URLs given."""
-    b = builder.follow_redirects(False).gzip(False).brotli(False).zstd(False).deflate(False)
+    b = trusting(builder, credentials).follow_redirects(False).gzip(False).brotli(False).zstd(False).deflate(False)
     b = b.connect_timeout(timedelta(seconds=CONNECT_S)).tcp_nodelay(True).user_agent("paramserver-python")
-    if token:
-        b = b.default_headers({"authorization": f"Bearer {token}"})
+    if credentials.token:
+        b = b.default_headers(credentials.headers)
     if direct:
         b = b.http2_prior_knowledge().http2_max_frame_size(_FRAME_BYTES)
         b = b.http2_initial_stream_window_size(_WINDOW_BYTES).http2_initial_connection_window_size(_WINDOW_BYTES)
@@ -98,8 +106,8 @@ class _Urls:
 class BlockingTransport:
     """Performs calls in the calling thread; safe to share between threads, and noticing a fork."""
 
-    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
-        self._urls, self._token = _Urls(urls), token
+    def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
+        self._urls, self._credentials = _Urls(urls), credentials
         self._lock = threading.Lock()
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
@@ -154,11 +162,11 @@ class BlockingTransport:
                 self._forsaken += [self._control, self._direct, self._pool]
             try:
                 urls = self._urls.urls
-                self._control = _tuned(SyncClientBuilder(), self._token, direct=False, urls=urls).build()
-                self._direct = _tuned(SyncClientBuilder(), self._token, direct=True, urls=()).build()
+                self._control = _tuned(SyncClientBuilder(), self._credentials, direct=False, urls=urls).build()
+                self._direct = _tuned(SyncClientBuilder(), self._credentials, direct=True, urls=()).build()
             except RuntimeError:  # the native runtime refuses a child whose parent had used it
                 log.info("client.plain reason=forked pid=%d", os.getpid())
-                self._plain = PlainTransport(self._token)
+                self._plain = PlainTransport(self._credentials)
                 self._control = self._direct = None
             self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
             self._pid = os.getpid()
@@ -207,8 +215,8 @@ class BlockingTransport:
 class AsyncTransport:
     """Performs calls on the running event loop; made on first use, of the loop that uses it."""
 
-    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
-        self._urls, self._token = _Urls(urls), token
+    def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
+        self._urls, self._credentials = _Urls(urls), credentials
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: Client | None = None
@@ -253,11 +261,11 @@ class AsyncTransport:
         if self._pid != -1:
             self._forsaken += [self._control, self._direct]
         try:
-            self._control = _tuned(ClientBuilder(), self._token, direct=False, urls=self._urls.urls).build()
-            self._direct = _tuned(ClientBuilder(), self._token, direct=True, urls=()).build()
+            self._control = _tuned(ClientBuilder(), self._credentials, direct=False, urls=self._urls.urls).build()
+            self._direct = _tuned(ClientBuilder(), self._credentials, direct=True, urls=()).build()
         except RuntimeError:
             log.info("client.plain reason=forked pid=%d", os.getpid())
-            self._plain = PlainTransport(self._token)
+            self._plain = PlainTransport(self._credentials)
             self._control = self._direct = None
         self._pid = os.getpid()
 

@@ -1,0 +1,164 @@
+"""Who may come in: a node on loopback is open, any other shows the way to the caller's token.
+
+The mark of a route (`@role`) says who may use it; a path without a mark takes any token, so a route that somebody
+forgot to classify is never open.
+"""
+
+import ipaddress
+import logging
+import time
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+from typing import Final
+
+from fastapi import FastAPI
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
+
+from paramserver.client.credentials import Credentials
+from paramserver.errors import PsError, problem
+from paramserver_node import tokens
+from paramserver_node.forward import VOUCHED
+from paramserver_node.roles import ROLES, Role, allows, role_of, routes
+from paramserver_node.settings import NodeSettings
+
+log = logging.getLogger("paramserver.node")
+
+_VOUCHED: Final = VOUCHED.encode()
+COOKIE: Final = "paramserver"
+"""Holds a token of a reader, for the status page; taken for reading only."""
+
+
+class Access:
+    """Judges the callers of one node whose tokens are made with these keys."""
+
+    def __init__(self, keys: Iterable[bytes], revoked: Iterable[str] = (), *, secure: bool = False) -> None:
+        self.keys = tuple(keys)
+        self.revoked = frozenset(revoked)
+        """Names of tokens that count no longer."""
+        self.secure = secure
+        """Whether the node speaks TLS, so that its cookies go nowhere else."""
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> "Access | None":
+        """Who may use a node; None for one that lets everyone in, because nobody else can reach it.
+
+        Raises RequestError (`invalid_field`) with the lines that help, where others can reach it and it has no secret.
+        """
+        keys = tokens.keys_of(settings.secret)
+        if keys:
+            revoked = [name.strip() for name in settings.revoked.split(",") if name.strip()]
+            return cls(keys, revoked, secure=bool(settings.tls_certificate))
+        if is_loopback(settings.host):
+            return None
+        if settings.insecure:
+            log.warning("access.open host=%s: whoever reaches this node may read, change and delete", settings.host)
+            return None
+        raise problem(
+            "invalid_field",
+            f"{settings.host} can be reached from other machines and no secret is set: anyone could read, change and "
+            "delete everything.  One of these lines helps:\n"
+            "  psctl secret paramserver.secret && export PARAMSERVER_SECRET_FILE=$PWD/paramserver.secret\n"
+            "      (tokens; the same file for every node, and psctl token makes a client's)\n"
+            "  --host 127.0.0.1\n"
+            "      (this machine only)\n"
+            "  --insecure\n"
+            "      (no tokens, on a network where everyone may do everything)",
+        )
+
+    def holder(self, token: str) -> tokens.Holder | None:
+        """Whose token this is; None for one that does not count (any more)."""
+        found = tokens.read(token, self.keys, time.time())
+        return found if found is not None and found.name not in self.revoked else None
+
+    def role(self, scope: Scope) -> Role:
+        """The role of whoever sent this request: `open` for one without a token.
+
+        Raises AuthError (`unauthorized`) for a token that does not count.
+        """
+        authorization = cookies = vouched = None
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                authorization = value
+            elif name == b"cookie":
+                cookies = value
+            elif name == _VOUCHED:
+                vouched = value
+        if authorization is not None:
+            scheme, _, token = authorization.decode("latin-1").partition(" ")
+            holder = self.holder(token.strip()) if scheme.lower() == "bearer" else None
+            if holder is None:
+                raise problem("unauthorized", "the token is not valid, or not any more", hint="psctl token makes one")
+            if vouched is not None and holder.role == "node":
+                said = vouched.decode("latin-1")
+                return next((r for r in ROLES if r == said), "open")
+            return holder.role
+        if cookies is not None and scope["method"] in ("GET", "HEAD"):
+            holder = self.holder(_cookie(cookies.decode("latin-1")))
+            if holder is not None:
+                return "reader"
+        return "open"
+
+    def cookie(self, lifetime_s: int) -> str:
+        """The `Set-Cookie` value that lets a browser read for so long: for this site only, out of scripts' reach."""
+        token = tokens.make(self.keys[0], "reader", "page", int(time.time()) + lifetime_s)
+        secure = "; Secure" if self.secure else ""
+        return f"{COOKIE}={token}; Max-Age={lifetime_s}; Path=/; HttpOnly; SameSite=Strict{secure}"
+
+
+class Guard:
+    """Lets requests into an app, or not, by the marks of its routes."""
+
+    def __init__(self, app: FastAPI, access: Access) -> None:
+        self._app, self._access = app, access
+        self._routes: tuple[BaseRoute, ...] = ()
+
+    def check(self, scope: Scope) -> Role:
+        """The caller's role; raises AuthError: `unauthorized` without a token, `forbidden` with one of too low a role.
+
+        A caller of an open route is not asked.
+        """
+        need = self._need(scope)
+        if need == "open":
+            return "open"
+        have = self._access.role(scope)
+        if allows(have, need):
+            return have
+        raise _refusal(have, need)
+
+    def _need(self, scope: Scope) -> Role:
+        # Known at the first request: an app gets its routes after its middleware.
+        self._routes = self._routes or tuple(routes(self._app))
+        for route in self._routes:
+            match, _ = route.matches(scope)
+            if match is Match.FULL:
+                return role_of(route) or "admin"
+        return "reader"
+
+
+def _refusal(have: Role, need: Role) -> PsError:
+    if have == "open":
+        return problem("unauthorized", "this needs a token", hint="psctl token prints one, PARAMSERVER_TOKEN takes it")
+    return problem("forbidden", f"this needs a token of the role '{need}'; yours is '{have}'", role=need)
+
+
+def credentials(settings: NodeSettings) -> Credentials:
+    """What a node shows to the others."""
+    keys = tokens.keys_of(settings.secret)
+    return Credentials.of(tokens.make(keys[0], "node") if keys else None, settings.ca)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what listens on `host` can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _cookie(header: str) -> str:
+    try:
+        found = SimpleCookie(header).get(COOKIE)
+    except CookieError:
+        return ""
+    return "" if found is None else found.value

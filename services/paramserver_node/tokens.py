@@ -1,0 +1,95 @@
+"""Access tokens: a role and a name in plain sight, under a MAC of the secret that the nodes share.
+
+    ps1.ROLE.NAME.EXPIRES.MAC        EXPIRES in seconds since 1970, 0 for never
+
+No node keeps a token: it computes the MAC anew and compares, in constant time.  So there is nothing to steal at rest
+but the secret, and a node that has the secret needs no list.  Only the standard library is used, and no clock.
+"""
+
+import hmac
+import re
+import secrets
+from base64 import urlsafe_b64encode
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from paramserver.errors import problem
+from paramserver_node.roles import ROLES, Role
+
+TOKEN_CHARS_MAX: Final = 256
+KEY_CHARS_MIN: Final = 32
+KEYS_MAX: Final = 2
+"""The one that signs, and one more that is still (or already) accepted while the secret is being changed."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_EXPIRES: Final = re.compile(r"0|[1-9][0-9]{0,11}")
+_FORMAT: Final = "ps1"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who a token says its bearer is."""
+
+    role: Role
+    name: str
+    expires_at_s: int
+    """Seconds since 1970; 0: never."""
+
+
+def new_key() -> str:
+    """A key of 256 random bits, as text."""
+    return secrets.token_urlsafe(32)
+
+
+def keys_of(secret: str) -> tuple[bytes, ...]:
+    """The keys of a secret, one a line: the first signs, all are accepted; none for an empty text.
+
+    Raises RequestError (`invalid_field`) for a key that could be guessed, or for more than two.
+    """
+    keys = secret.split()
+    if any(len(k) < KEY_CHARS_MIN for k in keys):
+        raise problem(
+            "invalid_field",
+            f"each line of the secret must be a key of at least {KEY_CHARS_MIN} random characters",
+            hint="psctl secret FILE makes one",
+        )
+    if len(keys) > KEYS_MAX:
+        raise problem("invalid_field", f"the secret has {len(keys)} keys; {KEYS_MAX} are accepted at the same time")
+    return tuple(k.encode() for k in keys)
+
+
+def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
+    """A token; the same arguments give the same one.
+
+    Args:
+        name: of 1 to 64 letters, digits, `_` and `-`; it is how one token is told from others and revoked. Default:
+            the role.
+
+    Raises RequestError (`invalid_field`) for another name, or a role that needs no token.
+    """
+    name = name or role
+    if role not in ROLES or role == "open":
+        raise problem("invalid_field", f"no token has the role '{role}'", hint=", ".join(ROLES[1:]))
+    if _NAME.fullmatch(name) is None:
+        raise problem("invalid_field", f"a token's name has 1 to 64 letters, digits, '_' and '-'; not {name!r:.80}")
+    said = f"{_FORMAT}.{role}.{name}.{expires_at_s}"
+    return f"{said}.{_mac(key, said)}"
+
+
+def read(token: str, keys: Iterable[bytes], now_s: float) -> Holder | None:
+    """Whose token this is; None if no key made it or its time is over."""
+    said, _, mac = token.rpartition(".")
+    parts = said.split(".")
+    if len(token) > TOKEN_CHARS_MAX or len(parts) != 4 or not token.isascii() or parts[0] != _FORMAT:
+        return None
+    _, role, name, expires = parts
+    # Every key is tried whatever the first says: how long it takes tells nothing.
+    made = [hmac.compare_digest(_mac(key, said), mac) for key in keys]
+    if not any(made) or role not in ROLES[1:] or not _NAME.fullmatch(name) or not _EXPIRES.fullmatch(expires):
+        return None
+    holder = Holder(role, name, int(expires))
+    return holder if not holder.expires_at_s or now_s < holder.expires_at_s else None
+
+
+def _mac(key: bytes, said: str) -> str:
+    return urlsafe_b64encode(hmac.digest(key, said.encode(), "sha256")).rstrip(b"=").decode()

@@ -1,0 +1,79 @@
+"""What a client shows and whom it believes: its token, and the authority of the cluster's certificates."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from paramserver.errors import problem
+
+if TYPE_CHECKING:
+    import ssl
+
+ENV_TOKEN: Final = "PARAMSERVER_TOKEN"
+ENV_CA: Final = "PARAMSERVER_CA"
+_CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.S)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A bearer token, and certificates that are trusted besides those of the system."""
+
+    token: str = field(default="", repr=False)
+    """Empty: none is sent."""
+    authorities: tuple[str, ...] = field(default=(), repr=False)
+    """Certificates in PEM."""
+
+    @classmethod
+    def of(cls, token: str | None, ca: str | os.PathLike[str] | None) -> "Credentials":
+        """Credentials of a token and a file of certificates, either of which may be missing.
+
+        Raises RequestError (`invalid_field`) for a file without certificates, or a token that no header can hold.
+        """
+        token = (token or "").strip()
+        if not (token.isascii() and token.isprintable()) or " " in token:
+            raise problem("invalid_field", "a token is one word of ASCII characters", hint="psctl token prints one")
+        return cls(token, _authorities(os.fspath(ca)) if ca else ())
+
+    @classmethod
+    def found(
+        cls, token: str | None, ca: str | os.PathLike[str] | None, environment: Mapping[str, str]
+    ) -> "Credentials":
+        """Those given, else those of PARAMSERVER_TOKEN (or the file PARAMSERVER_TOKEN_FILE) and PARAMSERVER_CA.
+
+        Raises RequestError (`invalid_field`) like `of`.
+        """
+        token = token or environment.get(ENV_TOKEN)
+        if not token and (path := environment.get(f"{ENV_TOKEN}_FILE")):
+            token = _text(path, f"{ENV_TOKEN}_FILE")
+        return cls.of(token, ca or environment.get(ENV_CA))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header that carries the token, if there is one."""
+        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def context(self) -> "ssl.SSLContext":
+        """How a client of the standard library checks certificates."""
+        import ssl  # takes some milliseconds, for those only who use it
+
+        context = ssl.create_default_context()
+        for certificate in self.authorities:
+            context.load_verify_locations(cadata=certificate)
+        return context
+
+
+def _authorities(path: str) -> tuple[str, ...]:
+    found = tuple(_CERTIFICATE.findall(_text(path, "ca")))
+    if not found:
+        raise problem("invalid_field", f"ca: {path} holds no certificate in PEM")
+    return found
+
+
+def _text(path: str, origin: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise problem("invalid_field", f"{origin}: cannot read {path}: {e}") from None
