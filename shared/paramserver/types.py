@@ -12,6 +12,9 @@ AnyArray: TypeAlias = npt.NDArray[Any]
 DType: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 """Element types on the wire; values and optimizer state are kept in float32."""
 
+Coding: TypeAlias = Literal["float16", "bfloat16", "float32", "float64", "int8", "topk"]
+"""How the bytes of a gradient are to be read: elements of a dtype, or a whole partition encoded by a codec."""
+
 ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 PushState: TypeAlias = Literal["applied", "staged", "buffered"]

@@ -20,9 +20,10 @@ LAYERS: dict[str, set[str]] = {
     "errors": {"types", "limits"},
     "core": BASE | {"core"},
     "kernels": BASE | {"core", "kernels"},
-    "wire": BASE | {"core", "kernels", "wire"},
+    "codecs": BASE | {"core", "kernels", "codecs"},
+    "wire": BASE | {"core", "kernels", "codecs", "wire"},
     "checkpoint": BASE | {"core", "wire"},
-    "client": BASE | {"core", "wire", "checkpoint", "client"},
+    "client": BASE | {"core", "codecs", "wire", "checkpoint", "client"},
 }
 PURE_FORBIDDEN = {
     "asyncio", "time", "datetime", "random", "secrets", "uuid", "socket", "ssl", "threading", "subprocess", "os",

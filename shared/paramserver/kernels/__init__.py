@@ -2,7 +2,7 @@
 
     apply(optimizer, steps, w, slots, grad, dtype, w_out, slots_out) -> bool
         one optimizer step, out of place, over a whole partition
-    mean(parts, divisor, out)                weighted sum of gradients in the order given, divided
+    mean(parts, divisor, out, start=0)       weighted sum of gradients in the order given, divided
     accumulate(out, grad, dtype, weight)     out += weight * grad
     all_finite(a, dtype=None) -> bool        no NaN, no infinity
     norm2(a, dtype=None) -> float            2-norm, summed in float64
@@ -10,8 +10,9 @@
     slot_count, slot_names, initial_slots, SegmentStep     re-exported from `core.optimizer`
 
 All arrays are one-dimensional and C-contiguous.  `w`, slots and outputs are float32 of one length.  A gradient is
-float32, float64, float16 (as numpy's float16, or as uint16 bits) or bfloat16 (as uint16 bits), named by `dtype`; it
-may be read-only and need not be aligned.  Sums are float32 in a fixed order with no fused multiply-add, so the same
+float32, float64, float16 (as numpy's float16, or as uint16 bits), bfloat16 (as uint16 bits), or a whole partition in
+the int8 or topk codec (as uint8 bytes, decoded block by block on the way); `dtype` names which.  It may be read-only
+and need not be aligned.  Sums are float32 in a fixed order with no fused multiply-add, so the same
 inputs give the same bytes on every machine.  The functions release the GIL and are safe between threads; arguments
 of a wrong shape or type are our own bug and raise ValueError before anything is written.
 """

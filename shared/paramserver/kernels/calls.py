@@ -17,6 +17,8 @@ _CODES = {
     "float64": compiled.F64_CODE,
     "float16": compiled.F16_CODE,
     "bfloat16": compiled.BF16_CODE,
+    "int8": compiled.INT8_CODE,
+    "topk": compiled.TOPK_CODE,
 }
 _KINDS = {
     "sgd": compiled.SGD,
@@ -32,6 +34,8 @@ _KINDS = {
 _NONE32 = np.empty(0, np.float32)
 _NONE64 = np.empty(0, np.float64)
 _NONE16 = np.empty(0, np.uint16)
+_NONE8 = np.empty(0, np.int8)
+_NONE_AT = np.empty(0, np.uint32)
 _MEAN_BLOCK = 1 << 16
 """Elements of the running sum that `mean` keeps in the second-level cache while it goes through the parts."""
 
@@ -54,25 +58,60 @@ def warm_up() -> None:
         _compiled = True
 
 
-Views = tuple[F32, npt.NDArray[np.float64], npt.NDArray[np.uint16], int]
+Views = tuple[F32, npt.NDArray[np.float64], npt.NDArray[np.uint16], npt.NDArray[np.int8], npt.NDArray[np.uint32], int]
+
+
+def int8_views(a: AnyArray) -> tuple[F32, npt.NDArray[np.int8]]:
+    """(scales, numbers) of a partition in the int8 codec, as views of its uint8 bytes."""
+    scales = 4 * -(-a.size // (compiled.INT8_BLOCK + 4))
+    return a[:scales].view(np.float32), a[scales:].view(np.int8)
+
+
+def topk_views(a: AnyArray) -> tuple[npt.NDArray[np.uint32], F32]:
+    """(indices, values) of a partition in the topk codec, as views of its uint8 bytes."""
+    return a[: a.size // 2].view(np.uint32), a[a.size // 2 :].view(np.float32)
+
+
+def _encoded_views(a: AnyArray, code: int) -> Views:
+    if a.dtype != np.uint8:
+        raise ValueError(f"an array of {a.dtype} does not hold an encoded gradient")
+    if code == compiled.INT8_CODE:
+        scales, q = int8_views(a)
+        return scales, _NONE64, _NONE16, q, _NONE_AT, code
+    at, values = topk_views(a)
+    return values, _NONE64, _NONE16, _NONE8, at, code
+
+
+def _check_length(a: AnyArray, views: Views, dtype: str, size: int) -> None:
+    """Raises ValueError where a gradient is not one of `size` elements."""
+    code = views[-1]
+    if code == compiled.TOPK_CODE:
+        at = views[4]
+        wrong = at.size > 0 and int(at[-1]) >= size
+    else:
+        wrong = (views[3].size if code == compiled.INT8_CODE else a.size) != size
+    if wrong:
+        raise ValueError(f"lengths differ: the values have {size} elements, a gradient in {dtype} has {a.nbytes} bytes")
 
 
 def _views(a: AnyArray, dtype: str | None) -> Views:
-    """The tensor as the one of three typed arguments that fits (the others empty), and its element code."""
+    """The tensor as the typed arguments that fit (the others empty), and its code."""
     if not _compiled:
         warm_up()
     if a.ndim != 1 or not a.flags.c_contiguous or not a.dtype.isnative:
         raise ValueError(f"need a contiguous vector in native byte order, not shape {a.shape} of {a.dtype}")
     name = dtype or ("bfloat16" if a.dtype == np.uint16 else a.dtype.name)
     code = _CODES.get(name, -1)
+    if code >= compiled.INT8_CODE:
+        return _encoded_views(a, code)
     if code == compiled.F32_CODE and a.dtype == np.float32:
-        return a, _NONE64, _NONE16, code
+        return a, _NONE64, _NONE16, _NONE8, _NONE_AT, code
     if code == compiled.F64_CODE and a.dtype == np.float64:
-        return _NONE32, a, _NONE16, code
+        return _NONE32, a, _NONE16, _NONE8, _NONE_AT, code
     if code >= compiled.F16_CODE and a.dtype == np.uint16:
-        return _NONE32, _NONE64, a, code
+        return _NONE32, _NONE64, a, _NONE8, _NONE_AT, code
     if code == compiled.F16_CODE and a.dtype == np.float16:
-        return _NONE32, _NONE64, a.view(np.uint16), code
+        return _NONE32, _NONE64, a.view(np.uint16), _NONE8, _NONE_AT, code
     raise ValueError(f"an array of {a.dtype} does not hold {name}")
 
 
@@ -167,38 +206,44 @@ def apply(
     Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are
     then garbage.  Raises ValueError for arrays or steps that do not fit.
     """
-    g32, g64, g16, code = _views(grad, dtype)
+    views = _views(grad, dtype)
     count, size = slot_count(optimizer), w.size
     if len(slots) != count or len(slots_out) != count:
         raise ValueError(f"{optimizer.name} has {count} slots, not {len(slots)} and {len(slots_out)}")
-    for a in (grad, w_out, *slots, *slots_out):
+    _check_length(grad, views, dtype, size)
+    for a in (w_out, *slots, *slots_out):
         if a.size != size:
             raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
     spans, table = _tables(optimizer, steps, size)
     rest = (_NONE32,) * (3 - count)
     ok = compiled.step(
         _KINDS[optimizer.name], count, _constants(optimizer), spans, table, w, *slots, *rest,
-        g32, g64, g16, code, w_out, *slots_out, *rest,
+        *views, w_out, *slots_out, *rest,
     )  # fmt: skip
     return bool(ok)
 
 
-def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32) -> None:
+def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32, start: int = 0) -> None:
     """out = (sum of weight * gradient over the parts, in their order, in float32) / divisor.
 
     Each part is (gradient, dtype, weight); the result's bits depend on the order of the parts and on nothing else.
-    Raises ValueError if there are no parts, the divisor is not positive, or a length differs from that of `out`.
+    Encoded parts are of a whole partition, of which `out` is the piece that begins at `start`; the others are of the
+    length of `out`.  Raises ValueError if there are no parts, the divisor is not positive, or a length does not fit.
     """
     if not parts or not divisor > 0.0:
         raise ValueError("a mean needs at least one part and a positive divisor")
     views = [_views(grad, dtype) for grad, dtype, _ in parts]
-    if any(grad.size != out.size for grad, _, _ in parts):
-        raise ValueError("parts and output differ in length")
+    offsets = [start if view[-1] >= compiled.INT8_CODE else 0 for view in views]
+    for view, (grad, dtype, _) in zip(views, parts, strict=True):
+        if view[-1] < compiled.INT8_CODE:
+            _check_length(grad, view, dtype, out.size)
+        elif view[-1] == compiled.INT8_CODE and view[3].size < start + out.size:
+            raise ValueError(f"a gradient of {view[3].size} elements has none at [{start}, {start + out.size})")
     divide = np.float32(divisor)
     for at in range(0, out.size, _MEAN_BLOCK):
         block = out[at : at + _MEAN_BLOCK]
         for i, (view, (_, _, weight)) in enumerate(zip(views, parts, strict=True)):
-            compiled.add(i == 0, block, *view, at, weight)
+            compiled.add(i == 0, block, *view, at + offsets[i], weight)
         if divide != 1.0:
             np.divide(block, divide, out=block)
 
@@ -206,16 +251,23 @@ def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32)
 def accumulate(out: F32, grad: AnyArray, dtype: str, weight: float = 1.0) -> None:
     """out += weight * grad in float32; both of one length.  Raises ValueError if they are not."""
     view = _views(grad, dtype)
-    if grad.size != out.size:
-        raise ValueError(f"lengths differ: {grad.size} and {out.size}")
+    _check_length(grad, view, dtype, out.size)
     compiled.add(False, out, *view, 0, weight)
 
 
 def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
-    """Whether the vector holds no NaN and no infinity; `dtype` is needed only for float16 given as bits."""
-    return bool(compiled.finite(*_views(a, dtype)))
+    """Whether the vector holds no NaN and no infinity; `dtype` is needed for float16 given as bits and for codecs."""
+    views = _views(a, dtype)
+    if dtype == "int8":
+        with np.errstate(over="ignore", invalid="ignore"):
+            views = (views[0] * np.float32(128.0), *views[1:])  # the largest number that a scale may stand for
+    return bool(compiled.finite(*views))
 
 
 def norm2(a: AnyArray, dtype: str | None = None) -> float:
     """The vector's 2-norm, accumulated in float64; `math.hypot` joins the norms of several vectors."""
-    return sqrt(compiled.squares(*_views(a, dtype), a.size))
+    views = _views(a, dtype)
+    if views[-1] == compiled.TOPK_CODE:  # what it leaves out adds nothing
+        views = (views[0], _NONE64, _NONE16, _NONE8, _NONE_AT, compiled.F32_CODE)
+        a = views[0]
+    return sqrt(compiled.squares(*views, views[3].size or a.size))

@@ -14,8 +14,11 @@ from numba import types
 BLOCK = 2048
 """Elements of one block."""
 
-# Element codes of a gradient.
-F32_CODE, F64_CODE, F16_CODE, BF16_CODE = range(4)
+# Codes of a gradient: elements of a dtype, or an encoded partition (docs/codecs.md), decoded block by block.
+F32_CODE, F64_CODE, F16_CODE, BF16_CODE, INT8_CODE, TOPK_CODE = range(6)
+
+INT8_BLOCK = 256
+"""Elements that share one scale of the int8 codec."""
 
 # Optimizer codes; adam covers adamw, whose decay is a factor of w.
 SGD, MOMENTUM, NESTEROV, ADAGRAD, RMSPROP, ADAM, FTRL, SUM = range(8)
@@ -27,6 +30,8 @@ COLUMNS = 6
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _in64 = types.Array(types.float64, 1, "C", readonly=True, aligned=False)
 _in16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
+_in8 = types.Array(types.int8, 1, "C", readonly=True, aligned=False)
+_indices = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
 _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _spans = types.Array(types.int64, 2, "C")
 _table = types.Array(types.float64, 2, "C")
@@ -76,7 +81,41 @@ def _load_half(half: Any, g: Any) -> None:
 
 
 @_part
-def _load(g32: Any, g64: Any, g16: Any, code: int, start: int, g: Any) -> Any:
+def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
+    """g[:] = int8 numbers from `start` on, each times the scale of its block."""
+    i = 0
+    while i < g.size:
+        block = (start + i) // INT8_BLOCK
+        stop = min(g.size, (block + 1) * INT8_BLOCK - start)
+        scale = scales[block]
+        for j in range(i, stop):
+            g[j] = scale * np.float32(q[start + j])
+        i = stop
+
+
+@_part
+def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
+    """g[:] = the elements from `start` on that are named by their ascending indices `at`, zero elsewhere."""
+    for i in range(g.size):
+        g[i] = np.float32(0.0)
+    low, high = 0, at.size
+    while low < high:
+        middle = (low + high) // 2
+        if np.int64(at[middle]) < start:
+            low = middle + 1
+        else:
+            high = middle
+    while low < at.size:
+        place = np.int64(at[low]) - start
+        if place >= g.size:
+            break
+        if place >= 0:  # always, where indices ascend; a place before the block must never be written
+            g[place] = values[low]
+        low += 1
+
+
+@_part
+def _load(g32: Any, g64: Any, g16: Any, g8: Any, at: Any, code: int, start: int, g: Any) -> Any:
     """g[:] = the gradient from `start` on, as float32; returns the largest `_size`."""
     n = g.size
     worst = np.uint32(0)
@@ -92,6 +131,10 @@ def _load(g32: Any, g64: Any, g16: Any, code: int, start: int, g: Any) -> Any:
             g[i] = np.float32(wide[i])
     elif code == F16_CODE:
         _load_half(g16[start : start + n], g)
+    elif code == INT8_CODE:
+        _load_int8(g32, g8, start, g)
+    elif code == TOPK_CODE:
+        _load_topk(g32, at, start, g)
     else:
         brain = g16[start : start + n]
         bits = g.view(np.uint32)
@@ -294,7 +337,7 @@ def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any
 @_jit
 def step(
     kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
-    g32: Any, g64: Any, g16: Any, code: int, out: Any, o0: Any, o1: Any, o2: Any,
+    g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, out: Any, o0: Any, o1: Any, o2: Any,
 ) -> Any:  # fmt: skip
     """One optimizer step over a partition; returns whether the gradient read and every value computed is finite.
 
@@ -320,7 +363,7 @@ def step(
         while start < stop:
             end = min(start + BLOCK, stop)
             g = scratch[: end - start]
-            worst = max(worst, _load(g32, g64, g16, code, start, g))
+            worst = max(worst, _load(g32, g64, g16, g8, places, code, start, g))
             wb, ob = w[start:end], out[start:end]
             _prepare(g, wb, scale, clip, decay)
             if kind == SGD:
@@ -364,7 +407,9 @@ def step(
 
 
 @_jit
-def add(first: Any, out: Any, g32: Any, g64: Any, g16: Any, code: int, start: int, weight: float) -> None:
+def add(
+    first: Any, out: Any, g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, start: int, weight: float
+) -> None:
     """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns in place of adding."""
     scratch = np.empty(BLOCK, np.float32)
     factor = np.float32(weight)
@@ -372,7 +417,7 @@ def add(first: Any, out: Any, g32: Any, g64: Any, g16: Any, code: int, start: in
     while at < out.size:
         end = min(at + BLOCK, out.size)
         g = scratch[: end - at]
-        _load(g32, g64, g16, code, start + at, g)
+        _load(g32, g64, g16, g8, places, code, start + at, g)
         o = out[at:end]
         if first:
             for i in range(g.size):
@@ -384,9 +429,9 @@ def add(first: Any, out: Any, g32: Any, g64: Any, g16: Any, code: int, start: in
 
 
 @_jit
-def finite(g32: Any, g64: Any, g16: Any, code: int) -> Any:
-    """Whether a tensor holds no NaN and no infinity."""
-    if code == F32_CODE:
+def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any:
+    """Whether a tensor holds no NaN and no infinity; of an encoded one `g32` alone is looked at."""
+    if code == F32_CODE or code >= INT8_CODE:
         worst = np.uint32(0)
         for i in range(g32.size):
             worst = max(worst, _size(g32[i]))
@@ -405,7 +450,7 @@ def finite(g32: Any, g64: Any, g16: Any, code: int) -> Any:
 
 
 @_jit
-def squares(g32: Any, g64: Any, g16: Any, code: int, size: int) -> float:
+def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size: int) -> float:
     """Sum of squares in float64, in 16 interleaved partial sums (so that it vectorises and keeps one order)."""
     lanes = np.empty(16, np.float64)
     for k in range(16):
@@ -419,7 +464,7 @@ def squares(g32: Any, g64: Any, g16: Any, code: int, size: int) -> float:
                 lanes[(i - at) & 15] += g64[i] * g64[i]
         else:
             g = scratch[: end - at]
-            _load(g32, g64, g16, code, at, g)
+            _load(g32, g64, g16, g8, places, code, at, g)
             whole = g.size // 16 * 16
             for i in range(0, whole, 16):
                 for k in range(16):
@@ -435,7 +480,7 @@ def squares(g32: Any, g64: Any, g16: Any, code: int, size: int) -> float:
     return total
 
 
-_grad = (_in32, _in64, _in16, types.int64)
+_grad = (_in32, _in64, _in16, _in8, _indices, types.int64)
 SIGNATURES = (
     (step, (types.int64, types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
             _out32, _out32, _out32, _out32)),

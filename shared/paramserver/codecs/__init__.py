@@ -1,0 +1,26 @@
+"""How gradients are made smaller for the way: named codecs, each described by its bytes in docs/codecs.md.
+
+    fp32 fp16 bf16       elements of that dtype
+    int8                 a scale for each 256 elements and a byte for each element; error feedback at the worker
+    topk, topk:0.02      the largest 1 % (2 %) of each partition with their indices; error feedback at the worker
+    …+zstd  …+lz4        a lossless second stage on any of them
+
+`Codec.parse` reads a name.  `encode_whole`, `check_whole`, `check_content` and `decode_whole` work on one partition in
+int8 or topk; `stage` packs and unpacks.  Elements of a dtype need no encoder beyond `wire.tensor`.
+"""
+
+from paramserver.codecs.codec import NAMES, STAGES, Codec, int8_bytes, topk_count_max
+from paramserver.codecs.parts import check_content, check_whole, decode_whole, encode_whole, topk_count
+
+__all__ = [
+    "NAMES",
+    "STAGES",
+    "Codec",
+    "check_content",
+    "check_whole",
+    "decode_whole",
+    "encode_whole",
+    "int8_bytes",
+    "topk_count",
+    "topk_count_max",
+]

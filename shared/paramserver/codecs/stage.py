@@ -1,0 +1,57 @@
+"""The lossless second stage: zstd frames (RFC 8878) and LZ4 blocks, undone within a bound that is known beforehand."""
+
+from typing import Final
+
+import lz4.block
+import numpy as np
+import zstandard
+
+from paramserver.errors import PsError, problem
+from paramserver.types import AnyArray
+
+ZSTD_LEVEL: Final = 1
+"""Gradients are noise above their exponents: higher levels take long and gain next to nothing."""
+ZSTD_WINDOW_BYTES_MAX: Final = 8 << 20
+"""Memory that a frame may make the decoder hold beside its output."""
+
+
+def pack(stage: str, data: AnyArray) -> AnyArray:
+    """The bytes of `data` (uint8, contiguous) after the stage, as uint8."""
+    if stage == "zstd":
+        return np.frombuffer(zstandard.ZstdCompressor(ZSTD_LEVEL, write_checksum=False).compress(data.data), np.uint8)
+    return np.frombuffer(lz4.block.compress(data.data, store_size=False), np.uint8)
+
+
+def packed_bytes_max(size_bytes: int) -> int:
+    """What incompressible data of that size may become at most; more than that is no honest encoding."""
+    return size_bytes + size_bytes // 128 + 64
+
+
+def unpack(stage: str, data: AnyArray, size_bytes: int) -> AnyArray:
+    """What was packed, which must be of exactly `size_bytes`; no more than that is ever allocated for it.
+
+    The result is uint8 and read-only.  Raises RequestError (`invalid_encoding`).
+    """
+    try:
+        raw = _unzstd(data, size_bytes) if stage == "zstd" else _unlz4(data, size_bytes)
+    except (zstandard.ZstdError, lz4.block.LZ4BlockError) as e:
+        raise _wrong(stage, str(e)[:80]) from None
+    if len(raw) != size_bytes:
+        raise _wrong(stage, f"it holds {len(raw)} bytes, the header says {size_bytes}")
+    return np.frombuffer(raw, np.uint8)
+
+
+def _unzstd(data: AnyArray, size_bytes: int) -> bytes:
+    said = zstandard.frame_content_size(data.data)
+    if said not in (-1, size_bytes):
+        raise _wrong("zstd", f"the zstd frame holds {said} bytes, the header says {size_bytes}")
+    decoder = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES_MAX)
+    return decoder.decompress(data.data, max_output_size=size_bytes, allow_extra_data=False)
+
+
+def _unlz4(data: AnyArray, size_bytes: int) -> bytes:
+    return bytes(lz4.block.decompress(data.data, uncompressed_size=size_bytes))
+
+
+def _wrong(stage: str, detail: str) -> PsError:
+    return problem("invalid_encoding", f"a part is no {stage} of what its codec says: {detail}")

@@ -1,0 +1,70 @@
+"""The compiled encoder of the int8 codec, which workers use; importing this compiles it, or loads it from the cache."""
+
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numba import types
+
+from paramserver.kernels.compiled import INT8_BLOCK
+
+SCALE: Final = np.float32(1.0 / 127.0)
+SMALLEST: Final = np.float32(2.0**-126)
+"""A scale below the smallest normal float32 counts as zero: its reciprocal might not be finite."""
+
+_ABS_BITS = np.uint32(0x7FFFFFFF)
+_in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
+_out32 = types.Array(types.float32, 1, "C", aligned=False)
+_out8 = types.Array(types.int8, 1, "C", aligned=False)
+_njit: Any = numba.njit
+
+
+def _jit(function: Any) -> Any:
+    signature = types.float64(_in32, _in32, _out32, _out8, _out32)
+    try:
+        return _njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # no folder for a cache, as in `compiled`
+        return _njit(signature, nogil=True, error_model="numpy")(function)
+
+
+@_jit
+def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
+    """Encode values + residual into scales and q; `left` gets what the numbers do not say.
+
+    All but `scales` have one length; `residual` may be empty, and `left` too, which is then not written.  Returns the
+    sum of the squares of the decoded numbers, in float64.
+    """
+    v = np.empty(INT8_BLOCK, np.float32)
+    bits = np.empty(1, np.uint32)
+    largest = bits.view(np.float32)
+    total = 0.0
+    for b in range(scales.size):
+        start = b * INT8_BLOCK
+        n = min(INT8_BLOCK, values.size - start)
+        top = np.uint32(0)
+        if residual.size:
+            for i in range(n):
+                v[i] = values[start + i] + residual[start + i]
+                top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & _ABS_BITS))
+        else:
+            for i in range(n):
+                v[i] = values[start + i]
+                top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & _ABS_BITS))
+        bits[0] = top  # magnitudes order as their bits do, and integers vectorise
+        scale = np.float32(largest[0] * SCALE)
+        inverse = np.float32(0.0)
+        if scale < SMALLEST:
+            scale = np.float32(0.0)
+        else:
+            inverse = np.float32(1.0) / scale
+        scales[b] = scale
+        squares = 0
+        for i in range(n):
+            k = int(np.rint(v[i] * inverse))
+            q[start + i] = k
+            squares += k * k
+        if left.size:
+            for i in range(n):
+                left[start + i] = v[i] - scale * np.float32(q[start + i])
+        total += np.float64(scale) * np.float64(scale) * squares
+    return total
