@@ -86,10 +86,11 @@ class ModelView:
     """The live roster: worker -> (epoch, rank)."""
     commits: tuple[CommitDecided, ...] = ()
     """The newest commits of this timeline, oldest first."""
-    release: frozenset[int] = frozenset()
-    """Of `owned` those that are to be handed over: held, written whole and reported by `ShardCore.released`."""
+    release: Mapping[int, int] = field(default_factory=dict)
+    """Of `owned` those that are to be handed over: held, written whole and reported by `ShardCore.released` with this
+    number, which tells one intent from another that was withdrawn."""
     renewed: Mapping[int, Token] = field(default_factory=dict)
-    """Partition -> the token whose holder keeps its memory under the new one (Redis was emptied)."""
+    """Partition -> the token: who holds it under that one or a higher one keeps its memory (Redis was emptied)."""
     sources: Mapping[int, Source] = field(default_factory=dict)
     """Partitions whose first state comes from elsewhere than `source` says."""
 
@@ -112,7 +113,7 @@ class ModelView:
             _source(doc.get("source", "snapshot")),
             {str(w): (int(v[0]), int(v[1])) for w, v in doc.get("workers", {}).items()},
             tuple(CommitDecided.from_document(c, model) for c in doc.get("commits", ())),
-            frozenset(i for i, o in options.items() if o.get("release")),
+            {i: int(o["release"]) for i, o in options.items() if o.get("release")},
             {i: int(o["from"]) for i, o in options.items() if o.get("from") is not None},
             {i: _source(o["source"]) for i, o in options.items() if o.get("source") is not None},
         )
