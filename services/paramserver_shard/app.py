@@ -11,6 +11,7 @@ from paramserver import __version__
 from paramserver.errors import problem
 from paramserver.limits import JSON_BODY_BYTES_MAX
 from paramserver_node import health, negotiate, problems
+from paramserver_node.access import Access, Guard
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.roles import role
@@ -41,6 +42,8 @@ class Services:
     reader: FrameReader
     forwarder: Forwarder
     telemetry: Telemetry
+    access: Access | None = None
+    """None: everyone may do everything."""
 
 
 def make_app(services: Services) -> FastAPI:
@@ -50,7 +53,7 @@ def make_app(services: Services) -> FastAPI:
         title="paramserver shard", version=__version__, summary="Pushes and pulls of parameters", docs_url="/docs"
     )
     problems.install(app)
-    app.add_middleware(NodeMiddleware)
+    app.add_middleware(NodeMiddleware, guard=None if s.access is None else Guard(app, s.access))
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
         asgi = endpoint(s.membership, s.reader, s.frames, s.names, s.telemetry)
         app.router.routes.append(Route(path, asgi, methods=["POST"], include_in_schema=False))
@@ -107,16 +110,16 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
 def _add_forwarding(app: FastAPI, s: Services) -> None:
     @role("reader")
     async def forward(request: Request) -> Response:
-        """The leading scheduler's answer; it checks roles itself."""
+        """The leading scheduler's answer; it looks at the caller's role once more."""
         if MARK in request.headers:
             raise problem("not_found", f"a shard does not serve {unquote(request.url.path)[:200]}")
         return await s.forwarder.forward(request, s.membership.link.urls, mark=True, code="no_leader")
 
     @role("open")
     async def page(request: Request) -> Response:
-        """The status page, which lives with the schedulers and needs no token: what it shows does."""
+        """The status page and the way in, which live with the schedulers and need no token: what they show does."""
         return await forward(request)
 
-    for path in ("/", "/static/{path:path}"):
-        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
+    for path, methods in (("/", ["GET"]), ("/static/{path:path}", ["GET"]), ("/login", ["GET", "POST"])):
+        app.add_api_route(path, page, methods=methods, include_in_schema=False)
     app.add_api_route("/{path:path}", forward, methods=ALL_METHODS, include_in_schema=False)

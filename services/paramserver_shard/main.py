@@ -17,8 +17,9 @@ from paramserver.errors import PsError
 from paramserver.limits import MIB
 from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
+from paramserver_node.access import Access, credentials
 from paramserver_node.forward import Forwarder
-from paramserver_node.server import serve_granian, stop_on_signals
+from paramserver_node.server import Tls, serve_granian, stop_on_signals
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
@@ -41,7 +42,7 @@ EPILOG = """Examples:
 
   paramserver-shard --name shard-0 --port 8701 --scheduler http://127.0.0.1:8700 --redis redis://127.0.0.1:6379/0
 
-  PARAMSERVER_SCHEDULER=http://10.0.0.5:8700 paramserver-shard --host 0.0.0.0 --advertise http://10.0.0.7:8701
+  PARAMSERVER_SCHEDULER=http://10.0.0.5:8700 PARAMSERVER_SECRET_FILE=secret paramserver-shard --host 10.0.0.7
 """
 
 app = typer.Typer(add_completion=False)
@@ -58,6 +59,7 @@ def shard(
         str | None, typer.Option(help="URLs under which others reach this shard; default: what it listens on.")
     ] = None,
     snapshot_mib_per_s: Annotated[float | None, typer.Option(help="Budget of snapshot writes.")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Own partitions of models: serve pushes and pulls, and snapshot them to Redis.
@@ -73,6 +75,9 @@ def shard(
     node_log.setup(settings.log_level)
     try:
         uvloop.run(serve(settings))
+    except PsError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
     except OSError as error:
         typer.echo(f"cannot serve on {settings.host}:{settings.port}: {error}", err=True)
         raise typer.Exit(1) from None
@@ -94,37 +99,42 @@ class Shard:
         await self.redis.aclose()
 
 
-def assemble(settings: ShardSettings, group: asyncio.TaskGroup) -> Shard:
+def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | None = None) -> Shard:
     """A shard of these settings, whose tasks `group` owns; nothing is connected yet."""
+    shown = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
     addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
-    addresses = addresses or [url_of(settings.host, settings.port)]
+    addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
     pool, directory, telemetry = BufferPool(), Directory(name), Telemetry(clock)
     redis = node_redis.connect(settings.redis)
-    link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()])
+    link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()], shown)
     store = SnapshotStore(redis, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(), directory, pool, store, group)
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry)
     runtime.peers = membership
     models = Models(directory, link)
-    exchange = Exchange(directory, runtime, PeerClient(pool))
+    exchange = Exchange(directory, runtime, PeerClient(pool, shown))
     names = NameService(models, exchange)
     frames = FrameService(directory, models, runtime, exchange)
     arrays = ArrayService(models, exchange, names, link)
-    services = Services(membership, runtime, models, frames, names, arrays, FrameReader(pool), Forwarder(), telemetry)
+    reader, forwarder = FrameReader(pool), Forwarder(shown)
+    services = Services(membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, access)
     return Shard(services, redis)
 
 
 async def serve(settings: ShardSettings) -> None:
-    """Runs one shard until SIGTERM or SIGINT; raises OSError when the port is taken."""
+    """Runs one shard until SIGTERM or SIGINT; raises OSError when the port is taken, PsError for unfit settings."""
+    access, tls = Access.of(settings), Tls.of(settings)
     stop = asyncio.Event()
     stop_on_signals(stop)
     async with asyncio.TaskGroup() as group:
-        shard = assemble(settings, group)
+        shard = assemble(settings, group, access)
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
-            serving = group.create_task(serve_granian(make_app(shard.services), settings.host, settings.port, stop))
+            serving = group.create_task(
+                serve_granian(make_app(shard.services), settings.host, settings.port, stop, tls=tls)
+            )
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
             joined = group.create_task(membership.run())
             await serving

@@ -16,6 +16,7 @@ import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paramserver.client.credentials import Credentials
 from paramserver.core.shard_io import (
     AskWorker,
     CommitDecided,
@@ -43,9 +44,14 @@ REQUEST_S: Final = 2.0
 class SchedulerLink:
     """Requests to whichever scheduler answers."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._urls = [u.rstrip("/") for u in urls]
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(REQUEST_S), trust_env=False)
+        self._client = httpx.AsyncClient(
+            headers=credentials.headers,
+            verify=credentials.context(),
+            timeout=httpx.Timeout(REQUEST_S),
+            trust_env=False,
+        )
 
     @property
     def url(self) -> str:

@@ -9,6 +9,8 @@ import numpy as np
 from pyreqwest.client import ClientBuilder
 from pyreqwest.exceptions import PyreqwestError
 
+from paramserver.client.credentials import Credentials
+from paramserver.client.transport import trusting
 from paramserver.errors import from_document, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES
 from paramserver.types import AnyArray
@@ -22,10 +24,11 @@ CONNECT_S: Final = 2.0
 class PeerClient:
     """The client side of shard-to-shard requests."""
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, credentials: Credentials) -> None:
         self._pool = pool
         self._client = (
-            ClientBuilder()
+            trusting(ClientBuilder(), credentials)
+            .default_headers(credentials.headers)
             .http2_prior_knowledge()
             .http2_max_frame_size(CHUNK_BYTES)
             .http2_initial_stream_window_size(16 * CHUNK_BYTES)
