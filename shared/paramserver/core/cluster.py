@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paramserver.core.membership import Member, Shard
-from paramserver.core.models import FORMAT, Model
+from paramserver.core.membership import Member, Shard, Worker
+from paramserver.core.models import FORMAT, Model, Waiter
 from paramserver.core.runs import Run
 from paramserver.core.scheduler_io import Effect, Publish, Reply, SetTokens, Store
 from paramserver.errors import PsError, problem
@@ -82,6 +82,21 @@ class Cluster:
 
     def save_clock(self, model: Model) -> None:
         self.save(f"clock:{model.name}", model.stored_clock)
+
+    def save_worker(self, model: Model, worker: Worker) -> None:
+        self.save(
+            f"worker:{model.name}:{worker.name}",
+            lambda: {
+                "format": FORMAT,
+                "epoch": worker.epoch,
+                "alive": worker.alive,
+                "rank": worker.rank,
+                "clock": worker.done,
+                "timeline": worker.timeline,
+                "lease_s": worker.lease_s,
+                "state": worker.state,
+            },
+        )
 
     def save_dataset(self, model: Model, dataset: str) -> None:
         self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)
@@ -157,6 +172,12 @@ class Cluster:
         if isinstance(outcome, PsError):
             status = outcome.status
         self._early.append(Reply(request, outcome, status, waits=False))
+
+    def answer_waiter(self, model: Model, waiter: Waiter, outcome: Mapping[str, Any] | PsError, now: float) -> None:
+        """The answer to a worker's long poll, which is over."""
+        (model.clock_waiters if waiter in model.clock_waiters else model.task_waiters).remove(waiter)
+        model.unpark(waiter, now)
+        self.answer(waiter.request, outcome)
 
     def perform(self, effect: Effect) -> None:
         """Another effect, after everything stored."""

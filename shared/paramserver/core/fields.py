@@ -127,3 +127,10 @@ def finite(value: Any) -> bool:
         and not isinstance(value, bool)
         and isfinite(value if abs(value) < 1e308 else inf)
     )
+
+
+def wait_seconds(value: Any) -> float:
+    """How long a long poll may wait; raises RequestError (`invalid_field`) outside of what is allowed."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limits.WAIT_S_MAX:
+        raise problem("invalid_field", f"wait_s: must be from 0 to {limits.WAIT_S_MAX:g}", where="wait_s")
+    return float(value)

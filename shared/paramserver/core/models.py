@@ -18,6 +18,7 @@ from paramserver.core.membership import Roster, Worker
 from paramserver.core.series import Series
 from paramserver.core.spec import ModelSpec
 from paramserver.core.tasks import Dataset, Evaluation
+from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, Token
 
 FORMAT: Final = 1
@@ -54,6 +55,12 @@ class Waiter:
     dataset: str = ""
     status: int = 200
     token: str | None = None
+
+
+def no_member(waiter: Waiter) -> PsError:
+    """What a parked worker is told when its lease has run out, or a newer one has its name."""
+    what = f"worker '{waiter.worker}' of epoch {waiter.epoch}"
+    return problem("fenced", f"{what} is no member any more", hint="join again")
 
 
 @dataclass
@@ -170,6 +177,11 @@ class Model:
         """The incarnation that parked it, dead or alive; None when it has been replaced."""
         worker = self.roster.workers.get(waiter.worker)
         return worker if worker is not None and worker.epoch == waiter.epoch else None
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether an evaluation is wanted that nobody has taken."""
+        return any(v.leased is None for v in self.evaluations)
 
     def prune_commits(self, now: float) -> list[Commit]:
         """Takes out the commits that no shard can need any more."""

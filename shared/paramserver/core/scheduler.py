@@ -16,6 +16,7 @@ from paramserver.core.reading import Reading
 from paramserver.core.recovery import restore
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.shard_desk import ShardDesk
+from paramserver.core.task_desk import TaskDesk
 from paramserver.core.worker_desk import WorkerDesk
 from paramserver.errors import PsError
 
@@ -32,14 +33,10 @@ class SchedulerCore:
         self._now = now
         self.read = Reading(cluster)
         shards, runs = ShardDesk(cluster), RunDesk(cluster)
-        models, workers, checkpoints = (
-            ModelDesk(cluster, shards, runs),
-            WorkerDesk(cluster, runs),
-            CheckpointDesk(cluster, runs),
-        )
-        self._shards, self._runs, self._models, self._workers, self._checkpoints = (
-            shards, runs, models, workers, checkpoints,
-        )  # fmt: skip
+        models, workers = ModelDesk(cluster, shards, runs), WorkerDesk(cluster, runs)
+        tasks, checkpoints = TaskDesk(cluster, runs, workers), CheckpointDesk(cluster, runs)
+        self._shards, self._runs, self._models, self._workers = shards, runs, models, workers
+        self._tasks, self._checkpoints = tasks, checkpoints
         self._desk: Mapping[type, Callable[[Any, float], None]] = {
             io.JoinShard: shards.join,
             io.ShardHeartbeat: shards.heartbeat,
@@ -58,10 +55,10 @@ class SchedulerCore:
             io.DrainWorker: workers.drain,
             io.ReportClock: workers.clock,
             io.ReportMetrics: workers.metrics,
-            io.RegisterDataset: workers.register,
-            io.LeaseTask: workers.lease,
-            io.TaskDone: workers.task_done,
-            io.RequestEvaluation: workers.ask_evaluation,
+            io.RegisterDataset: tasks.register,
+            io.LeaseTask: tasks.lease,
+            io.TaskDone: tasks.task_done,
+            io.RequestEvaluation: tasks.ask_evaluation,
             io.RequestCheckpoint: checkpoints.request,
             io.CheckpointWritten: checkpoints.written,
             io.CheckpointFailed: checkpoints.failed,
@@ -108,6 +105,9 @@ class SchedulerCore:
             for model in [c.models[n] for n in dict.fromkeys(names) if n in c.models]:
                 self._models.advance(model, now)
                 self._workers.advance(model, now)
+                self._tasks.watch(model)
+                self._workers.release(model, now)
+                self._tasks.hand_out(model, now)
                 self._checkpoints.advance(model, now)
                 self._runs.watch(model, now)
 

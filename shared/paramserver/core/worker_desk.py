@@ -1,4 +1,4 @@
-"""Workers come, report their clocks and go; commits are decided; data tasks are handed out."""
+"""Workers come, report their clocks and go, and commits are decided."""
 
 import re
 from typing import Any, Final
@@ -6,30 +6,23 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_document
-from paramserver.core.fields import finite
+from paramserver.core.fields import finite, wait_seconds
 from paramserver.core.membership import Worker, expired
-from paramserver.core.models import FORMAT, Model, Waiter
+from paramserver.core.models import Model, Waiter, no_member
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     DrainWorker,
     JoinWorker,
-    LeaseTask,
     LeaveWorker,
-    RegisterDataset,
     ReportClock,
     ReportMetrics,
-    RequestEvaluation,
-    TaskDone,
     WorkerHeartbeat,
 )
 from paramserver.core.series import check_metrics
-from paramserver.core.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
 from paramserver.errors import PsError, problem
 
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
 COMMITS_PER_EVENT: Final = 64
-DATASETS_MAX: Final = 256
-EVALUATIONS_MAX: Final = 8
 RANK_MAX: Final = 1 << 31
 EPOCH_MAX: Final = 1 << 53
 
@@ -49,12 +42,6 @@ def _lease_s(value: Any) -> float:
             f"lease_s: must be from {limits.LEASE_S:g} to {limits.WORKER_LEASE_S_MAX:g} seconds, not {value!r:.40}",
             where="lease_s",
         )
-    return float(value)
-
-
-def _wait_s(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limits.WAIT_S_MAX:
-        raise problem("invalid_field", f"wait_s: must be from 0 to {limits.WAIT_S_MAX:g}", where="wait_s")
     return float(value)
 
 
@@ -86,7 +73,7 @@ class WorkerDesk:
             self.c.drop(f"worker:{model.name}:{gone}")
         if e.name is None or forgotten:
             self.c.save_model(model)
-        self._save(model, worker)
+        self.c.save_worker(model, worker)
         self.c.roster_changed(model)
         body = {
             "worker": name,
@@ -119,21 +106,6 @@ class WorkerDesk:
                 where="name",
             )
         return name if "/" in name else f"{model.name}/{name}"
-
-    def _save(self, model: Model, worker: Worker) -> None:
-        self.c.save(
-            f"worker:{model.name}:{worker.name}",
-            lambda: {
-                "format": FORMAT,
-                "epoch": worker.epoch,
-                "alive": worker.alive,
-                "rank": worker.rank,
-                "clock": worker.done,
-                "timeline": worker.timeline,
-                "lease_s": worker.lease_s,
-                "state": worker.state,
-            },
-        )
 
     def leave(self, e: LeaveWorker, now: float) -> None:
         model = self.c.model(e.model)
@@ -169,11 +141,12 @@ class WorkerDesk:
         for evaluation in model.evaluations:
             if evaluation.leased == (worker.name, worker.epoch):
                 evaluation.leased = None
-        self._save(model, worker)
+        self.c.save_worker(model, worker)
         self.c.save_clock(model)
         self.c.roster_changed(model)
 
-    def _heard(self, model: Model, name: str, epoch: int, now: float) -> Worker:
+    def heard(self, model: Model, name: str, epoch: int, now: float) -> Worker:
+        """The living worker of that epoch, which has just been heard of; raises like `Roster.find`."""
         worker = model.roster.find(name, epoch)
         worker.heard_s = now
         return worker
@@ -189,25 +162,22 @@ class WorkerDesk:
         model = self.c.model(e.model)
         metrics = check_metrics(e.metrics)
         check_document(e.state, "state")
-        worker = self._heard(model, e.worker, e.epoch, now)
+        worker = self.heard(model, e.worker, e.epoch, now)
         if e.state is not None:
             worker.state = e.state
         if e.clock is not None:
             _count(e.clock, "clock")
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock)
-        self._note(model, worker.name, worker.done, metrics, now)
+        self.note(model, worker.name, worker.done, metrics, now)
         worker.note(metrics)
         body = {
             "state": self.state(worker),
             "min_clock": model.gate.min_clock(model.roster),
             "timeline": worker.timeline,
-            "evaluate": self._to_evaluate(model),
+            "evaluate": model.awaits_evaluation,
         }
         self.c.answer_now(e.request, body)
-
-    def _to_evaluate(self, model: Model) -> bool:
-        return any(v.leased is None for v in model.evaluations)
 
     def _report(self, model: Model, worker: Worker, clock: int) -> None:
         if clock > worker.done:
@@ -244,10 +214,11 @@ class WorkerDesk:
         worker = model.roster.workers.get(name)
         if worker is not None and worker.alive:
             worker.note(metrics)
-        accepted = self._note(model, name or "", e.clock, metrics, now)
+        accepted = self.note(model, name or "", e.clock, metrics, now)
         self.c.answer(e.request, {"accepted": accepted})
 
-    def _note(self, model: Model, worker: str, clock: int | None, metrics: dict[str, float], now: float) -> int:
+    def note(self, model: Model, worker: str, clock: int | None, metrics: dict[str, float], now: float) -> int:
+        """Adds metrics to the model's series; the number of values added."""
         if not metrics:
             return 0
         added = model.series.add(now, now + self.c.wall_offset_s, clock, worker, metrics)
@@ -256,9 +227,9 @@ class WorkerDesk:
 
     def clock(self, e: ReportClock, now: float) -> None:
         model = self.c.model(e.model)
-        wait_s = _wait_s(e.wait_s)
+        wait_s = wait_seconds(e.wait_s)
         _count(e.clock, "clock")
-        worker = self._heard(model, e.worker, e.epoch, now)
+        worker = self.heard(model, e.worker, e.epoch, now)
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
@@ -266,105 +237,13 @@ class WorkerDesk:
         model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
         worker.parked += 1
 
-    # --- data ---
-
-    def register(self, e: RegisterDataset, now: float) -> None:
-        model = self.c.model(e.model)
-        spec = DatasetSpec.check(e.dataset, e.size, e.task_size, e.ranges, e.uri, e.assignment, e.passes)
-        old = model.datasets.get(spec.name)
-        if old is not None and old.spec != spec:
-            raise problem(
-                "conflict", f"dataset '{spec.name}' is registered with other ranges", hint="choose another name"
-            )
-        if old is None and len(model.datasets) >= DATASETS_MAX:
-            raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the bound")
-        if old is None:
-            model.datasets[spec.name] = Dataset(spec)
-            self.c.save(f"dataset:{model.name}:{spec.name}", spec.document)
-            self.c.save_dataset(model, spec.name)
-            self.c.touch(model)
-        self.c.answer(e.request, model.datasets[spec.name].document(), 200 if old else 201)
-
-    def lease(self, e: LeaseTask, now: float) -> None:
-        model = self.c.model(e.model)
-        wait_s = _wait_s(e.wait_s)
-        if e.dataset != EVALUATE and e.dataset not in model.datasets:
-            raise problem(
-                "unknown_task", f"model '{model.name}' has no dataset {e.dataset!r:.80}", hint="register it first"
-            )
-        worker = self._heard(model, e.worker, e.epoch, now)
-        if len(model.task_waiters) >= limits.WAITERS_MAX:
-            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
-        model.task_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset))
-        worker.parked += 1
-        self.c.touch(model)
-
-    def _next_task(self, model: Model, worker: Worker, dataset: str) -> dict[str, Any] | None:
-        holder = (worker.name, worker.epoch)
-        if dataset == EVALUATE:
-            evaluation = next((v for v in model.evaluations if v.leased is None), None)
-            if evaluation is None:
-                return None
-            evaluation.leased = holder
-            self.c.save_clock(model)
-            return evaluation.task()
-        live = model.roster.live()
-        task = model.datasets[dataset].lease(*holder, live.index(worker), len(live))
-        if task is not None:
-            self.c.save_dataset(model, dataset)
-        return task
-
-    def task_done(self, e: TaskDone, now: float) -> None:
-        model = self.c.model(e.model)
-        metrics = check_metrics(e.metrics)
-        name, numbers = parse_task(e.task)
-        worker = self._heard(model, e.worker, e.epoch, now)
-        clock: int | None = worker.done
-        if name == EVALUATE and len(numbers) == 1:
-            clock = numbers[0]
-            if any(v.clock == clock for v in model.evaluations):
-                model.evaluations = [v for v in model.evaluations if v.clock != clock]
-                self.c.save_clock(model)
-        elif name in model.datasets and len(numbers) == 2:
-            model.datasets[name].finish(*numbers)
-            self.c.save_dataset(model, name)
-        else:
-            raise problem("unknown_task", f"no task {e.task!r:.80}")
-        self._note(model, worker.name, clock, metrics, now)
-        self.c.touch(model)
-        self.c.answer(e.request, {"id": e.task, "done": True})
-
-    def ask_evaluation(self, e: RequestEvaluation, now: float) -> None:
-        model = self.c.model(e.model)
-        evaluation = self._evaluate(model)
-        self.c.answer(e.request, {"id": evaluation.id, "clock": evaluation.clock}, 201)
-
-    def _evaluate(self, model: Model) -> Evaluation:
-        clock = model.gate.clock
-        model.evaluated = clock
-        known = next((v for v in model.evaluations if v.clock == clock), None)
-        if known is not None:
-            return known
-        # One that nobody has taken yet is superseded by the newer.
-        model.evaluations = [v for v in model.evaluations if v.leased is not None][-EVALUATIONS_MAX:]
-        model.evaluations.append(Evaluation(clock))
-        self.c.save_clock(model)
-        self.c.touch(model)
-        return model.evaluations[-1]
-
     # --- what follows from all that ---
 
     def advance(self, model: Model, now: float) -> None:
-        """Decides commits, asks for evaluations, and answers those who wait."""
+        """Opens the gate when enough have joined, and decides the commits that can be made."""
         if model.gate.open(model.roster):
             self.c.save_clock(model)
         self._commit(model, now)
-        run = self.runs.of_model(model)
-        every = (run.evaluate_every if run else 0) or model.spec.evaluate_every
-        if every and model.gate.clock // every > model.evaluated // every:
-            self._evaluate(model)
-        self.release(model, now)
-        self._hand_out(model, now)
 
     def _commit(self, model: Model, now: float) -> None:
         gate = model.gate
@@ -406,14 +285,14 @@ class WorkerDesk:
         for w in list(model.clock_waiters):
             worker = model.worker_of(w)
             if worker is None or not worker.alive:
-                self._answer_waiter(now, model, w, _gone(w))
+                self.c.answer_waiter(model, w, no_member(w), now)
             elif worker.timeline != model.timeline:
                 worker.timeline = model.timeline
-                self._answer_waiter(now, model, w, self._rolled_back(model, worker))
+                self.c.answer_waiter(model, w, self._rolled_back(model, worker), now)
             else:
                 released = model.ready and model.gate.released(w.clock, low)
                 if released or now >= w.deadline_s:
-                    self._answer_waiter(now, model, w, self._clock_body(model, worker, w.clock, low, released))
+                    self.c.answer_waiter(model, w, self._clock_body(model, worker, w.clock, low, released), now)
 
     def _clock_body(self, model: Model, worker: Worker, clock: int, low: int, released: bool) -> dict[str, Any]:
         gate = model.gate
@@ -429,42 +308,5 @@ class WorkerDesk:
             "waiting_for": waiting,
             "timeline": model.timeline,
             "state": self.state(worker),
-            "evaluate": self._to_evaluate(model),
+            "evaluate": model.awaits_evaluation,
         }
-
-    def _answer_waiter(self, now: float, model: Model, w: Waiter, outcome: dict[str, Any] | PsError) -> None:
-        (model.clock_waiters if w in model.clock_waiters else model.task_waiters).remove(w)
-        model.unpark(w, now)
-        self.c.answer(w.request, outcome)
-
-    def _hand_out(self, model: Model, now: float) -> None:
-        rested = False
-        for w in list(model.task_waiters):
-            worker = model.worker_of(w)
-            if worker is None or not worker.alive:
-                self._answer_waiter(now, model, w, _gone(w))
-                continue
-            asked = self.state(worker)
-            task = self._next_task(model, worker, w.dataset) if asked == "active" else None
-            dataset = model.datasets.get(w.dataset)
-            finished = asked in ("stop", "draining") or (dataset is not None and dataset.finished)
-            if task is not None:
-                model.gate.resume(worker, model.roster)
-            elif w.dataset != EVALUATE and not worker.resting:
-                worker.resting = rested = True
-            if task is None and not finished and now < w.deadline_s:
-                continue
-            body = {
-                "task": task,
-                "finished": finished,
-                "clock": model.gate.next_clock(worker),
-                "timeline": model.timeline,
-            }
-            self._answer_waiter(now, model, w, body)
-        if rested:
-            # Whoever rests holds no barrier up: others may be free now.
-            self.c.again(model)
-
-
-def _gone(w: Waiter) -> PsError:
-    return problem("fenced", f"worker '{w.worker}' of epoch {w.epoch} is no member any more", hint="join again")

@@ -1,0 +1,150 @@
+"""Data and evaluations as tasks: registered, leased to workers, done, and handed out again when a worker is gone."""
+
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.core.cluster import Cluster
+from paramserver.core.fields import wait_seconds
+from paramserver.core.membership import Worker
+from paramserver.core.models import Model, Waiter, no_member
+from paramserver.core.run_desk import RunDesk
+from paramserver.core.scheduler_io import LeaseTask, RegisterDataset, RequestEvaluation, TaskDone
+from paramserver.core.series import check_metrics
+from paramserver.core.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
+from paramserver.core.worker_desk import WorkerDesk
+from paramserver.errors import problem
+
+DATASETS_MAX: Final = 256
+EVALUATIONS_MAX: Final = 8
+
+
+class TaskDesk:
+    """Handles the events of tasks."""
+
+    def __init__(self, cluster: Cluster, runs: RunDesk, workers: WorkerDesk) -> None:
+        self.c = cluster
+        self.runs = runs
+        self.workers = workers
+
+    def register(self, e: RegisterDataset, now: float) -> None:
+        model = self.c.model(e.model)
+        spec = DatasetSpec.check(e.dataset, e.size, e.task_size, e.ranges, e.uri, e.assignment, e.passes)
+        old = model.datasets.get(spec.name)
+        if old is not None and old.spec != spec:
+            raise problem(
+                "conflict", f"dataset '{spec.name}' is registered with other ranges", hint="choose another name"
+            )
+        if old is None and len(model.datasets) >= DATASETS_MAX:
+            raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the bound")
+        if old is None:
+            model.datasets[spec.name] = Dataset(spec)
+            self.c.save(f"dataset:{model.name}:{spec.name}", spec.document)
+            self.c.save_dataset(model, spec.name)
+            self.c.touch(model)
+        self.c.answer(e.request, model.datasets[spec.name].document(), 200 if old else 201)
+
+    def lease(self, e: LeaseTask, now: float) -> None:
+        model = self.c.model(e.model)
+        wait_s = wait_seconds(e.wait_s)
+        if e.dataset != EVALUATE and e.dataset not in model.datasets:
+            raise problem(
+                "unknown_task", f"model '{model.name}' has no dataset {e.dataset!r:.80}", hint="register it first"
+            )
+        worker = self.workers.heard(model, e.worker, e.epoch, now)
+        if len(model.task_waiters) >= limits.WAITERS_MAX:
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
+        model.task_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset))
+        worker.parked += 1
+        self.c.touch(model)
+
+    def _next_task(self, model: Model, worker: Worker, dataset: str) -> dict[str, Any] | None:
+        holder = (worker.name, worker.epoch)
+        if dataset == EVALUATE:
+            evaluation = next((v for v in model.evaluations if v.leased is None), None)
+            if evaluation is None:
+                return None
+            evaluation.leased = holder
+            self.c.save_clock(model)
+            return evaluation.task()
+        live = model.roster.live()
+        task = model.datasets[dataset].lease(*holder, live.index(worker), len(live))
+        if task is not None:
+            self.c.save_dataset(model, dataset)
+        return task
+
+    def task_done(self, e: TaskDone, now: float) -> None:
+        model = self.c.model(e.model)
+        metrics = check_metrics(e.metrics)
+        name, numbers = parse_task(e.task)
+        worker = self.workers.heard(model, e.worker, e.epoch, now)
+        clock: int | None = worker.done
+        if name == EVALUATE and len(numbers) == 1:
+            clock = numbers[0]
+            if any(v.clock == clock for v in model.evaluations):
+                model.evaluations = [v for v in model.evaluations if v.clock != clock]
+                self.c.save_clock(model)
+        elif name in model.datasets and len(numbers) == 2:
+            model.datasets[name].finish(*numbers)
+            self.c.save_dataset(model, name)
+        else:
+            raise problem("unknown_task", f"no task {e.task!r:.80}")
+        self.workers.note(model, worker.name, clock, metrics, now)
+        self.c.touch(model)
+        self.c.answer(e.request, {"id": e.task, "done": True})
+
+    def ask_evaluation(self, e: RequestEvaluation, now: float) -> None:
+        model = self.c.model(e.model)
+        evaluation = self.evaluate(model)
+        self.c.answer(e.request, {"id": evaluation.id, "clock": evaluation.clock}, 201)
+
+    def evaluate(self, model: Model) -> Evaluation:
+        """An evaluation of the present clock is wanted."""
+        clock = model.gate.clock
+        model.evaluated = clock
+        known = next((v for v in model.evaluations if v.clock == clock), None)
+        if known is not None:
+            return known
+        # One that nobody has taken yet is superseded by the newer.
+        model.evaluations = [v for v in model.evaluations if v.leased is not None][-EVALUATIONS_MAX:]
+        model.evaluations.append(Evaluation(clock))
+        self.c.save_clock(model)
+        self.c.touch(model)
+        return model.evaluations[-1]
+
+    # --- what follows ---
+
+    def watch(self, model: Model) -> None:
+        """Asks for the evaluations that are due by rule."""
+        run = self.runs.of_model(model)
+        every = (run.evaluate_every if run else 0) or model.spec.evaluate_every
+        if every and model.gate.clock // every > model.evaluated // every:
+            self.evaluate(model)
+
+    def hand_out(self, model: Model, now: float) -> None:
+        """Answers those who wait for a task, or for there being none any more."""
+        rested = False
+        for w in list(model.task_waiters):
+            worker = model.worker_of(w)
+            if worker is None or not worker.alive:
+                self.c.answer_waiter(model, w, no_member(w), now)
+                continue
+            asked = self.workers.state(worker)
+            task = self._next_task(model, worker, w.dataset) if asked == "active" else None
+            dataset = model.datasets.get(w.dataset)
+            finished = asked in ("stop", "draining") or (dataset is not None and dataset.finished)
+            if task is not None:
+                model.gate.resume(worker, model.roster)
+            elif w.dataset != EVALUATE and not worker.resting:
+                worker.resting = rested = True
+            if task is None and not finished and now < w.deadline_s:
+                continue
+            body = {
+                "task": task,
+                "finished": finished,
+                "clock": model.gate.next_clock(worker),
+                "timeline": model.timeline,
+            }
+            self.c.answer_waiter(model, w, body, now)
+        if rested:
+            # Whoever rests holds no barrier up: others may be free now.
+            self.c.again(model)
