@@ -5,13 +5,17 @@ from starlette.types import ASGIApp
 
 import paramserver
 from paramserver_node import health, problems
+from paramserver_node.access import Access, Guard
+from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_scheduler import page
+from paramserver_scheduler import login, page
+from paramserver_scheduler.door import Door
+from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.routes import checkpoints, data, feed, metrics, models, nodes, runs, status, tasks, workers
 
 
 def make_app() -> FastAPI:
-    """The app; it answers 503 until `app.state.service` is set."""
+    """The app; it answers 503 until `app.state.service` is set, which is so while this scheduler leads."""
     app = FastAPI(
         title="paramserver scheduler",
         version=paramserver.__version__,
@@ -20,22 +24,33 @@ def make_app() -> FastAPI:
         redoc_url=None,
     )
     app.state.service = None
+    app.state.lease = None
+    app.state.login = None
     problems.install(app)
 
     def not_ready() -> str:
         service = app.state.service
         if service is None:
-            return "waiting for Redis, where the state is"
+            lease = app.state.lease
+            leader = None if lease is None else lease.leader
+            return "" if leader is not None and leader.place != lease.place else "no scheduler leads yet"
         stopped = service.runtime.stopped
         return "" if stopped is None else str(stopped.detail)
 
     app.include_router(page.router)
+    app.include_router(login.router)
     app.include_router(health.router("scheduler", not_ready))
     for module in (models, workers, tasks, metrics, checkpoints, data, runs, feed, status, nodes):
         app.include_router(module.router)
     return app
 
 
-def served(app: FastAPI) -> ASGIApp:
-    """The app as the server gets it: request ids, drained bodies and counts around it."""
-    return NodeMiddleware(app)
+def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | None = None) -> ASGIApp:
+    """The app as the server gets it: request ids, drained bodies and counts around it, and the way to the leader.
+
+    Args:
+        access: who may do what; None: everyone everything.
+    """
+    app.state.lease = lease
+    app.state.login = None if access is None else login.Login(access)
+    return NodeMiddleware(Door(app, lease, forwarder), None if access is None else Guard(app, access))

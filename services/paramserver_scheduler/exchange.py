@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -18,7 +18,10 @@ from paramserver_node.forward import Forwarder
 from paramserver_scheduler import bodies
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.lease import Lease
+from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.runtime import Answer, Runtime
+from paramserver_scheduler.screen import Screen
 
 B = TypeVar("B", bound=bodies.Body)
 PAGE_MAX = 1000
@@ -29,13 +32,20 @@ class Service:
     """What every route may use; lives in `app.state.service`."""
 
     runtime: Runtime
+    reign: Reign
     jobs: Jobs
     forwarder: Forwarder
     history: History
-    url: str
-    """Where others reach this scheduler."""
+    lease: Lease
     started_s: float
     """Monotonic."""
+    screen: Screen = field(default_factory=Screen)
+    """What open status pages see."""
+
+    @property
+    def url(self) -> str:
+        """Where others reach this scheduler."""
+        return self.lease.url
 
     @property
     def read(self) -> Reading:
@@ -49,10 +59,10 @@ class Service:
 
 
 def service(request: Request) -> Service:
-    """The scheduler that this request reached; raises Unavailable until it has read its state from Redis."""
+    """The leader, which this request reached; raises Unavailable (`no_leader`) once it leads no more."""
     found = request.app.state.service
     if found is None:
-        raise problem("storage_unavailable", "the scheduler waits for Redis, where its state is")
+        raise problem("no_leader", "this scheduler does not lead")
     return cast(Service, found)
 
 
@@ -144,16 +154,17 @@ def respond(
     try:
         return negotiate.respond(request, body, status, headers)
     except ValueError:  # a NaN that a worker reported, which JSON has no word for
-        return negotiate.respond(request, _without_nan(body), status, headers)
+        return negotiate.respond(request, without_nan(body), status, headers)
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """The same with None for what JSON has no number for."""
     if isinstance(value, float) and not isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {k: _without_nan(v) for k, v in value.items()}
+        return {k: without_nan(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(v) for v in value]
+        return [without_nan(v) for v in value]
     return value
 
 

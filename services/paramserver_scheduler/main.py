@@ -1,7 +1,8 @@
-"""Starts one scheduler: reads its state from Redis, then serves until it is told to stop."""
+"""Starts one scheduler: it stands by until nobody leads, then leads until another does or it is told to stop."""
 
 import asyncio
 import logging
+import socket
 import sys
 import time
 from pathlib import Path
@@ -12,88 +13,151 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from paramserver.core.scheduler import SchedulerCore
-from paramserver.errors import CorruptState, PsError, problem
+from paramserver.errors import CorruptState, PsError, Unavailable, problem
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
 from paramserver_node.server import serve_uvicorn, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
-from paramserver_scheduler import telemetry
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.lease import Deposed, Lease
+from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.shards import ShardClient
-from paramserver_scheduler.store import Deposed, StateStore
+from paramserver_scheduler.store import StateStore
+from paramserver_scheduler.watch import watch
 
 log = logging.getLogger("paramserver.scheduler")
 app = typer.Typer(add_completion=False)
 
-REDIS_RETRY_S = 0.5
+LOOK_S = 0.25
+"""How often one that stands by looks whether somebody leads."""
+EMPTIED_S = 10.0
+"""How long a leader has for writing everything again to an emptied Redis, before another begins with nothing."""
 
 
-async def decide(settings: SchedulerSettings, redis: Redis, http: FastAPI, stop: asyncio.Event) -> None:
-    """Reads the state, then decides until cancelled.  Raises Deposed, or CorruptState from the first reading."""
-    store = StateStore(redis)
-    while True:
+class Resigned(Exception):
+    """Raised when this scheduler was told to stop."""
+
+
+async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
+    """Returns when this scheduler leads or is to stop.  Raises CorruptState where an expected state is missing."""
+    away = told = False
+    emptied_s: float | None = None
+    while not stop.is_set():
         try:
-            documents = await store.open()
-            break
+            late = emptied_s is not None and time.monotonic() - emptied_s > EMPTIED_S
+            if await lease.look(even_if_emptied=late):
+                return
         except CorruptState:
             raise
         except PsError as e:
-            log.warning("redis.away %s", e.detail)
-            await asyncio.sleep(REDIS_RETRY_S)
+            if not away:
+                log.warning("redis.away %s", e.detail)
+            away = True
+        else:
+            away = False
+            emptied_s = (emptied_s or time.monotonic()) if lease.emptied else None
+            if lease.leader is not None and not told:
+                log.info("scheduler.stands_by leader=%s term=%d", lease.leader.url, lease.leader.term)
+                told = True
+        await asyncio.sleep(LOOK_S)
+
+
+async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
+    """Reads the state, then decides.  Raises Deposed, or Resigned when told to stop; CorruptState from the reading."""
+    store = StateStore(redis, lease)
+    documents = await store.open()
     checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     await asyncio.to_thread(checkpoints.sweep)
     core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())
     history = History(time.time() - time.monotonic())
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
+    reign = Reign(lease, runtime.redis_answers, runtime.redis_emptied)
+    runtime.confirm = reign.confirm
     shards, forwarder = ShardClient(), Forwarder()
     try:
         async with asyncio.TaskGroup() as group:
             jobs = Jobs(runtime, checkpoints, shards, redis, history, group)
             runtime.jobs = jobs
-            url = settings.advertise or url_of(settings.host, settings.port)
-            http.state.service = Service(runtime, jobs, forwarder, history, url, time.monotonic())
-            log.info("scheduler.ready term=%d models=%d url=%s", store.term, len(core.read.models()), url)
-            history.add(time.monotonic(), "scheduler_started", f"the scheduler has started (term {store.term})")
+            http.state.service = Service(runtime, reign, jobs, forwarder, history, lease, time.monotonic())
+            log.info("scheduler.leads term=%d models=%d url=%s", store.term, len(core.read.models()), lease.url)
+            history.add(time.monotonic(), "scheduler_leads", f"scheduler {lease.name} leads (term {store.term})")
+            group.create_task(reign.run())
             group.create_task(runtime.run())
-            group.create_task(_observe(runtime, history))
+            group.create_task(watch(http.state.service))
             await stop.wait()
-            # Feeds and long polls end now; the server then has nothing left to wait for.
-            runtime.close(problem("unavailable", "the scheduler is stopping"))
-            await asyncio.get_running_loop().create_future()
+            raise Resigned
     finally:
+        http.state.service = None
+        # Feeds and long polls end now: their clients ask again, and are handed on to whoever leads next.
+        runtime.close(problem("no_leader", "this scheduler leads no more"))
         await shards.aclose()
         await forwarder.aclose()
 
 
-async def _observe(runtime: Runtime, history: History) -> None:
-    """Samples rates and gauges each second."""
-    while True:
-        now = time.monotonic()
-        history.sample(runtime.core.read, now)
-        telemetry.update(runtime.core.read, now, redis_away=runtime.redis_away)
-        await asyncio.sleep(1.0)
+async def take_part(
+    settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event
+) -> None:
+    """Stands by and leads in turn until told to stop."""
+    try:
+        while not stop.is_set():
+            await stand_by(lease, stop)
+            if stop.is_set():
+                break
+            try:
+                await lead(settings, redis, http, lease, stop)
+            except* (Deposed, Resigned) as over:
+                log.info("scheduler.leads_no_more term=%d %s", lease.term, _first(over))
+            except* Unavailable as away:
+                log.warning("redis.away %s", _first(away))
+    finally:
+        await _release(lease)
+
+
+async def _release(lease: Lease) -> None:
+    """Another may lead at once.  A Redis that is away lets the lease run out by itself."""
+    try:
+        await lease.release()
+    except PsError as e:
+        log.info("lease.kept %s", e)
+
+
+def _lease_of(settings: SchedulerSettings, redis: Redis) -> Lease:
+    host = socket.gethostname()
+    return Lease(
+        redis,
+        name=settings.name or f"{host}-{settings.port}",
+        place=f"{host}/{settings.host}:{settings.port}",
+        url=settings.advertise or url_of(settings.host, settings.port),
+        expect_state=settings.expect_state,
+    )
 
 
 async def serve(settings: SchedulerSettings) -> None:
-    """Runs one scheduler until a signal; raises Deposed when a newer one has started on the same Redis."""
+    """Runs one scheduler until a signal; raises CorruptState when it cannot read, or misses, the state."""
     stop = asyncio.Event()
     stop_on_signals(stop)
     http = make_app()
     redis = connect(settings.redis, timeout_s=2.0)
+    lease, forwarder = _lease_of(settings, redis), Forwarder()
     try:
         async with asyncio.TaskGroup() as group:
-            deciding = group.create_task(decide(settings, redis, http, stop))
-            await serve_uvicorn(served(http), settings.host, settings.port, stop)
-            deciding.cancel()
+            # It listens before it looks for the lease: its place is its own by then.
+            serving = group.create_task(
+                serve_uvicorn(served(http, lease, forwarder), settings.host, settings.port, stop)
+            )
+            await asyncio.sleep(0)
+            group.create_task(take_part(settings, redis, http, lease, stop))
+            await serving
     finally:
+        await forwarder.aclose()
         await redis.aclose()
 
 
@@ -102,20 +166,27 @@ def scheduler(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default 8700).")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of the Redis that holds the state.")] = None,
+    name: Annotated[str | None, typer.Option(help="What it is called; default: host name and port.")] = None,
     state_dir: Annotated[str | None, typer.Option(help="Folder of checkpoints.")] = None,
     advertise: Annotated[str | None, typer.Option(help="URL under which others reach it.")] = None,
+    expect_state: Annotated[
+        bool | None, typer.Option("--expect-state", help="Refuse to start on an empty Redis.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Run one scheduler: who is alive, who owns what, how far every worker has come.
 
+    Of several on the same Redis one leads; the others stand by and hand every request on to it.
     Each option is also an environment variable PARAMSERVER_... and a line of paramserver.toml.
     """
     flags = {
+        "name": name,
         "host": host,
         "port": port,
         "redis": redis,
         "state_dir": state_dir,
         "advertise": advertise,
+        "expect_state": expect_state,
         "log_level": log_level,
     }
     try:
@@ -125,7 +196,7 @@ def scheduler(
     except PsError as e:
         sys.exit(f"paramserver-scheduler: {e}")
     except BaseExceptionGroup as group:
-        expected = group.subgroup((Deposed, PsError))
+        expected = group.subgroup(PsError)
         if expected is None:
             raise
         sys.exit(f"paramserver-scheduler: {_first(expected)}")

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final, Protocol
@@ -21,7 +21,8 @@ from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError, problem
 from paramserver.types import PartitionKey, Token
 from paramserver_scheduler.hub import Hub
-from paramserver_scheduler.store import Deposed, StateStore
+from paramserver_scheduler.lease import Deposed, Emptied
+from paramserver_scheduler.store import StateStore
 
 log = logging.getLogger("paramserver.scheduler")
 
@@ -76,6 +77,8 @@ class Runtime:
     def __init__(self, core: SchedulerCore, store: StateStore, hub: Hub) -> None:
         self.core = core
         self.hub = hub
+        self.confirm: Callable[[], Awaitable[bool]] | None = None
+        """Asked before time is told to the core: whether this scheduler still leads (see `Reign.confirm`)."""
         self.jobs: Jobs | None = None
         self.redis_away = False
         self.stopped: PsError | None = None
@@ -200,11 +203,10 @@ class Runtime:
     # --- the tasks ---
 
     async def run(self) -> None:
-        """Keeps time and writes the state until cancelled.  Raises Deposed when a newer scheduler has started."""
+        """Keeps time and writes the state until cancelled.  Raises Deposed when a newer scheduler leads."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_time())
             group.create_task(self._keep_state())
-            group.create_task(self._watch_redis())
 
     def close(self, reason: PsError) -> None:
         """Answer everything that waits, end the feeds, take nothing more in."""
@@ -224,7 +226,8 @@ class Runtime:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
             except TimeoutError:
-                self.send(io.Tick())
+                if self.confirm is None or await self.confirm():
+                    self.send(io.Tick())
 
     async def _keep_state(self) -> None:
         while True:
@@ -241,11 +244,14 @@ class Runtime:
             fields.update(batch.fields)
             tokens.update(batch.tokens)
         try:
-            if fields or tokens:
+            if fields or tokens or self._store.anew:
                 await self._store.write(fields, tokens.items())
         except Deposed as e:
             self.close(problem("no_leader", str(e)))
             raise
+        except Emptied:
+            self.redis_emptied()
+            return
         except PsError as e:
             self._redis_lost(e)
             await asyncio.sleep(RETRY_S)
@@ -273,19 +279,25 @@ class Runtime:
                     if isinstance(effect, io.Reply):
                         self._answer(effect.request, _storage_away(), 503)
 
-    async def _watch_redis(self) -> None:
-        """Notices that Redis is away, or back, also while there is nothing to write."""
-        while True:
-            await asyncio.sleep(1.0)
-            if self._queue:
-                continue  # the writer finds out
-            answers = await self._store.ping()
-            if answers and self.redis_away and not self._queue:
-                self.redis_away = False
-                self._redis_back.set()
-            elif not answers and not self.redis_away:
-                self.redis_away = True
-                self._redis_back.clear()
+    def redis_answers(self, answers: bool) -> None:
+        """What the last question to Redis has shown, also while there is nothing to write."""
+        if self._queue:
+            return  # the writer finds out
+        if answers and self.redis_away:
+            log.info("redis.back")
+            self.redis_away = False
+            self._redis_back.set()
+        elif not answers and not self.redis_away:
+            log.warning("redis.away")
+            self.redis_away = True
+            self._redis_back.clear()
+
+    def redis_emptied(self) -> None:
+        """Redis has lost everything: a new term begins in which it is all written again."""
+        if self._store.begin_anew():
+            log.error("redis.emptied: writing everything again in term %d", self._store.term)
+            self._queue.append(_Batch(monotonic()))
+            self._queued.set()
 
 
 def _storage_away() -> PsError:

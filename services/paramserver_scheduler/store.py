@@ -1,9 +1,9 @@
 """The scheduler's durable state in Redis: small JSON documents in one hash, written under the leader's term.
 
-Keys: `ps:term` (counts the schedulers that started on this Redis), `ps:state` (field -> JSON document), `ps:written`
-(number of the last write, so that one that timed out cannot be done late, over a newer one), and for each partition
-`{NAME.GENERATION/INDEX}:token` (its owner token as 20 digits, which the owner's writes are compared with).
-One write is one Lua script: all of it or none of it, and nothing once a newer scheduler has started.
+Keys: `ps:state` (field -> JSON document), `ps:written` (number of the last write, so that one that timed out cannot be
+done late, over a newer one), `ps:fence` (shard -> highest epoch of it that must not serve any more), and for each
+partition `{NAME.GENERATION/INDEX}:token` (its owner token as 20 digits, which the owner's writes are compared with).
+One write is one Lua script: all of it or none of it, and nothing once a newer leader has its term (see `lease`).
 """
 
 import asyncio
@@ -16,24 +16,30 @@ from redis.exceptions import RedisError
 
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
+from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, Deposed, Emptied, Lease, stop_if_cancelled, unavailable
 
-TERM_KEY: Final = "ps:term"
 STATE_KEY: Final = "ps:state"
 WRITTEN_KEY: Final = "ps:written"
+FENCE_KEY: Final = "ps:fence"
 FORMAT: Final = 1
 
-# KEYS: term, state, written, then the token keys.  ARGV: term, number of this write, number of fields to set,
-# (field, document)..., number of fields to delete, field..., then one token for each token key ('' deletes it).
-# 1: done, 0: a newer scheduler has started, -1: Redis has lost the state (it was emptied), so a partial write would
-# leave half of it.
+# KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, '' or the lease
+# with which a Redis that has lost the state is written anew, number of fields to set, (field, document)..., number of
+# fields to delete, field..., number of fences, (shard, epoch)..., then one token for each token key ('' deletes it).
+# 1: done, 0: a newer leader, -1: Redis has lost the state (it was emptied), so a partial write would leave half of it.
 _WRITE: Final = """
 local stored = redis.call('GET', KEYS[1])
-if not stored or tonumber(stored) < tonumber(ARGV[1]) then return -1 end
-if tonumber(stored) > tonumber(ARGV[1]) then return 0 end
+if stored and tonumber(stored) > tonumber(ARGV[1]) then return 0 end
+if not stored or tonumber(stored) < tonumber(ARGV[1]) then
+  if ARGV[3] == '' then return -1 end
+  redis.call('DEL', KEYS[2], KEYS[3])
+  redis.call('SET', KEYS[1], ARGV[1])
+  redis.call('SET', KEYS[5], ARGV[3], 'PX', 3000)
+end
 local last = redis.call('GET', KEYS[3])
 if last and last >= ARGV[2] then return 1 end
 redis.call('SET', KEYS[3], ARGV[2])
-local at = 3
+local at = 4
 for i = 1, tonumber(ARGV[at]) do
   redis.call('HSET', KEYS[2], ARGV[at + 1], ARGV[at + 2])
   at = at + 2
@@ -43,7 +49,15 @@ for i = 1, tonumber(ARGV[at]) do
   redis.call('HDEL', KEYS[2], ARGV[at + 1])
   at = at + 1
 end
-for i = 4, #KEYS do
+at = at + 1
+for i = 1, tonumber(ARGV[at]) do
+  local fenced = redis.call('HGET', KEYS[4], ARGV[at + 1])
+  if not fenced or tonumber(fenced) < tonumber(ARGV[at + 2]) then
+    redis.call('HSET', KEYS[4], ARGV[at + 1], ARGV[at + 2])
+  end
+  at = at + 2
+end
+for i = 6, #KEYS do
   at = at + 1
   if ARGV[at] == '' then redis.call('DEL', KEYS[i]) else redis.call('SET', KEYS[i], ARGV[at]) end
 end
@@ -51,35 +65,46 @@ return 1
 """
 
 
-class Deposed(Exception):
-    """Raised when a newer scheduler has started on this Redis: this one must stop deciding."""
-
-
 class StateStore:
-    """Reads the state once at start, then writes what changed.  Used by one task at a time."""
+    """What one leader reads once and then writes.  Used by one task at a time."""
 
-    def __init__(self, redis: Redis, timeout_s: float = 2.0) -> None:
+    def __init__(self, redis: Redis, lease: Lease, timeout_s: float = 2.0) -> None:
         self._redis = redis
+        self._lease = lease
         self._timeout_s = timeout_s
         self._script = redis.register_script(_WRITE)
         self._fields: dict[str, str] = {}
         """All of `ps:state` as it stands, so that an emptied Redis gets everything back."""
         self._tokens: dict[str, str] = {}
-        self.term = 0
+        self._fences: dict[str, int] = {}
         self._writes = 0
+        self.anew = False
+        """Whether the next write begins a new term with everything in it."""
+
+    @property
+    def term(self) -> int:
+        """The term that is written under."""
+        return self._lease.term
 
     async def open(self) -> dict[str, Any]:
-        """Take a new term and return the documents that the last scheduler left, by field.
+        """The documents that the last leader left, by field.
 
         Raises Unavailable (`storage_unavailable`) while Redis does not answer, CorruptState if a document cannot be
-        read or is of a newer format.
+        read or is of a newer format, Deposed if another leads already.
         """
         try:
             async with asyncio.timeout(self._timeout_s * 5):
-                self.term = int(await self._redis.incr(TERM_KEY))
-                raw = await self._redis.hgetall(STATE_KEY)
+                pipe = self._redis.pipeline(transaction=True)
+                pipe.get(TERM_KEY)
+                pipe.hgetall(STATE_KEY)
+                pipe.hgetall(FENCE_KEY)
+                term, raw, fences = await pipe.execute()
         except (RedisError, OSError, TimeoutError) as e:
-            raise _unavailable(e) from e
+            stop_if_cancelled()
+            raise unavailable(e) from e
+        if int(term or 0) != self.term:
+            raise Deposed(f"term {int(term or 0)} has begun, this was {self.term}")
+        self._fences = {_text(k): int(v) for k, v in fences.items()}
         self._fields = {_text(k): _text(v) for k, v in raw.items()}
         documents: dict[str, Any] = {}
         for field, text in self._fields.items():
@@ -92,59 +117,67 @@ class StateStore:
             documents[field] = document
         return documents
 
+    def begin_anew(self) -> bool:
+        """Redis was emptied: the next write begins a new term and holds everything; False if that is known already."""
+        if self.anew:
+            return False
+        self.anew = True
+        self._lease.term += 1
+        self._writes = 0
+        return True
+
     async def write(
         self,
         documents: Mapping[str, Mapping[str, Any] | None],
         tokens: Iterable[tuple[PartitionKey, Token | None]] = (),
+        fences: Iterable[tuple[str, int]] = (),
     ) -> None:
-        """Set (or with None delete) fields and owner tokens, all at once.
+        """Set (or with None delete) fields and owner tokens and raise fences (shard, epoch), all at once.
 
         Raises Unavailable (`storage_unavailable`) if Redis did not say that it was done: it may have been, so the
-        caller repeats the same write before any other.  Raises Deposed if a newer scheduler has started.
+        caller repeats the same write before any other.  Raises Deposed if a newer scheduler leads, Emptied if Redis
+        has lost the state: then `begin_anew`.
         """
         new_tokens = {f"{{{key}}}:token": "" if t is None else f"{t:020d}" for key, t in tokens}
         new_fields = {
             f: None if d is None else json.dumps({**d, "format": FORMAT}, separators=(",", ":"))
             for f, d in documents.items()
         }
+        new_fences = dict(fences)
         try:
             async with asyncio.timeout(self._timeout_s):
-                done = await self._run(new_fields, new_tokens)
-                if done < 0:
-                    done = await self._restore(new_fields, new_tokens)
+                if self.anew:
+                    done = await self._run(
+                        {**self._fields, **new_fields}, {**self._tokens, **new_tokens}, {**self._fences, **new_fences}
+                    )
+                else:
+                    done = await self._run(new_fields, new_tokens, new_fences)
         except (RedisError, OSError, TimeoutError) as e:
-            _stop_if_cancelled()
-            raise _unavailable(e) from e
-        _stop_if_cancelled()
+            stop_if_cancelled()
+            raise unavailable(e) from e
+        stop_if_cancelled()
         if done == 0:
-            raise Deposed(f"a newer scheduler than term {self.term} has started on this Redis")
+            raise Deposed(f"a newer scheduler than term {self.term} leads")
+        if done < 0:
+            raise Emptied(f"Redis has lost term {self.term}")
+        self.anew = False
         self._keep(new_fields, new_tokens)
+        self._fences.update(new_fences)
 
-    async def ping(self) -> bool:
-        """Whether Redis answers now."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._redis.ping()
-        except (RedisError, OSError, TimeoutError):
-            _stop_if_cancelled()
-            return False
-        _stop_if_cancelled()
-        return True
-
-    async def _restore(self, fields: Mapping[str, str | None], tokens: Mapping[str, str]) -> int:
-        """Redis was emptied: give it everything this scheduler knows, with the new write on top."""
-        await self._redis.set(TERM_KEY, str(self.term))
-        return await self._run({**self._fields, **fields}, {**self._tokens, **tokens})
-
-    async def _run(self, fields: Mapping[str, str | None], tokens: Mapping[str, str]) -> int:
+    async def _run(self, fields: Mapping[str, str | None], tokens: Mapping[str, str], fences: Mapping[str, int]) -> int:
         sets = [(f, text) for f, text in fields.items() if text is not None]
         gone = [f for f, text in fields.items() if text is None]
         self._writes += 1
-        args: list[Any] = [self.term, f"{self.term:010d}{self._writes:012d}", len(sets)]
+        lease = self._lease.document() if self.anew else ""
+        args: list[Any] = [self.term, f"{self.term:010d}{self._writes:012d}", lease, len(sets)]
         for field, text in sets:
             args += (field, text)
-        args += (len(gone), *gone, *tokens.values())
-        return int(await self._script(keys=[TERM_KEY, STATE_KEY, WRITTEN_KEY, *tokens], args=args))
+        args += (len(gone), *gone, len(fences))
+        for shard, epoch in fences.items():
+            args += (shard, epoch)
+        args += tokens.values()
+        keys = [TERM_KEY, STATE_KEY, WRITTEN_KEY, FENCE_KEY, LEADER_KEY, *tokens]
+        return int(await self._script(keys=keys, args=args))
 
     def _keep(self, fields: Mapping[str, str | None], tokens: Mapping[str, str]) -> None:
         for field, text in fields.items():
@@ -159,20 +192,5 @@ class StateStore:
                 self._tokens.pop(key, None)
 
 
-def _stop_if_cancelled() -> None:
-    """The client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with an answer."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _unavailable(cause: BaseException) -> Exception:
-    return problem(
-        "storage_unavailable",
-        f"Redis does not answer: {cause or type(cause).__name__}",
-        hint="is it running, and reachable from the scheduler? The same request may be sent again",
-    )

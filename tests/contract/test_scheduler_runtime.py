@@ -17,6 +17,7 @@ from paramserver_node import redis_server, roles
 from paramserver_node.redis import connect
 from paramserver_scheduler.app import make_app
 from paramserver_scheduler.hub import Hub
+from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.store import StateStore
 
@@ -42,7 +43,9 @@ async def running(redis_url: str, seen: list[tuple[Mapping[str, Any], Any]]) -> 
     """A runtime that decides; `seen` gets each published document with what Redis holds at that moment."""
     with Redis.from_url(redis_url) as plain:
         async with connect(redis_url) as redis:
-            store = StateStore(redis)
+            lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+            assert await lease.look()
+            store = StateStore(redis, lease)
             documents = await store.open()
             core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())
             hub = Hub(lambda document: seen.append((document, plain.hget("ps:state", "cluster"))))

@@ -4,14 +4,24 @@ from collections.abc import Iterator
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
 from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_node import redis_server
 from paramserver_node.redis import connect
-from paramserver_scheduler.store import Deposed, StateStore
+from paramserver_scheduler.lease import Deposed, Emptied, Lease
+from paramserver_scheduler.store import StateStore
 
 pytestmark = pytest.mark.process
+
+
+async def leading(redis: AsyncRedis) -> StateStore:
+    """The store of a scheduler that has just taken the lease over."""
+    lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+    assert await lease.look()
+    return StateStore(redis, lease)
+
 
 KEY = PartitionKey(ModelKey("m", 1), 0)
 
@@ -35,11 +45,11 @@ def plain(redis_url: str) -> Iterator[Redis]:
 async def test_what_was_written_is_read_by_the_next(redis_url: str, plain: Redis) -> None:
     """Fields set, changed and deleted are what the next scheduler finds, under a higher term."""
     async with connect(redis_url) as redis:
-        first = StateStore(redis)
+        first = await leading(redis)
         assert await first.open() == {}
         await first.write({"a": {"x": 1}, "b": {"x": 2}}, [(KEY, 5)])
         await first.write({"a": {"x": 3}, "b": None})
-        second = StateStore(redis)
+        second = await leading(redis)
 
         assert await second.open() == {"a": {"x": 3, "format": 1}}
         assert second.term == first.term + 1
@@ -50,8 +60,9 @@ async def test_what_was_written_is_read_by_the_next(redis_url: str, plain: Redis
 async def test_an_older_scheduler_cannot_write(redis_url: str, plain: Redis) -> None:
     """Once a newer one has started, nothing of the older one's is stored any more."""
     async with connect(redis_url) as redis:
-        first, second = StateStore(redis), StateStore(redis)
+        first = await leading(redis)
         await first.open()
+        second = await leading(redis)
         await second.open()
 
         with pytest.raises(Deposed):
@@ -66,22 +77,41 @@ async def test_an_older_scheduler_cannot_write(redis_url: str, plain: Redis) -> 
 async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redis) -> None:
     """The first write after Redis lost its data brings all fields and tokens with it."""
     async with connect(redis_url) as redis:
-        store = StateStore(redis)
+        store = await leading(redis)
         await store.open()
-        await store.write({"a": {"x": 1}, "b": {"x": 2}}, [(KEY, 5)])
+        await store.write({"a": {"x": 1}, "b": {"x": 2}}, [(KEY, 5)], [("shard-0", 3)])
+        term = store.term
         plain.flushall()
+        with pytest.raises(Emptied):
+            await store.write({"b": None, "c": {"x": 3}})
+        assert plain.dbsize() == 0
+        assert store.begin_anew()
         await store.write({"b": None, "c": {"x": 3}})
 
         assert sorted(plain.hkeys("ps:state")) == [b"a", b"c"]
         assert plain.get("{m.1/0}:token") == b"00000000000000000005"
+        assert plain.hgetall("ps:fence") == {b"shard-0": b"3"}
+        assert store.term == term + 1
         assert plain.get("ps:term") == str(store.term).encode()
+
+
+@pytest.mark.asyncio
+async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
+    """A fence is written with the fields and tokens of the same decision, and never goes back."""
+    async with connect(redis_url) as redis:
+        store = await leading(redis)
+        await store.open()
+        await store.write({"a": {"x": 1}}, [(KEY, 5)], [("shard-0", 3), ("shard-1", 1)])
+        await store.write({}, (), [("shard-0", 2)])
+
+        assert plain.hgetall("ps:fence") == {b"shard-0": b"3", b"shard-1": b"1"}
 
 
 @pytest.mark.asyncio
 async def test_a_late_write_changes_nothing(redis_url: str, plain: Redis) -> None:
     """A write that Redis gets to only after a newer one of the same scheduler is ignored."""
     async with connect(redis_url) as redis:
-        store = StateStore(redis)
+        store = await leading(redis)
         await store.open()
         await store.write({"a": {"x": 1}})
         last = plain.get("ps:written")
@@ -96,10 +126,11 @@ async def test_a_late_write_changes_nothing(redis_url: str, plain: Redis) -> Non
 async def test_a_redis_that_is_away_is_unavailable(redis_url: str) -> None:
     """No answer is `storage_unavailable`, which may be retried."""
     async with connect(f"redis://127.0.0.1:{redis_server.free_port()}") as redis:
-        with pytest.raises(PsError) as caught:
-            await StateStore(redis, timeout_s=0.2).open()
-        assert (caught.value.code, caught.value.retryable) == ("storage_unavailable", True)
-        assert not await StateStore(redis, timeout_s=0.2).ping()
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        for ask in (lease.look, StateStore(redis, lease, timeout_s=0.2).open):
+            with pytest.raises(PsError) as caught:
+                await ask()
+            assert (caught.value.code, caught.value.retryable) == ("storage_unavailable", True)
 
 
 @pytest.mark.asyncio
@@ -109,5 +140,5 @@ async def test_documents_of_another_format_are_refused(redis_url: str, plain: Re
     plain.hset("ps:state", "a", text)
     async with connect(redis_url) as redis:
         with pytest.raises(PsError) as caught:
-            await StateStore(redis).open()
+            await (await leading(redis)).open()
         assert caught.value.code == "corrupt_state"

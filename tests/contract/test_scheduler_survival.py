@@ -219,23 +219,3 @@ def test_values_come_from_a_file(cluster: Nodes) -> None:
     refused = cluster.http.post("/models", json={"name": other, "params": {"w": param}})
     assert refused.status_code == 422, refused.text
     cluster.get(f"/models/{other}", status=404)
-
-
-def test_the_older_scheduler_stops(cluster: Nodes) -> None:
-    """A second scheduler on the same Redis takes over; the first one ends by itself and decides nothing more."""
-    first = cluster.processes["scheduler"]
-    port = cluster.port
-    cluster.port = redis_server.free_port()
-    cluster.http.base_url = f"http://127.0.0.1:{cluster.port}"
-    try:
-        cluster.start_scheduler()
-        cluster.http.base_url = f"http://127.0.0.1:{port}"
-        answer = cluster.http.post("/pool", json={})
-        assert answer.status_code == 503
-        assert first.wait(20) != 0
-    finally:
-        cluster.kill("scheduler")
-        cluster.port = port
-        cluster.http.base_url = f"http://127.0.0.1:{port}"
-        cluster.start_scheduler()
-    assert cluster.get("/readyz")["status"] == "ok"

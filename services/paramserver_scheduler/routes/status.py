@@ -1,157 +1,131 @@
-"""/status: what the cluster is doing now, in one JSON document with a schema."""
+"""/status: what the cluster is doing now and was doing before, as JSON documents with a schema, and as a stream."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from math import isfinite
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
 
-import paramserver
+from paramserver import limits
+from paramserver.errors import problem
+from paramserver_node import negotiate
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import Service, respond, service
-from paramserver_scheduler.schema import (
-    ClusterStatus,
-    ModelStatus,
-    NodeStatus,
-    RunStatus,
-    Series,
-    Status,
-    WorkerStatus,
-)
+from paramserver_scheduler.exchange import Service, number_of, respond, service
+from paramserver_scheduler.history import REPORTED, UNITS
+from paramserver_scheduler.overview import describe
+from paramserver_scheduler.rings import Grid
+from paramserver_scheduler.schema import Events, SeriesAnswer, SeriesValues, Status
 
-router = APIRouter(tags=["status"])
+router = APIRouter(prefix="/status", tags=["status"])
 
-POINTS: Final = 120
-"""Points of a series in a status; each is the mean of as many as that takes."""
-RUNS: Final = 20
-FORGOTTEN_S: Final = 60.0
-"""A dead worker or shard is shown for so long."""
+SPAN_S = 900.0
+"""What a request that names no `from` gets."""
+POINTS = 300
+"""About so many points come where no step is asked for."""
+KNOWN = {"metric", "from", "to", "step", "model", "node", "worker"}
 
 
-@router.get("/status", responses={200: {"model": Status, "description": "The cluster"}})
+@router.get("", responses={200: {"model": Status, "description": "The cluster"}})
 @role("reader")
 async def status(request: Request) -> Response:
     """Nodes with heartbeat ages, models with versions, clocks, rates and lag, runs, and what happened lately."""
     return respond(request, describe(service(request)).model_dump())
 
 
-def describe(s: Service) -> Status:
-    """The whole status."""
-    now = s.now
-    found = s.read.status(now)
-    shards = [x for x in found["shards"] if x["alive"] or x["heartbeat_age_s"] < FORGOTTEN_S]
-    nodes = [
-        NodeStatus(
-            name="scheduler",
-            role="scheduler",
-            state="active",
-            alive=True,
-            addresses=[s.url],
-            epoch=found["term"],
-            heartbeat_age_s=0.0,
-        ),
-        *(NodeStatus(role="shard", **{k: v for k, v in x.items() if k != "version"}) for x in shards),
-        *(_member(x) for x in found["pool"]),
-    ]
-    models = [_model(s, m, shards) for m in found["models"]]
-    runs = [_run(r) for r in found["runs"][-RUNS:][::-1]]
-    problems = _problems(s, shards, models, runs)
-    cluster = ClusterStatus(
-        state="degraded" if problems else "ok",
-        problems=problems,
-        version=paramserver.__version__,
-        term=found["term"],
-        map_epoch=found["map_epoch"],
-        uptime_s=now - s.started_s,
-        redis="away" if s.runtime.redis_away else "ok",
-        now=found["now"],
-    )
-    return Status(cluster=cluster, nodes=nodes, models=models, runs=runs, events=list(s.history.events))
-
-
-def _member(x: Mapping[str, Any]) -> NodeStatus:
-    return NodeStatus(
-        name=x["member"],
-        role="pool",
-        state="active" if x["run"] else "idle",
-        alive=x["alive"],
-        addresses=[],
-        epoch=x["epoch"],
-        heartbeat_age_s=x["heartbeat_age_s"],
-        metrics={"run": x["run"], "place": x["place"]},
+@router.get("/stream", responses={200: {"description": "Server-sent events `status`, with `GET /status` as data"}})
+@role("reader")
+async def stream(request: Request) -> StreamingResponse:
+    """The status once a second, as server-sent events; without the points in `series`, which `/status/series` gives."""
+    screen = service(request).screen
+    screen.check_room()
+    return StreamingResponse(
+        screen.stream(),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
     )
 
 
-def _model(s: Service, line: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> ModelStatus:
-    name = line["name"]
-    document = s.read.model(name)
-    optimizer = document["spec"]["optimizer"]
-    workers = [w for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
-    lags = [w["metrics"]["lag"] for w in workers if w["alive"] and isinstance(w["metrics"].get("lag"), float)]
-    return ModelStatus(
-        name=name,
-        generation=line["generation"],
-        revision=line["revision"],
-        timeline=line["timeline"],
-        state=line["state"] if line["served"] else "loading",
-        mode=line["mode"],
-        optimizer=line["optimizer"],
-        lr=optimizer.get("lr"),
-        parameters=len(document["spec"]["params"]),
-        elements=line["size"],
-        partitions=line["partitions"],
-        served=sum(bool(p["served"]) for p in document["partitions"]),
-        version=line["version"],
-        durable_version=min((p["durable_version"] for p in document["partitions"]), default=0),
-        clock=line["clock"],
-        waiting_for=line["waiting_for"],
-        updates_per_s=s.history.updates_per_s(name, line["generation"]),
-        # A push of the SDK is one request to each shard, so the busiest shard has seen them all.
-        pushes_per_s=max((_pushes_per_s(x["metrics"], name) for x in shards if x["alive"]), default=0.0),
-        lag=sum(lags) / len(lags) if lags else None,
-        workers=[WorkerStatus(**{k: w[k] for k in WorkerStatus.model_fields}) for w in workers],
-        series=[_series(x["name"], x["points"]) for x in s.read.metrics(name)],
-    )
+@router.get("/events", responses={200: {"model": Events, "description": "Events, newest first"}})
+@role("reader")
+async def events(request: Request) -> Response:
+    """What happened lately: shards, workers and runs that came, went or failed.
+
+    `?from=` and `?to=` are Unix seconds, `?kind=` names one kind, `?limit=` bounds the number (default 100).
+    """
+    s = service(request)
+    from_s, to_s = seconds_of(request, "from", 0.0), seconds_of(request, "to", float("inf"))
+    kind, limit = request.query_params.get("kind"), number_of(request, "limit", 100, 1, limits.STATUS_EVENTS_MAX)
+    found = [e for e in s.history.events if from_s <= e.at <= to_s and kind in (None, e.kind)]
+    return respond(request, Events(items=found[:limit]).model_dump())
 
 
-def _pushes_per_s(metrics: Mapping[str, Any], model: str) -> float:
-    """What a shard's heartbeat says about pushes of a model; shards are not believed to send the right types."""
-    models = metrics.get("models")
-    entry = models.get(model) if isinstance(models, Mapping) else None
-    value = entry.get("pushes_per_s") if isinstance(entry, Mapping) else None
-    return float(value) if isinstance(value, int | float) else 0.0
+@router.get("/series", responses={200: {"model": SeriesAnswer, "description": "Values on a grid of times"}})
+@role("reader")
+async def series(request: Request) -> Response:
+    """Numbers over time: `?metric=model.pushes_per_s`, several separated by commas.
+
+    `?from=` and `?to=` are Unix seconds (default: the last quarter of an hour), `?step=` is in seconds (default: so that
+    about 300 points come). `?model=`, `?node=` and `?worker=` leave only the series of those. Kept are a quarter of an
+    hour by the second, three hours by ten seconds and a day by the minute, since the scheduler started; the step is made
+    larger where the span asks for it. `reported.NAME` is what workers report, since the model began. docs/metrics.md
+    lists the others.
+    """
+    unknown = sorted(set(request.query_params) - KNOWN)
+    if unknown:
+        raise problem(
+            "malformed", f"query value '{unknown[0]}' is not known", hint=f"known: {', '.join(sorted(KNOWN))}"
+        )
+    names = [n for n in request.query_params.get("metric", "").split(",") if n]
+    if not 0 < len(names) <= limits.STATUS_METRICS_MAX:
+        hint = f"?metric=model.pushes_per_s; known: {', '.join(UNITS)}, {REPORTED}NAME"
+        raise problem("malformed", f"1 to {limits.STATUS_METRICS_MAX} metrics must be named", hint=hint)
+    s = service(request)
+    now_s = s.now + s.history.wall_offset_s
+    to_s = min(seconds_of(request, "to", now_s), now_s)
+    from_s = max(seconds_of(request, "from", to_s - SPAN_S), now_s - limits.STATUS_SPAN_S_MAX)
+    if from_s > to_s:
+        raise problem("malformed", "query value 'from' must not lie behind 'to'")
+    grid = Grid.of(from_s, to_s, seconds_of(request, "step", (to_s - from_s) / POINTS), now_s)
+    only = {k: request.query_params[k] for k in ("model", "node", "worker") if k in request.query_params}
+    items = [item for name in names for item in _read(s, name, only, grid)]
+    answer = SeriesAnswer(start_s=grid.start_s, step_s=grid.step_s, count=grid.count, items=items)
+    return respond(request, answer.model_dump())
 
 
-def _series(name: str, points: Sequence[Sequence[Any]]) -> Series:
-    """The points thinned out: equal groups, each its mean."""
-    step = max(1, -(-len(points) // POINTS))
-    groups = [points[i : i + step] for i in range(0, len(points), step)]
-    thin = [(sum(p[0] for p in g) / len(g), sum(p[3] for p in g) / len(g)) for g in groups]
-    return Series(name=name, points=thin, last=thin[-1][1] if thin else None)
+def _read(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[SeriesValues]:
+    if name.startswith(REPORTED):
+        return _reported(s, name.removeprefix(REPORTED), only, grid)
+    unit = UNITS.get(name)
+    if unit is None:
+        raise problem("malformed", f"no metric {name!r:.80}", hint=f"known: {', '.join(UNITS)}, {REPORTED}NAME")
+    found = s.history.rings.read(name, only, grid)
+    return [SeriesValues(metric=name, unit=unit, labels=dict(labels), values=values) for labels, values in found]
 
 
-def _run(r: Mapping[str, Any]) -> RunStatus:
-    places = r["places"]
-    return RunStatus(
-        id=r["id"],
-        name=r["name"],
-        model=r["model"],
-        state=r["state"],
-        reason=r["reason"],
-        workers=len(places),
-        placed=sum(p["member"] is not None for p in places),
-    )
+def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[SeriesValues]:
+    """What workers report, from the models' own series; of one worker where one is named."""
+    if "node" in only:
+        return []
+    found: list[SeriesValues] = []
+    for model in [only["model"]] if "model" in only else [m["name"] for m in s.read.models()]:
+        for item in s.read.metrics(model, [name], after=grid.start_s - 1e-6):
+            points = [p for p in item["points"] if only.get("worker", p[2]) == p[2]]
+            if points:
+                times, values = np.array([(p[0], p[3]) for p in points], np.float64).T
+                means = grid.means(times, values)
+                found.append(SeriesValues(metric=REPORTED + name, unit="", labels={"model": model}, values=means))
+    return found
 
 
-def _problems(
-    s: Service, shards: Sequence[Mapping[str, Any]], models: Sequence[ModelStatus], runs: Sequence[RunStatus]
-) -> list[str]:
-    out: list[str] = []
-    if s.runtime.redis_away:
-        out.append("Redis does not answer: async training goes on, nothing new can be decided or stored")
-    if not any(x["alive"] for x in shards):
-        out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")
-    for m in models:
-        if m.served < m.partitions:
-            out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
-    out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
-    return out
+def seconds_of(request: Request, name: str, default: float) -> float:
+    """A time or span in seconds of the query string; raises RequestError (`malformed`)."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (isfinite(value) and 0 <= value < 1e12):
+        raise problem("malformed", f"query value '{name}' must be a number of seconds")
+    return value

@@ -1,0 +1,62 @@
+"""What every request meets first: a leader serves it, one that stands by hands it on to the leader, streamed."""
+
+from typing import Final
+
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paramserver.errors import problem
+from paramserver_node.forward import HANDED_ON, SCHEDULERS, Forwarder
+from paramserver_scheduler.lease import Lease
+
+OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics")
+"""Paths that each scheduler answers for itself, leading or not; so is what lies under `/static/`."""
+
+
+class Door:
+    """The ASGI app around a scheduler's routes."""
+
+    def __init__(self, app: FastAPI, lease: Lease, forwarder: Forwarder) -> None:
+        self._app: ASGIApp = app
+        self._state = app.state
+        self._lease = lease
+        self._forwarder = forwarder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OWN or scope["path"].startswith("/static/"):
+            await self._app(scope, receive, send)
+        elif await self._leads():
+            await self._app(scope, receive, self._naming_the_others(send))
+        else:
+            await self._hand_on(scope, receive, send)
+
+    async def _leads(self) -> bool:
+        service = self._state.service
+        return service is not None and await service.reign.confirm()
+
+    def _naming_the_others(self, send: Send) -> Send:
+        """Clients learn from every answer which schedulers there are, and go to another when this one dies."""
+        schedulers = self._lease.schedulers
+        if len(schedulers) < 2:
+            return send
+        urls = ",".join(s.url for s in schedulers)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message.setdefault("headers", [])
+                MutableHeaders(scope=message)[SCHEDULERS] = urls
+            await send(message)
+
+        return named
+
+    async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        leader = self._lease.leader
+        if leader is None or leader.place == self._lease.place or HANDED_ON in request.headers:
+            raise problem("no_leader", "no scheduler leads just now; another takes over within seconds")
+        answer = await self._forwarder.forward(
+            request, [leader.url], mark=False, code="no_leader", headers={HANDED_ON: str(leader.term)}
+        )
+        await answer(scope, receive, send)

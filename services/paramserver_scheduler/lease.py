@@ -1,0 +1,213 @@
+"""The lease of the one scheduler that leads, and the list of all that run, in Redis.
+
+Keys: `ps:leader` (JSON with id, place, url and term; gone 3 s after its last renewal), `ps:term` (counts leaderships;
+what a leader writes names its term, so a deposed one writes nothing), `ps:schedulers` (place -> JSON with name, url and
+the time it was last seen).  A place is a host name with the address listened on: only one process can be there, so
+who finds the lease of its own place need not wait for that to end.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paramserver import limits
+from paramserver.errors import problem
+
+LEADER_KEY: Final = "ps:leader"
+TERM_KEY: Final = "ps:term"
+SCHEDULERS_KEY: Final = "ps:schedulers"
+TIMEOUT_S: Final = 1.0
+"""Redis is asked again within a lease even if one question gets no answer."""
+
+# KEYS: leader, term, schedulers.  ARGV: place, url, name, id, then what the script itself takes.
+# Leaves `others`, every scheduler seen lately, as JSON.
+_SEEN: Final = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+redis.call('HSET', KEYS[3], ARGV[1], cjson.encode({url = ARGV[2], name = ARGV[3], seen = now}))
+local held, others = redis.call('HGETALL', KEYS[3]), {}
+for i = 1, #held, 2 do
+  if now - cjson.decode(held[i + 1]).seen > 10000 then
+    redis.call('HDEL', KEYS[3], held[i])
+  else
+    local other = cjson.decode(held[i + 1])
+    others[#others + 1] = cjson.encode({name = other.name, url = other.url, age = now - other.seen})
+  end
+end
+local function lease(term)
+  redis.call('SET', KEYS[1], cjson.encode({id = ARGV[4], place = ARGV[1], url = ARGV[2], term = term}), 'PX', ARGV[5])
+end
+local term = tonumber(redis.call('GET', KEYS[2]) or '0')
+local leader = redis.call('GET', KEYS[1])
+"""
+
+# ARGV 6: highest term known, 7: '1' if a Redis that lost it may be led all the same, 8: '1' if it must hold a state.
+_LOOK: Final = (
+    _SEEN
+    + """
+local free = not leader or cjson.decode(leader).place == ARGV[1]
+local known = tonumber(ARGV[6])
+if free and (term >= known or ARGV[7] == '1') and not (term == 0 and ARGV[8] == '1') then
+  term = math.max(term, known) + 1
+  redis.call('SET', KEYS[2], string.format('%.0f', term))
+  lease(term)
+  return {1, string.format('%.0f', term), redis.call('GET', KEYS[1]), others}
+end
+return {0, string.format('%.0f', term), leader or '', others}
+"""
+)
+
+# ARGV 6: the term led.  1: renewed, 0: a newer leader, -1: Redis has lost the term (it was emptied).
+_RENEW: Final = (
+    _SEEN
+    + """
+local mine = tonumber(ARGV[6])
+if term > mine then return {0, '', leader or '', others} end
+lease(mine)
+if term < mine then return {-1, '', leader or '', others} end
+return {1, '', leader or '', others}
+"""
+)
+
+_RELEASE: Final = """
+local leader = redis.call('GET', KEYS[1])
+if leader and cjson.decode(leader).id == ARGV[2] then redis.call('DEL', KEYS[1]) end
+redis.call('HDEL', KEYS[3], ARGV[1])
+return 1
+"""
+
+
+class Deposed(Exception):
+    """Raised when a newer scheduler leads on this Redis: this one must stop deciding."""
+
+
+class Emptied(Exception):
+    """Raised when Redis has lost what was written under this term: everything must be written anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Who holds the lease."""
+
+    id: str
+    place: str
+    url: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """One scheduler that runs, leading or standing by."""
+
+    name: str
+    url: str
+    age_s: float = 0.0
+    """How long it had not been seen when Redis was last asked."""
+
+
+class Lease:
+    """One scheduler's part in the election.  Raises Unavailable (`storage_unavailable`) while Redis does not answer."""
+
+    def __init__(self, redis: Redis, *, name: str, place: str, url: str, expect_state: bool = False) -> None:
+        self.url = url
+        self.name = name
+        self.place = place
+        self.id = secrets.token_hex(8)
+        self.term = 0
+        """The term this scheduler leads, or last led."""
+        self.known_term = 0
+        """The highest term heard of."""
+        self.emptied = False
+        """Whether Redis, when last looked at, had lost the term that was known."""
+        self.leader: Leader | None = None
+        """Who led when Redis last answered."""
+        self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
+        """Everyone who was seen within the last 10 s, by name."""
+        self._expect_state = expect_state
+        self._look = redis.register_script(_LOOK)
+        self._renew = redis.register_script(_RENEW)
+        self._release = redis.register_script(_RELEASE)
+
+    async def look(self, *, even_if_emptied: bool = False) -> bool:
+        """Who leads?  True: nobody did, and now this scheduler does, in the new `term`.
+
+        A Redis that has lost the term is left to the leader, whose memory has what was there, unless
+        `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
+        """
+        flags = [self.known_term, int(even_if_emptied), int(self._expect_state)]
+        won, term, leader, others = await self._run(self._look, flags)
+        self.emptied = int(term) < self.known_term
+        self.known_term = max(self.known_term, int(term))
+        self._note(leader, others)
+        if won:
+            self.term = int(term)
+        elif int(term) == 0 and not leader and self._expect_state and not self.known_term:
+            raise problem(
+                "corrupt_state",
+                "Redis holds no state, and --expect-state says that there must be one",
+                hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
+            )
+        return bool(won)
+
+    async def renew(self) -> None:
+        """Lead on for another 3 s.  Raises Deposed, or Emptied (then the lease is renewed all the same)."""
+        done, _, leader, others = await self._run(self._renew, [self.term])
+        self._note(leader, others)
+        if done == 0:
+            raise Deposed(f"a newer scheduler than term {self.term} leads")
+        if done < 0:
+            raise Emptied(f"Redis has lost term {self.term}")
+
+    async def release(self) -> None:
+        """Leave: another may lead at once."""
+        await self._run(self._release, None)
+
+    def document(self) -> str:
+        """What `ps:leader` holds while this scheduler leads."""
+        return json.dumps({"id": self.id, "place": self.place, "url": self.url, "term": self.term})
+
+    async def _run(self, script: Any, extra: Sequence[Any] | None) -> Any:
+        identity = [self.place, self.url, self.name, self.id, int(limits.LEADER_LEASE_S * 1000)]
+        args = [self.place, self.id] if extra is None else [*identity, *extra]
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                result = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY], args=args)
+        except (RedisError, OSError, TimeoutError) as e:
+            stop_if_cancelled()
+            raise unavailable(e) from e
+        stop_if_cancelled()
+        return result
+
+    def _note(self, leader: bytes, others: Sequence[bytes]) -> None:
+        if leader:
+            found = json.loads(leader)
+            self.leader = Leader(found["id"], found["place"], found["url"], int(found["term"]))
+            self.known_term = max(self.known_term, self.leader.term)
+        rows = [json.loads(o) for o in others]
+        self.schedulers = tuple(sorted((Scheduler(r["name"], r["url"], r["age"] / 1e3) for r in rows), key=_order))
+
+
+def _order(scheduler: Scheduler) -> tuple[str, str]:
+    return scheduler.name, scheduler.url
+
+
+def stop_if_cancelled() -> None:
+    """The client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with an answer."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def unavailable(cause: BaseException) -> Exception:
+    """The problem of a Redis that does not answer."""
+    return problem(
+        "storage_unavailable",
+        f"Redis does not answer: {cause or type(cause).__name__}",
+        hint="is it running, and reachable from the scheduler? The same request may be sent again",
+    )

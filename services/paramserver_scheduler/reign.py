@@ -1,0 +1,95 @@
+"""One scheduler's time as leader: the lease is renewed, and after a pause Redis is asked before anything is answered.
+
+A process that stood still (stopped, swapped out, its machine asleep) may have been replaced without knowing.  So it
+says nothing until it has tried to renew its lease.  A Redis that does not answer deposes nobody: as far as this one can
+tell nobody has taken over, and shards and workers get their heartbeats answered.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+from paramserver.errors import PsError
+from paramserver_scheduler.lease import Deposed, Emptied, Lease
+
+log = logging.getLogger("paramserver.scheduler")
+
+RENEW_S: Final = 1.0
+BEAT_S: Final = 0.2
+PAUSE_S: Final = 1.0
+"""A loop that has not run for so long counts as paused."""
+
+
+class Reign:
+    """The lease of one leader, from its winning to its loss."""
+
+    def __init__(self, lease: Lease, redis_answers: Callable[[bool], None], emptied: Callable[[], None]) -> None:
+        self._lease = lease
+        self._redis_answers = redis_answers
+        """Told after each renewal whether Redis answered."""
+        self._emptied = emptied
+        self._beat_s = monotonic()
+        self._doubt = False
+        self._asking: asyncio.Task[None] | None = None
+        self.over = False
+        """Whether a newer leader is known."""
+
+    async def run(self) -> None:
+        """Renew the lease until cancelled.  Raises Deposed when another scheduler leads."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch_the_clock())
+                while True:
+                    await self._ask()
+                    if self.over:
+                        raise Deposed(f"a newer scheduler than term {self._lease.term} leads")
+                    await asyncio.sleep(RENEW_S)
+        finally:
+            if self._asking is not None:
+                self._asking.cancel()
+
+    async def confirm(self) -> bool:
+        """Whether this scheduler may still answer; asks Redis first if the process has just stood still."""
+        if self._doubt or monotonic() - self._beat_s > PAUSE_S:
+            self._doubt = True
+            await self._ask()
+        return not self.over
+
+    async def _ask(self) -> None:
+        """One renewal; whoever needs one while it is under way waits for the same."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._renew())
+            self._asking.add_done_callback(self._asked)
+        await asyncio.shield(self._asking)
+
+    def _asked(self, _: "asyncio.Task[None]") -> None:
+        self._asking = None
+
+    async def _renew(self) -> None:
+        asked_s = monotonic()
+        try:
+            await self._lease.renew()
+        except Deposed:
+            self.over = True
+        except Emptied:
+            self._redis_answers(True)
+            self._emptied()
+        except PsError:
+            self._redis_answers(False)
+        else:
+            self._redis_answers(True)
+        # A pause in the middle of the question leaves the doubt: the answer is older than it.
+        if monotonic() - asked_s < PAUSE_S + BEAT_S:
+            self._doubt = False
+            self._beat_s = monotonic()
+
+    async def _watch_the_clock(self) -> None:
+        while True:
+            now = monotonic()
+            if now - self._beat_s > PAUSE_S:
+                log.warning("scheduler.paused s=%.1f", now - self._beat_s)
+                self._doubt = True
+            self._beat_s = now
+            await asyncio.sleep(BEAT_S)
