@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paramserver.client.credentials import Credentials
+from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.transport import trusting
 from paramserver.errors import problem
 
@@ -28,7 +28,6 @@ SCHEDULERS: Final = "x-paramserver-schedulers"
 """On a scheduler's answers: the URLs of all schedulers that run, where there are several."""
 VOUCHED: Final = "x-paramserver-role"
 """On a request that one node hands to another under its own token: the role of whom it asks for."""
-NO_CREDENTIALS: Final = Credentials()
 
 CONNECT_S: Final = 2.0
 SILENCE_S: Final = 75.0

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 import httpx
 
+from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import PsError, StaleMapError, Unavailable, from_document, problem
 from paramserver.limits import CHUNK_BYTES
@@ -29,8 +30,13 @@ Owner = Callable[[int], str]
 class ShardClient:
     """Whole partitions, to and from whichever shard owns them by then."""
 
-    def __init__(self) -> None:
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(30.0, connect=2.0), trust_env=False)
+    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._http = httpx.AsyncClient(
+            headers=credentials.headers,
+            verify=credentials.context(),
+            timeout=httpx.Timeout(30.0, connect=2.0),
+            trust_env=False,
+        )
 
     async def aclose(self) -> None:
         """Closes the connections."""

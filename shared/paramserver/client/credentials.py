@@ -65,6 +65,10 @@ class Credentials:
         return context
 
 
+NO_CREDENTIALS: Final = Credentials()
+"""No token, and no authorities but those of the system."""
+
+
 def _authorities(path: str) -> tuple[str, ...]:
     found = tuple(_CERTIFICATE.findall(_text(path, "ca")))
     if not found:

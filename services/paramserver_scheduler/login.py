@@ -1,0 +1,125 @@
+"""/login: how a browser gets in, with a token typed into a form or by the link that the scheduler prints.
+
+Either leaves a cookie with which the status page may read, and nothing else, until it expires.
+"""
+
+import hashlib
+import hmac
+import secrets
+from html import escape
+from time import monotonic
+from typing import Final
+from urllib.parse import parse_qs
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver_node import negotiate
+from paramserver_node.access import Access
+from paramserver_node.roles import role
+
+router = APIRouter(include_in_schema=False)
+
+LINK_S: Final = 600.0
+"""How long the printed link may be used."""
+COOKIE_S: Final = 7 * 24 * 3600
+FORM_BYTES_MAX: Final = 4096
+
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",  # an address with a code in it goes nowhere
+    "cache-control": "no-store",
+}
+_FORM: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>paramserver</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="static/page.css">
+</head>
+<body>
+<header><h1>paramserver</h1></header>
+<main>
+<form method="post" action="login">
+  <p role="alert">{message}</p>
+  <p><label>Token <input name="token" type="password" autocomplete="off" required autofocus></label>
+  <button>Open</button></p>
+  <p class="dim"><code>psctl token reader</code> prints one where the secret of the cluster is.</p>
+</form>
+</main>
+</body>
+</html>
+"""
+
+
+class Login:
+    """Who gets a cookie of one scheduler: bearers of a token, and one bearer of the link."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._link: tuple[bytes, float] | None = None
+        """Hash of the code that is open, and until when."""
+
+    def link(self) -> str:
+        """Path and query of a link that lets one browser in, once, within `LINK_S`; the one before is void."""
+        code = secrets.token_urlsafe(24)
+        self._link = _hash(code), monotonic() + LINK_S
+        return f"/login?once={code}"
+
+    def redeem(self, code: str) -> str | None:
+        """The `Set-Cookie` value for the link's code; None for another, or the second time."""
+        if self._link is None or monotonic() > self._link[1] or not hmac.compare_digest(_hash(code), self._link[0]):
+            return None
+        self._link = None
+        return self._access.cookie(COOKIE_S)
+
+    def enter(self, token: str) -> str | None:
+        """The `Set-Cookie` value for a token; None for one that does not count."""
+        return None if self._access.holder(token) is None else self._access.cookie(COOKIE_S)
+
+
+@router.get("/login")
+@role("open")
+async def form(request: Request) -> Response:
+    """The form, or the status page for whoever brings the link's code or needs none."""
+    login: Login | None = request.app.state.login
+    if login is None:
+        return _to_page(None)
+    code = request.query_params.get("once")
+    if code is None:
+        return _ask("This cluster asks for a token.", 200)
+    cookie = login.redeem(code)
+    if cookie is None:
+        return _ask("This link was used already, or its time is over.", 401)
+    return _to_page(cookie)
+
+
+@router.post("/login")
+@role("open")
+async def enter(request: Request) -> Response:
+    """Takes the form; a token that counts leads to the status page."""
+    login: Login | None = request.app.state.login
+    if login is None:
+        return _to_page(None)
+    body = await negotiate.read_body(request.receive, FORM_BYTES_MAX, request.headers.get("content-length"))
+    token = parse_qs(body.decode("latin-1")).get("token", [""])[0].strip()
+    cookie = login.enter(token)
+    return _ask("This token is not valid, or not any more.", 401) if cookie is None else _to_page(cookie)
+
+
+def _to_page(cookie: str | None) -> Response:
+    headers = {**_HEADERS, "location": "./"}
+    if cookie is not None:
+        headers["set-cookie"] = cookie
+    return Response(status_code=303, headers=headers)
+
+
+def _ask(message: str, status: int) -> Response:
+    return Response(_FORM.format(message=escape(message)), status, _HEADERS, media_type="text/html; charset=utf-8")
+
+
+def _hash(code: str) -> bytes:
+    return hashlib.sha256(code.encode()).digest()
