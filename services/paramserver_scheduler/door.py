@@ -11,7 +11,7 @@ from paramserver.errors import problem
 from paramserver_node.forward import HANDED_ON, SCHEDULERS, Forwarder
 from paramserver_scheduler.lease import Lease
 
-OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics")
+OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login")
 """Paths that each scheduler answers for itself, leading or not; so is what lies under `/static/`."""
 
 

@@ -14,10 +14,11 @@ from redis.asyncio import Redis
 
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import CorruptState, PsError, Unavailable, problem
+from paramserver_node.access import Access, credentials
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
-from paramserver_node.server import serve_uvicorn, stop_on_signals
+from paramserver_node.server import Tls, serve_uvicorn, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -26,6 +27,7 @@ from paramserver_scheduler.history import History
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Deposed, Lease
+from paramserver_scheduler.login import LINK_S
 from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.shards import ShardClient
@@ -81,7 +83,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
     reign = Reign(lease, runtime.redis_answers, runtime.redis_emptied)
     runtime.confirm = reign.confirm
-    shards, forwarder = ShardClient(), Forwarder()
+    shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings))
     try:
         async with asyncio.TaskGroup() as group:
             jobs = Jobs(runtime, checkpoints, shards, redis, history, group)
@@ -135,24 +137,28 @@ def _lease_of(settings: SchedulerSettings, redis: Redis) -> Lease:
         redis,
         name=settings.name or f"{host}-{settings.port}",
         place=f"{host}/{settings.host}:{settings.port}",
-        url=settings.advertise or url_of(settings.host, settings.port),
+        url=settings.advertise or url_of(settings.host, settings.port, tls=bool(settings.tls_certificate)),
         expect_state=settings.expect_state,
     )
 
 
 async def serve(settings: SchedulerSettings) -> None:
     """Runs one scheduler until a signal; raises CorruptState when it cannot read, or misses, the state."""
+    access, tls = Access.of(settings), Tls.of(settings)
     stop = asyncio.Event()
     stop_on_signals(stop)
     http = make_app()
     redis = connect(settings.redis, timeout_s=2.0)
-    lease, forwarder = _lease_of(settings, redis), Forwarder()
+    lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings))
     try:
         async with asyncio.TaskGroup() as group:
             # It listens before it looks for the lease: its place is its own by then.
             serving = group.create_task(
-                serve_uvicorn(served(http, lease, forwarder), settings.host, settings.port, stop)
+                serve_uvicorn(served(http, lease, forwarder, access), settings.host, settings.port, stop, tls=tls)
             )
+            if http.state.login is not None:
+                at = (settings.page_url or lease.url) + http.state.login.link()
+                log.info("scheduler.page once within %d s: %s", LINK_S, at)
             await asyncio.sleep(0)
             group.create_task(take_part(settings, redis, http, lease, stop))
             await serving
@@ -172,6 +178,7 @@ def scheduler(
     expect_state: Annotated[
         bool | None, typer.Option("--expect-state", help="Refuse to start on an empty Redis.")
     ] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Run one scheduler: who is alive, who owns what, how far every worker has come.
@@ -187,6 +194,7 @@ def scheduler(
         "state_dir": state_dir,
         "advertise": advertise,
         "expect_state": expect_state,
+        "insecure": insecure,
         "log_level": log_level,
     }
     try:
