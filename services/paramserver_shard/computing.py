@@ -33,7 +33,7 @@ def _update(task: UpdateTask, pool: BufferPool) -> TaskResult:
     else:
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
-            kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop])
+            kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     values = pool.take(size)
     slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):

@@ -11,6 +11,7 @@ from typing import Final, TypeVar, cast
 
 import numpy as np
 
+from paramserver.codecs import Codec
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import (
     AssignPart,
@@ -22,7 +23,7 @@ from paramserver.core.shard_io import (
     SetReceived,
 )
 from paramserver.errors import PsError, StaleMapError, problem
-from paramserver.types import F32, AnyArray, PushState
+from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
 from paramserver.wire.state import SetFrame, SetPart
@@ -76,7 +77,8 @@ class Exchange:
             return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[PushPart]) -> PushDone:
-            dtype = parts[0].dtype
+            coding = parts[0].dtype
+            encoded = coding not in ITEMSIZE
             frame = PushFrame(
                 model=command.model,
                 generation=now.key.generation,
@@ -85,11 +87,13 @@ class Exchange:
                 key=command.key,
                 clock=command.clock,
                 parts=[FramePart(p.partition, p.base, p.ranges) for p in parts],
-                dtype=dtype,
+                dtype="float32" if encoded else coding,
                 weight=command.weight,
                 norm=command.norm,
                 ack=command.ack,
                 forwarded=True,
+                codec=Codec(coding) if encoded else None,
+                sizes=[(p.data.nbytes, p.data.nbytes) for p in parts] if encoded else (),
             )
             url = f"{self._directory.address(shard)}/push"
             header, _ = await self._peers.call(url, frame.to_header(), [p.data for p in parts])

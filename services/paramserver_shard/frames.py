@@ -7,14 +7,16 @@ buffer.  Values go out in chunks of at most 1 MiB, straight from the immutable v
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from paramserver import kernels
+from paramserver.codecs import Codec, check_content, check_whole
+from paramserver.codecs.stage import packed_bytes_max, unpack
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import PullReceived, PushDone, PushPart, PushReceived
 from paramserver.errors import PsError, problem
-from paramserver.limits import CHUNK_BYTES
-from paramserver.types import F32, ITEMSIZE, AnyArray, DType
+from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES
+from paramserver.types import F32, ITEMSIZE, AnyArray, Coding, DType
 from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.tensor import NUMPY_DTYPE, from_f32
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX
@@ -23,6 +25,10 @@ from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut, with_
 from paramserver_shard.models import Models
 from paramserver_shard.names import after_push
 from paramserver_shard.runtime import Runtime
+
+INLINE_BYTES_MAX: Final = 4 * INLINE_ELEMENTS_MAX
+INLINE_UNPACK_BYTES_MAX: Final = 64 * 1024
+"""Undoing a second stage takes about a millisecond for each MiB: more than this a thread does."""
 
 
 class FrameService:
@@ -38,8 +44,10 @@ class FrameService:
         """The push that a header announces and the bytes its body must have.  Raises PsError."""
         frame = PushFrame.from_header(header)
         known = await self._models.find(frame.model, frame.generation)
-        elements = sum(self._elements(known, p.partition, p.ranges) for p in frame.parts)
-        return (known, frame), elements * ITEMSIZE[frame.dtype]
+        elements = [self._elements(known, p.partition, p.ranges) for p in frame.parts]
+        if frame.codec is not None:
+            return (known, frame), _encoded_bytes(frame.codec, frame.sizes, elements)
+        return (known, frame), sum(elements) * ITEMSIZE[frame.dtype]
 
     async def push(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> PushDone:
         """Applies a push whose body has arrived whole (uint8, of the announced length)."""
@@ -59,7 +67,10 @@ class FrameService:
         here = self._all_here(known, (p.partition for p in frame.parts))
         with_crc = here and (frame.push_id is not None or frame.key is not None)
         work = partial(_parts, known, frame, body, with_crc)
-        small = body.size <= 4 * INLINE_ELEMENTS_MAX
+        staged = frame.codec is not None and frame.codec.stage is not None
+        small = (
+            sum(raw for _, raw in frame.sizes) <= INLINE_UNPACK_BYTES_MAX if staged else body.size <= INLINE_BYTES_MAX
+        )
         parts = work() if small else await self._runtime.offload(work)
         if here or frame.forwarded or frame.map_epoch is not None:
             return await self._runtime.push(lambda request: replace(command, request=request, parts=parts))
@@ -132,19 +143,41 @@ class FrameService:
         return all(known.owners[p][0] == self._directory.shard for p in partitions)
 
 
+def _encoded_bytes(codec: Codec, sizes: Sequence[tuple[int, int]], elements: Sequence[int]) -> int:
+    """Length of a body of encoded parts; raises RequestError where one cannot be of its partition."""
+    for (stored, raw), count in zip(sizes, elements, strict=True):
+        check_whole(codec, raw, count)
+        if not 0 < stored <= (packed_bytes_max(raw) if codec.stage else raw) or (not codec.stage and stored != raw):
+            raise problem("invalid_encoding", f"a part of {raw} bytes in {codec.text} cannot travel as {stored}")
+    total = sum(raw for _, raw in sizes)
+    if total > BODY_BYTES_MAX:
+        raise problem("too_large", f"the body unpacks to {total} bytes; at most {BODY_BYTES_MAX} are taken")
+    return sum(stored for stored, _ in sizes)
+
+
 def _parts(known: KnownModel, frame: PushFrame, body: AnyArray, with_crc: bool) -> tuple[PushPart, ...]:
-    """The parts as views of the body, each tested for finite values and, if need be, with its checksum."""
+    """The parts as views of the body, each tested for finite values and, if need be, with its checksum.
+
+    A second stage is undone here; int8 and topk stay as they are, for the kernels to decode.
+    """
     out: list[PushPart] = []
-    dtype = cast(DType, frame.dtype)
-    stored, itemsize = NUMPY_DTYPE[dtype], ITEMSIZE[dtype]
+    codec = frame.codec
+    coding: Coding = cast(DType, frame.dtype) if codec is None else codec.coding
     at = 0
-    for part in frame.parts:
+    for i, part in enumerate(frame.parts):
         size = known.layout.partition_size(part.partition)
         count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
-        data = body[at : at + count * itemsize].view(stored)
-        at += count * itemsize
+        stored, raw = (count * ITEMSIZE[coding],) * 2 if codec is None else frame.sizes[i]
+        data = body[at : at + stored]
+        at += stored
+        if codec is not None and codec.stage is not None:
+            data = unpack(codec.stage, data, raw)
+        if codec is not None and codec.whole:
+            check_content(coding, data, size)
+        else:
+            data = data.view(NUMPY_DTYPE[coding])
         ranges = None if part.ranges is None or count == size else tuple(part.ranges)
-        made = PushPart(part.partition, data, dtype, 0, kernels.all_finite(data, dtype), ranges, part.base)
+        made = PushPart(part.partition, data, coding, 0, kernels.all_finite(data, coding), ranges, part.base)
         out.append(with_checksum(made, size) if with_crc else made)
     return tuple(out)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paramserver.core.layout import Range
-from paramserver.types import F32, AnyArray, DType, PartitionKey, Token
+from paramserver.types import F32, AnyArray, Coding, PartitionKey, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class HeldPart:
     ranges: tuple[Range, ...] | None
     """Ranges relative to the partition that `data` holds end to end; None: the whole partition."""
     data: AnyArray
-    """1-D, of `dtype`; bfloat16 as uint16."""
-    dtype: DType
+    """1-D, of `dtype`; bfloat16 as uint16, a codec's bytes as uint8."""
+    dtype: Coding
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from paramserver.core.partition_state import Capture, PartitionState
 from paramserver.core.shard_events import AssignPart, Request, Source
 from paramserver.core.spec import ModelSpec, OptimizerSpec
 from paramserver.errors import PsError
-from paramserver.types import AnyArray, DType, ModelKey, PartitionKey, PushState, Token
+from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushState, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ class Piece:
 
     start: int
     stop: int
-    parts: tuple[tuple[AnyArray, DType, float], ...]
-    """(elements of [start, stop), their dtype, weight), to be summed in this order."""
+    parts: tuple[tuple[AnyArray, Coding, float], ...]
+    """(elements of [start, stop), their dtype, weight), to be summed in this order; an encoded one holds the whole
+    partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class UpdateTask:
     """Cover the partition in order; for `kernels.apply`."""
     counts: tuple[int, ...]
     """`PartitionState.steps` of the result."""
-    direct: tuple[AnyArray, DType] | None
+    direct: tuple[AnyArray, Coding] | None
     pieces: tuple[Piece, ...] = ()
     divisor: float = 1.0
 

@@ -8,7 +8,7 @@ from paramserver.core.layout import Layout, Range
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, PushId, Token
+from paramserver.types import F32, AnyArray, Coding, DType, ModelKey, PartitionKey, PushId, Token
 
 Request: TypeAlias = int
 """The runtime's number of one request that waits for an outcome."""
@@ -164,9 +164,10 @@ class PushPart:
 
     partition: int
     data: AnyArray
-    """1-D, little-endian, of `dtype` (bfloat16 as uint16): the ranges' elements end to end.  It is kept until the push
-    is applied or dropped: its memory must not be used again before the core lets go of it."""
-    dtype: DType
+    """1-D, little-endian, of `dtype` (bfloat16 as uint16; a codec's bytes as uint8): the ranges' elements end to end.
+    It is kept until the push is applied or dropped: its memory must not be used again before the core lets go of it."""
+    dtype: Coding
+    """A codec only where `ranges` is None."""
     crc: int
     """`wire.tensor.slice_crc(dtype, ranges, data)`, with ranges ((0, size),) for a whole partition."""
     finite: bool

@@ -58,11 +58,11 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
         else:
             inverse = np.float32(1.0) / scale
         scales[b] = scale
-        squares = 0
+        squares = np.int32(0)
         for i in range(n):
-            k = int(np.rint(v[i] * inverse))
-            q[start + i] = k
-            squares += k * k
+            k = np.int32(np.rint(v[i] * inverse))
+            q[start + i] = np.int8(k)
+            squares = np.int32(squares + k * k)
         if left.size:
             for i in range(n):
                 left[start + i] = v[i] - scale * np.float32(q[start + i])

@@ -111,7 +111,7 @@ def perform(task: Task) -> TaskResult:
         return TaskResult(PartitionState(values, slots, steps) if kernels.all_finite(values) else None)
     gradient, dtype = task.direct or (np.zeros_like(values), "float32")
     for piece in task.pieces:
-        kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop])
+        kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     new = tuple(np.empty_like(s) for s in state.slots)
     fine = kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, new)
     return TaskResult(PartitionState(values, new, task.counts) if fine else None)

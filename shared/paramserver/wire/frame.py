@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 import msgpack
 
 from paramserver import limits
+from paramserver.codecs.codec import Codec
 from paramserver.core.fields import MODEL_NAME
 from paramserver.core.layout import Range
 from paramserver.errors import PsError, problem
@@ -225,9 +226,14 @@ class PushFrame:
     forwarded: bool = False
     pull: PullSpec | None = None
     """Answer with these values too, after the push (pushpull)."""
+    codec: Codec | None = None
+    """How the parts are encoded; None: as elements of `dtype`."""
+    sizes: Sequence[tuple[int, int]] = ()
+    """Encoded: for each part its bytes in the body, and its bytes when the second stage is undone."""
 
     def to_header(self) -> dict[str, Any]:
         i = self.push_id
+        encoded = {} if self.codec is None else {"codec": self.codec.text, "sizes": [list(s) for s in self.sizes]}
         return {
             "model": self.model,
             "generation": self.generation,
@@ -248,11 +254,12 @@ class PushFrame:
             "ack": self.ack,
             "forwarded": self.forwarded,
             "pull": self.pull.to_header() if self.pull else None,
+            **encoded,
         }
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> Self:
-        """Raises RequestError (`malformed`, `invalid_range`, `invalid_field`)."""
+        """Raises RequestError (`malformed`, `invalid_range`, `invalid_field`, `unknown_codec`, `invalid_encoding`)."""
         h = _Header(header)
         ident = [h.text("worker", size_max=limits.WORKER_NAME_BYTES_MAX), h.integer("epoch"), h.integer("seq")]
         if any(x is None for x in ident) and any(x is not None for x in ident):
@@ -268,6 +275,7 @@ class PushFrame:
         if not parts:
             raise problem("empty_push", "the push names no partition")
         pull = h.take("pull", lambda v: isinstance(v, dict), "a map")
+        codec, sizes = _encoding(h, parts)
         return cls(
             h.model(),
             tuple(parts),
@@ -283,7 +291,23 @@ class PushFrame:
             h.text("ack", size_max=16),
             h.header.get("forwarded") is True,
             None if pull is None else PullSpec.from_header(pull),
+            codec,
+            sizes,
         )
+
+
+def _encoding(h: _Header, parts: Sequence[PushPart]) -> tuple[Codec | None, tuple[tuple[int, int], ...]]:
+    """The codec of a push and the sizes of its parts; whether they fit their partitions is for the shard to say."""
+    text = h.text("codec", size_max=32)
+    if text is None:
+        return None, ()
+    codec = Codec.of_frame(text)
+    sizes = tuple((a, b) for a, b in h.counts("sizes", 2))
+    if len(sizes) != len(parts):
+        raise problem("invalid_encoding", f"the frame has {len(parts)} parts and {len(sizes)} sizes")
+    if codec.whole and any(p.ranges is not None for p in parts):
+        raise problem("invalid_encoding", f"{codec.text} takes whole partitions, without ranges")
+    return codec, sizes
 
 
 @dataclass(frozen=True, slots=True)
