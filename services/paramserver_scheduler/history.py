@@ -1,39 +1,93 @@
-"""The recent past, for people: what happened lately, and how fast versions rise.  Kept in memory only."""
+"""The recent past, for people: what happened lately, how fast versions rise, and numbers over the last day.
+
+Kept in memory only; what workers report is kept by the core (`core/series.py`) and outlives a restart.
+"""
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
+from paramserver import limits
 from paramserver.core.reading import Reading
-from paramserver_scheduler.schema import EventStatus
+from paramserver_scheduler.rings import Labels, Rings
+from paramserver_scheduler.schema import EventStatus, ModelStatus, NodeStatus, RunStatus, Status
 
-EVENTS_MAX: Final = 100
 RATE_SAMPLES: Final = 6
 """Rates are over the last five seconds."""
 
+MODEL_METRICS: Final = {
+    "model.version": ("version", "versions"),
+    "model.updates_per_s": ("updates_per_s", "1/s"),
+    "model.pushes_per_s": ("pushes_per_s", "1/s"),
+    "model.pulls_per_s": ("pulls_per_s", "1/s"),
+    "model.in_bytes_per_s": ("in_bytes_per_s", "B/s"),
+    "model.out_bytes_per_s": ("out_bytes_per_s", "B/s"),
+    "model.push_p50_s": ("push_p50_s", "s"),
+    "model.push_p99_s": ("push_p99_s", "s"),
+    "model.pull_p50_s": ("pull_p50_s", "s"),
+    "model.pull_p99_s": ("pull_p99_s", "s"),
+    "model.lag": ("lag", "versions"),
+    "model.clock": ("clock", "clocks"),
+}
+"""Metric of a model -> (field of its status, unit)."""
+NODE_METRICS: Final = {
+    "node.cpu_cores": ("cpu_cores", "processors"),
+    "node.rss_bytes": ("rss_bytes", "B"),
+    "node.in_bytes_per_s": ("in_bytes_per_s", "B/s"),
+    "node.out_bytes_per_s": ("out_bytes_per_s", "B/s"),
+    "node.heartbeat_age_s": ("heartbeat_age_s", "s"),
+}
+"""Metric of a node -> (field of its status, unit)."""
+UNITS: Final = {
+    **{name: unit for name, (_, unit) in {**MODEL_METRICS, **NODE_METRICS}.items()},
+    "model.durable_behind": "versions",
+    "model.workers": "workers",
+    "worker.lag": "versions",
+    "worker.clock": "clocks",
+    "cluster.shards": "shards",
+    "cluster.workers": "workers",
+    "cluster.pushes_per_s": "1/s",
+    "cluster.updates_per_s": "1/s",
+    "cluster.bytes_per_s": "B/s",
+}
+"""Every metric that is kept, and its unit."""
+REPORTED: Final = "reported."
+"""Before the name of a metric that workers report: `reported.loss`."""
+
+Level = Literal["good", "info", "bad"]
+
 
 class History:
-    """Turns published documents into lines a person can read, and samples of versions into rates."""
+    """Turns published documents into lines a person can read, and each second's status into series."""
 
     def __init__(self, wall_offset_s: float) -> None:
-        self.events: deque[EventStatus] = deque(maxlen=EVENTS_MAX)
+        self.events: deque[EventStatus] = deque(maxlen=limits.STATUS_EVENTS_MAX)
         """Newest first."""
-        self._wall_offset_s = wall_offset_s
+        self.rings = Rings()
+        self.usage: dict[str, float] = {}
+        """What this process took of its machine in the last second, as `Usage.look` tells it."""
+        self.wall_offset_s = wall_offset_s
+        """Unix time minus monotonic time."""
         self._alive: dict[str, bool] = {}
         self._models: dict[str, tuple[int, int, int]] = {}
         self._workers: dict[str, dict[str, int]] = {}
         self._versions: dict[tuple[str, int], deque[tuple[float, int]]] = {}
+        self._runs: dict[str, str] | None = None
+        self._redis = "ok"
+        self._degraded: set[str] = set()
 
     def begin(self, read: Reading) -> None:
         """What is there at the start is no news."""
         self._alive = {name: shard["alive"] for name, shard in read.map()["shards"].items()}
         self._models = {m["name"]: (m["generation"], m["revision"], m["timeline"]) for m in read.models()}
 
-    def add(self, now: float, kind: str, text: str) -> None:
+    def add(self, now: float, kind: str, text: str, level: Level = "info") -> None:
         """Note an event of this moment (monotonic seconds); the same again at once only moves the last one's time."""
         if self.events and (self.events[0].kind, self.events[0].text) == (kind, text):
             self.events.popleft()
-        self.events.appendleft(EventStatus(at=now + self._wall_offset_s, kind=kind, text=text))
+        self.events.appendleft(EventStatus(at=now + self.wall_offset_s, kind=kind, text=text, level=level))
+
+    # --- what the core publishes ---
 
     def note(self, document: Mapping[str, Any], now: float) -> None:
         """Take in a published document."""
@@ -49,6 +103,40 @@ class History:
                 self._workers.pop(document["model"], None)
                 self.add(now, "model_deleted", f"model {document['model']} is deleted")
 
+    def _note_map(self, document: Mapping[str, Any], now: float) -> None:
+        alive = {name: bool(shard["alive"]) for name, shard in document["shards"].items()}
+        for name, lives in alive.items():
+            if lives and not self._alive.get(name, False):
+                self.add(now, "shard_joined", f"shard {name} has joined", "good")
+            elif not lives and self._alive.get(name, False):
+                self.add(now, "shard_dead", f"shard {name} is gone; its partitions go to the others", "bad")
+        self._alive = alive
+
+    def _note_model(self, document: Mapping[str, Any], now: float) -> None:
+        name = document["name"]
+        new = (document["generation"], document["revision"], document["timeline"])
+        generation, revision, timeline = self._models.get(name, (0, 0, 0))
+        if generation != new[0]:
+            self.add(now, "model_created", f"model {name} is created")
+        else:
+            if revision != new[1]:
+                self.add(now, "model_changed", f"model {name} has new settings (revision {new[1]})")
+            if timeline != new[2]:
+                self.add(now, "model_rolled_back", f"model {name} goes on from clock {document['clock']}", "bad")
+        self._models[name] = new
+        self._note_roster(name, document["workers"], now)
+
+    def _note_roster(self, model: str, workers: Mapping[str, Any], now: float) -> None:
+        old, new = self._workers.get(model, {}), {w: int(v[0]) for w, v in workers.items()}
+        for worker in sorted(new):
+            if old.get(worker) != new[worker]:
+                self.add(now, "worker_joined", f"worker {worker} works on model {model}", "good")
+        for worker in sorted(set(old) - set(new)):
+            self.add(now, "worker_gone", f"worker {worker} has left model {model}, or died")
+        self._workers[model] = new
+
+    # --- what is looked at each second ---
+
     def sample(self, read: Reading, now: float) -> None:
         """Remember every model's version, where every owner has said it; due each second."""
         models = {(m["name"], m["generation"]): int(m["version"]) for m in read.models() if m["served"]}
@@ -63,34 +151,64 @@ class History:
             return 0.0
         return max(0.0, (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]))
 
-    def _note_map(self, document: Mapping[str, Any], now: float) -> None:
-        alive = {name: bool(shard["alive"]) for name, shard in document["shards"].items()}
-        for name, lives in alive.items():
-            if lives and not self._alive.get(name, False):
-                self.add(now, "shard_joined", f"shard {name} has joined")
-            elif not lives and self._alive.get(name, False):
-                self.add(now, "shard_dead", f"shard {name} is gone; its partitions go to the others")
-        self._alive = alive
+    def record(self, status: Status, now: float) -> None:
+        """Keep the numbers of a status, and note what differs from the one before."""
+        unix_s = status.cluster.now
+        alive = sum(n.alive for n in status.nodes if n.role == "shard")
+        workers = sum(w.state != "dead" for m in status.models for w in m.workers)
+        for name, value in (
+            ("cluster.shards", alive),
+            ("cluster.workers", workers),
+            ("cluster.pushes_per_s", sum(m.pushes_per_s for m in status.models)),
+            ("cluster.updates_per_s", sum(m.updates_per_s for m in status.models)),
+            ("cluster.bytes_per_s", sum(m.in_bytes_per_s + m.out_bytes_per_s for m in status.models)),
+        ):
+            self.rings.add(name, (), unix_s, value)
+        for node in status.nodes:
+            if node.role != "pool" and node.alive:
+                self._record(NODE_METRICS, node, (("node", node.name),), unix_s)
+        for model in status.models:
+            self._record_model(model, unix_s)
+        self._note_runs(status.runs, now)
+        self._note_troubles(status, now)
 
-    def _note_model(self, document: Mapping[str, Any], now: float) -> None:
-        name = document["name"]
-        new = (document["generation"], document["revision"], document["timeline"])
-        generation, revision, timeline = self._models.get(name, (0, 0, 0))
-        if generation != new[0]:
-            self.add(now, "model_created", f"model {name} is created")
-        else:
-            if revision != new[1]:
-                self.add(now, "model_changed", f"model {name} has new settings (revision {new[1]})")
-            if timeline != new[2]:
-                self.add(now, "model_rolled_back", f"model {name} goes on from clock {document['clock']}")
-        self._models[name] = new
-        self._note_roster(name, document["workers"], now)
+    def _record_model(self, model: ModelStatus, unix_s: float) -> None:
+        labels: Labels = (("model", model.name),)
+        self._record(MODEL_METRICS, model, labels, unix_s)
+        if model.served == model.partitions:
+            self.rings.add("model.durable_behind", labels, unix_s, max(0, model.version - model.durable_version))
+        self.rings.add("model.workers", labels, unix_s, sum(w.state != "dead" for w in model.workers))
+        for worker in model.workers:
+            if worker.state != "dead":
+                own: Labels = (*labels, ("worker", worker.worker))
+                self.rings.add("worker.lag", own, unix_s, worker.lag)
+                self.rings.add("worker.clock", own, unix_s, worker.clock)
 
-    def _note_roster(self, model: str, workers: Mapping[str, Any], now: float) -> None:
-        old, new = self._workers.get(model, {}), {w: int(v[0]) for w, v in workers.items()}
-        for worker in sorted(new):
-            if old.get(worker) != new[worker]:
-                self.add(now, "worker_joined", f"worker {worker} works on model {model}")
-        for worker in sorted(set(old) - set(new)):
-            self.add(now, "worker_gone", f"worker {worker} has left model {model}, or died")
-        self._workers[model] = new
+    def _record(
+        self, metrics: Mapping[str, tuple[str, str]], of: ModelStatus | NodeStatus, labels: Labels, unix_s: float
+    ) -> None:
+        for metric, (field, _) in metrics.items():
+            self.rings.add(metric, labels, unix_s, getattr(of, field))
+
+    def _note_runs(self, runs: Sequence[RunStatus], now: float) -> None:
+        states = {r.id: r.state for r in runs}
+        for run in reversed(runs):
+            if self._runs is not None and self._runs.get(run.id) != run.state:
+                level: Level = {"running": "good", "finished": "good", "failed": "bad"}.get(run.state, "info")  # type: ignore[assignment]
+                why = (run.reason.strip().splitlines() or [""])[-1]
+                self.add(now, f"run_{run.state}", f"run {run.name or run.id} is {run.state}{why and ': ' + why}", level)
+        self._runs = states
+
+    def _note_troubles(self, status: Status, now: float) -> None:
+        if status.cluster.redis != self._redis:
+            self._redis = status.cluster.redis
+            if self._redis == "away":
+                self.add(now, "redis_away", "Redis does not answer; nothing new can be stored", "bad")
+            else:
+                self.add(now, "redis_back", "Redis answers again", "good")
+        degraded = {n.name for n in status.nodes if n.alive and n.metrics.get("degraded")}
+        for name in sorted(degraded - self._degraded):
+            self.add(now, "shard_degraded", f"shard {name} cannot store its snapshots", "bad")
+        for name in sorted(self._degraded - degraded):
+            self.add(now, "shard_recovered", f"shard {name} stores its snapshots again", "good")
+        self._degraded = degraded

@@ -94,7 +94,9 @@ class Grid:
     @property
     def ring(self) -> int:
         """Which resolution the grid is read from."""
-        return max(i for i, (slot_s, _) in enumerate(RESOLUTIONS) if self.step_s % slot_s == 0 and slot_s <= self.step_s)
+        return max(
+            i for i, (slot_s, _) in enumerate(RESOLUTIONS) if self.step_s % slot_s == 0 and slot_s <= self.step_s
+        )
 
     def means(self, times_s: AnyArray, values: AnyArray) -> list[float | None]:
         """The mean of the values in each step; None for a step without one."""

@@ -1,6 +1,7 @@
-"""The JSON of `GET /status`: what the status page, `psctl status` and people's scripts read.
+"""The JSON of `/status` and below it: what the status page, `psctl status` and people's scripts read.
 
-Every number is of the moment of the request; ages and durations are in seconds, rates per second.
+Every number is of the moment of the request; ages and durations are in seconds, rates per second.  Times that requests
+took are of the last ten seconds, at the shard where they took longest; null where nobody asked for anything.
 """
 
 from typing import Any, Literal
@@ -33,6 +34,11 @@ class NodeStatus(BaseModel):
     heartbeat_age_s: float
     partitions: int = Field(default=0)
     bytes: int = Field(default=0, description="bytes of parameters it owns")
+    cpu_cores: float | None = Field(default=None, description="processors it keeps busy; 1.0 is one")
+    rss_bytes: float | None = Field(default=None, description="resident memory")
+    memory_limit_bytes: float | None = Field(default=None, description="memory it may use; null: not limited")
+    in_bytes_per_s: float | None = Field(default=None, description="gradients received")
+    out_bytes_per_s: float | None = Field(default=None, description="values sent")
     metrics: dict[str, Any] = Field(default={}, description="what its last heartbeat said")
 
 
@@ -45,6 +51,9 @@ class WorkerStatus(BaseModel):
     clock: int
     state: str = Field(examples=["active", "draining", "dead"])
     heartbeat_age_s: float
+    lag: float | None = Field(
+        default=None, description="versions applied between its pulls and its pushes, as the shards see it; mean"
+    )
     metrics: dict[str, Any] = Field(
         default={}, description="what its last heartbeat said: loss, version lag, samples/s, ..."
     )
@@ -69,19 +78,32 @@ class ModelStatus(BaseModel):
     mode: str = Field(examples=["async"])
     optimizer: str = Field(examples=["adam"])
     lr: float | None
+    created_s: float = Field(description="seconds since 1970")
     parameters: int = Field(description="how many named parameters")
     elements: int
     partitions: int
     served: int = Field(description="partitions with a live owner that has loaded them")
+    shards: list[str] = Field(description="names of its owners")
+    owners: list[int] = Field(description="of each partition, its owner's place in `shards`; -1: none now")
+    loading: list[int] = Field(description="partitions that no owner serves yet")
+    moving: list[int] = Field(description="partitions on their way to another owner")
     version: int = Field(description="the lowest over the partitions")
     durable_version: int = Field(description="the lowest over the partitions")
     clock: int = Field(description="sync: commits; otherwise the slowest live worker's clock")
     waiting_for: list[str] = Field(description="workers that the others wait for")
     updates_per_s: float = Field(description="versions applied, over the last seconds")
     pushes_per_s: float
-    lag: float | None = Field(description="mean version lag that the workers report")
+    pulls_per_s: float
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    push_p50_s: float | None
+    push_p99_s: float | None
+    pull_p50_s: float | None
+    pull_p99_s: float | None
+    lag: float | None = Field(description="mean version lag over the workers")
     workers: list[WorkerStatus]
-    series: list[Series]
+    latest: dict[str, tuple[float, float]] = Field(description="reported metric -> (seconds since 1970, value)")
+    series: list[Series] = Field(description="in `GET /status` only; elsewhere empty")
 
 
 class RunStatus(BaseModel):
@@ -90,10 +112,16 @@ class RunStatus(BaseModel):
     id: str
     name: str
     model: str
+    entry: str = Field(examples=["paramserver.examples.digits:train"])
     state: str = Field(examples=["waiting", "running", "paused", "finished", "failed", "stopped"])
     reason: str = ""
     workers: int = Field(description="places wanted")
     placed: int = Field(description="places taken")
+    created_s: float = Field(description="seconds since 1970")
+    ran_s: float = Field(description="seconds in state running")
+    clocks: int | None = Field(description="clocks since it began; null when its model is gone")
+    stop: dict[str, Any] = Field(description="when it ends", examples=[{"minutes": 10}])
+    progress: float | None = Field(description="from 0 to 1; null when nothing says how long it is to run")
 
 
 class EventStatus(BaseModel):
@@ -102,6 +130,7 @@ class EventStatus(BaseModel):
     at: float = Field(description="seconds since 1970")
     kind: str = Field(examples=["shard_joined"])
     text: str
+    level: Literal["good", "info", "bad"] = "info"
 
 
 class Status(BaseModel):
@@ -112,3 +141,27 @@ class Status(BaseModel):
     models: list[ModelStatus]
     runs: list[RunStatus]
     events: list[EventStatus] = Field(description="the last 100, newest first")
+
+
+class Events(BaseModel):
+    """What happened lately."""
+
+    items: list[EventStatus] = Field(description="newest first")
+
+
+class SeriesValues(BaseModel):
+    """One number over time."""
+
+    metric: str = Field(examples=["model.pushes_per_s"])
+    unit: str = Field(examples=["1/s"])
+    labels: dict[str, str] = Field(examples=[{"model": "demo"}])
+    values: list[float | None] = Field(description="one for each step, its mean; null where nothing is known")
+
+
+class SeriesAnswer(BaseModel):
+    """Series on one grid of times: value `i` is of the `step_s` seconds from `start_s + i * step_s`."""
+
+    start_s: int = Field(description="seconds since 1970")
+    step_s: int
+    count: int
+    items: list[SeriesValues]

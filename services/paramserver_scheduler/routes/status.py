@@ -8,7 +8,6 @@ from fastapi.responses import StreamingResponse
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node import negotiate
 from paramserver_node.roles import role
 from paramserver_scheduler.exchange import Service, number_of, respond, service
 from paramserver_scheduler.history import REPORTED, UNITS
@@ -64,11 +63,11 @@ async def events(request: Request) -> Response:
 async def series(request: Request) -> Response:
     """Numbers over time: `?metric=model.pushes_per_s`, several separated by commas.
 
-    `?from=` and `?to=` are Unix seconds (default: the last quarter of an hour), `?step=` is in seconds (default: so that
-    about 300 points come). `?model=`, `?node=` and `?worker=` leave only the series of those. Kept are a quarter of an
-    hour by the second, three hours by ten seconds and a day by the minute, since the scheduler started; the step is made
-    larger where the span asks for it. `reported.NAME` is what workers report, since the model began. docs/metrics.md
-    lists the others.
+    `?from=` and `?to=` are Unix seconds (default: the last quarter of an hour), `?step=` is in seconds (default: so
+    that about 300 points come). `?model=`, `?node=` and `?worker=` leave only the series of those. Kept are a quarter
+    of an hour by the second, three hours by ten seconds and a day by the minute, since the scheduler started; the step
+    is made larger where the span asks for it. `reported.NAME` is what workers report, since the model began.
+    docs/metrics.md lists the others.
     """
     unknown = sorted(set(request.query_params) - KNOWN)
     if unknown:

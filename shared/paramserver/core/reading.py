@@ -76,6 +76,19 @@ class Reading:
         found = self._c.model(name).series.document(names, after)
         return [{"name": n, "points": p} for n, p in found.items()]
 
+    def latest(self, name: str) -> dict[str, tuple[float, float]]:
+        """Of each metric reported: (Unix seconds, mean over the points of the second before its newest one)."""
+        found: dict[str, tuple[float, float]] = {}
+        for metric, points in self._c.model(name).series.points.items():
+            newest = points[-1][0]
+            values: list[float] = []
+            for unix_s, _, _, value in reversed(points):
+                if unix_s <= newest - 1.0:
+                    break
+                values.append(value)
+            found[metric] = newest, sum(values) / len(values)
+        return found
+
     def waiting_for(self, name: str) -> list[str]:
         """Whom the parked workers of a model wait for."""
         model = self._c.model(name)

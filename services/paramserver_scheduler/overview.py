@@ -1,0 +1,210 @@
+"""The whole status of the cluster in one object, put together from what the core knows and what heartbeats said."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import paramserver
+from paramserver_scheduler.exchange import Service
+from paramserver_scheduler.schema import (
+    ClusterStatus,
+    ModelStatus,
+    NodeStatus,
+    RunStatus,
+    Series,
+    Status,
+    WorkerStatus,
+)
+
+POINTS: Final = 120
+"""Points of a series in a status; each is the mean of as many as that takes."""
+RUNS: Final = 20
+EVENTS: Final = 100
+FORGOTTEN_S: Final = 60.0
+"""A dead worker or shard is shown for so long."""
+
+Document = Mapping[str, Any]
+
+
+def describe(s: Service, *, series: bool = True) -> Status:
+    """The status of this moment; `series`: with the points of reported metrics."""
+    now = s.now
+    found = s.read.status(now)
+    shards = [x for x in found["shards"] if x["alive"] or x["heartbeat_age_s"] < FORGOTTEN_S]
+    nodes = [_scheduler(s, found["term"]), *map(_shard, shards), *map(_member, found["pool"])]
+    models = [_model(s, m, shards, series=series) for m in found["models"]]
+    clocks = {m.name: m.clock for m in models}
+    runs = [_run(r, clocks.get(r["model"])) for r in found["runs"][-RUNS:][::-1]]
+    problems = _problems(s, shards, models, runs)
+    cluster = ClusterStatus(
+        state="degraded" if problems else "ok",
+        problems=problems,
+        version=paramserver.__version__,
+        term=found["term"],
+        map_epoch=found["map_epoch"],
+        uptime_s=now - s.started_s,
+        redis="away" if s.runtime.redis_away else "ok",
+        now=found["now"],
+    )
+    events = [e for e, _ in zip(s.history.events, range(EVENTS), strict=False)]
+    return Status(cluster=cluster, nodes=nodes, models=models, runs=runs, events=events)
+
+
+def _scheduler(s: Service, term: int) -> NodeStatus:
+    return NodeStatus(
+        name="scheduler",
+        role="scheduler",
+        state="active",
+        alive=True,
+        addresses=[s.url],
+        epoch=term,
+        heartbeat_age_s=0.0,
+        cpu_cores=s.history.usage.get("cpu_cores"),
+        rss_bytes=s.history.usage.get("rss_bytes"),
+    )
+
+
+def _shard(x: Document) -> NodeStatus:
+    metrics = x["metrics"] if x["alive"] else {}
+    return NodeStatus(
+        role="shard",
+        **{k: v for k, v in x.items() if k in NodeStatus.model_fields},
+        cpu_cores=_number(metrics, "cpu_cores"),
+        rss_bytes=_number(metrics, "rss_bytes"),
+        memory_limit_bytes=_number(metrics, "memory_limit_bytes"),
+        in_bytes_per_s=_number(metrics, "in_bytes_per_s"),
+        out_bytes_per_s=_number(metrics, "out_bytes_per_s"),
+    )
+
+
+def _member(x: Document) -> NodeStatus:
+    return NodeStatus(
+        name=x["member"],
+        role="pool",
+        state="active" if x["run"] else "idle",
+        alive=x["alive"],
+        addresses=[],
+        epoch=x["epoch"],
+        heartbeat_age_s=x["heartbeat_age_s"],
+        metrics={"run": x["run"], "place": x["place"]},
+    )
+
+
+def _model(s: Service, line: Document, shards: Sequence[Document], *, series: bool) -> ModelStatus:
+    name = line["name"]
+    document = s.read.model(name)
+    partitions = document["partitions"]
+    told = [_told(x["metrics"], name) for x in shards if x["alive"]]
+    workers = [_worker(w, told) for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
+    lags = [w.lag for w in workers if w.lag is not None and w.state != "dead"]
+    owners = sorted({p["shard"] for p in partitions} - {None})
+    place = {shard: i for i, shard in enumerate(owners)}
+    return ModelStatus(
+        name=name,
+        generation=line["generation"],
+        revision=line["revision"],
+        timeline=line["timeline"],
+        state=line["state"] if line["served"] else "loading",
+        mode=line["mode"],
+        optimizer=line["optimizer"],
+        lr=document["spec"]["optimizer"].get("lr"),
+        created_s=document["created_s"],
+        parameters=len(document["spec"]["params"]),
+        elements=line["size"],
+        partitions=line["partitions"],
+        served=sum(bool(p["served"]) for p in partitions),
+        shards=owners,
+        owners=[place.get(p["shard"], -1) for p in partitions],
+        loading=[p["index"] for p in partitions if not p["served"]],
+        moving=[p["index"] for p in partitions if p.get("moving_to")],
+        version=line["version"],
+        durable_version=min((p["durable_version"] for p in partitions), default=0),
+        clock=line["clock"],
+        waiting_for=line["waiting_for"],
+        updates_per_s=s.history.updates_per_s(name, line["generation"]),
+        # A request of the SDK goes to each shard, so the busiest shard has seen them all; bytes are each shard's own.
+        pushes_per_s=_most(told, "pushes_per_s") or 0.0,
+        pulls_per_s=_most(told, "pulls_per_s") or 0.0,
+        in_bytes_per_s=sum(_number(t, "in_bytes_per_s") or 0.0 for t in told),
+        out_bytes_per_s=sum(_number(t, "out_bytes_per_s") or 0.0 for t in told),
+        push_p50_s=_most(told, "push_p50_s"),
+        push_p99_s=_most(told, "push_p99_s"),
+        pull_p50_s=_most(told, "pull_p50_s"),
+        pull_p99_s=_most(told, "pull_p99_s"),
+        lag=sum(lags) / len(lags) if lags else None,
+        workers=workers,
+        latest=s.read.latest(name),
+        series=[_series(x["name"], x["points"]) for x in s.read.metrics(name)] if series else [],
+    )
+
+
+def _worker(w: Document, told: Iterable[Document]) -> WorkerStatus:
+    seen = [lag for t in told if (lag := _number(_object(t, "lag"), w["worker"])) is not None]
+    return WorkerStatus(
+        **{k: w[k] for k in WorkerStatus.model_fields if k != "lag"},
+        lag=max(seen) if seen else _number(w["metrics"], "lag"),
+    )
+
+
+def _told(metrics: Document, model: str) -> Document:
+    """What a shard's heartbeat says of one model; shards are not believed to send the right types."""
+    return _object(_object(metrics, "models"), model)
+
+
+def _object(document: Document, name: str) -> Document:
+    value = document.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(document: Document, name: str) -> float | None:
+    value = document.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _most(told: Iterable[Document], name: str) -> float | None:
+    """The largest over the shards."""
+    return max((v for t in told if (v := _number(t, name)) is not None), default=None)
+
+
+def _series(name: str, points: Sequence[Sequence[Any]]) -> Series:
+    """The points thinned out: equal groups, each its mean."""
+    step = max(1, -(-len(points) // POINTS))
+    groups = [points[i : i + step] for i in range(0, len(points), step)]
+    thin = [(sum(p[0] for p in g) / len(g), sum(p[3] for p in g) / len(g)) for g in groups]
+    return Series(name=name, points=thin, last=thin[-1][1] if thin else None)
+
+
+def _run(r: Document, clock: int | None) -> RunStatus:
+    places, stop = r["places"], r["stop"]
+    clocks = None if clock is None else max(0, clock - r["from_clock"])
+    parts = []
+    if stop.get("minutes"):
+        parts.append(r["ran_s"] / (60 * stop["minutes"]))
+    if stop.get("clocks") and clocks is not None:
+        parts.append(clocks / stop["clocks"])
+    if r["state"] == "finished":
+        parts = [1.0]
+    return RunStatus(
+        **{k: r[k] for k in ("id", "name", "model", "entry", "state", "reason", "created_s", "ran_s", "stop")},
+        workers=len(places),
+        placed=sum(p["member"] is not None for p in places),
+        clocks=clocks,
+        progress=min(1.0, max(parts)) if parts else None,
+    )
+
+
+def _problems(
+    s: Service, shards: Sequence[Document], models: Sequence[ModelStatus], runs: Sequence[RunStatus]
+) -> list[str]:
+    out: list[str] = []
+    if s.runtime.redis_away:
+        out.append("Redis does not answer: async training goes on, nothing new can be decided or stored")
+    if not any(x["alive"] for x in shards):
+        out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")
+    for x in shards:
+        if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
+            out.append(f"Shard {x['name']}: {why[:300]}")
+    for m in models:
+        if m.served < m.partitions:
+            out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
+    out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
+    return out

@@ -1,0 +1,33 @@
+"""Looks at the cluster once a second: keeps what it sees, sets the gauges, and shows it to every open page."""
+
+import asyncio
+import json
+from time import monotonic
+from typing import Final
+
+from paramserver_node.usage import Usage
+from paramserver_scheduler import telemetry
+from paramserver_scheduler.exchange import Service, without_nan
+from paramserver_scheduler.overview import describe
+
+LOOK_S: Final = 1.0
+SHARE: Final = 20
+"""Looking takes one twentieth of the time at most: where it takes long, it is done less often."""
+
+
+async def watch(service: Service) -> None:
+    """Look each second, until cancelled."""
+    usage, history = Usage(monotonic), service.history
+    try:
+        while True:
+            began_s = monotonic()
+            history.usage = usage.look()
+            history.sample(service.read, began_s)
+            status = describe(service, series=False)
+            history.record(status, began_s)
+            telemetry.update(service.read, began_s, redis_away=service.runtime.redis_away)
+            text = json.dumps(without_nan(status.model_dump()), separators=(",", ":"))
+            service.screen.show(text.encode())
+            await asyncio.sleep(max(LOOK_S, SHARE * (monotonic() - began_s)))
+    finally:
+        service.screen.close()
