@@ -28,11 +28,13 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.endpoints import FrameReader
 from paramserver_shard.exchange import Exchange
 from paramserver_shard.frames import FrameService
+from paramserver_shard.journal import Journal
 from paramserver_shard.membership import Membership, SchedulerLink
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
 from paramserver_shard.peers import PeerClient
 from paramserver_shard.runtime import Runtime
+from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.store import SnapshotStore
 from paramserver_shard.telemetry import Telemetry
 
@@ -109,8 +111,9 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     pool, directory, telemetry = BufferPool(), Directory(name), Telemetry(clock)
     redis = node_redis.connect(settings.redis)
     link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()], shown)
-    store = SnapshotStore(redis, pool, clock, settings.snapshot_mib_per_s * MIB)
-    runtime = Runtime(ShardCore(), directory, pool, store, group)
+    scripts = ScriptRunner(redis)
+    store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
+    runtime = Runtime(ShardCore(), directory, pool, store, Journal(redis, scripts), group)
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry)
     runtime.peers = membership
     models = Models(directory, link)

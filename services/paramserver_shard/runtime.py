@@ -23,7 +23,6 @@ from paramserver.core.shard_io import (
     Capture,
     Effect,
     Event,
-    LoadedState,
     LoadFailed,
     LoadPartition,
     Outcome,
@@ -48,8 +47,10 @@ from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, task_elements
 from paramserver_shard.directory import Directory
-from paramserver_shard.snapshots import first_state, from_stored, set_later, to_stored
-from paramserver_shard.store import SnapshotStore
+from paramserver_shard.journal import Journal as JournalStore
+from paramserver_shard.loading import Loader
+from paramserver_shard.snapshots import to_stored
+from paramserver_shard.store import Saved, SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
@@ -72,7 +73,13 @@ class Runtime:
     """One shard's core with everything that acts for it."""
 
     def __init__(
-        self, core: ShardCore, directory: Directory, pool: BufferPool, store: SnapshotStore, group: asyncio.TaskGroup
+        self,
+        core: ShardCore,
+        directory: Directory,
+        pool: BufferPool,
+        store: SnapshotStore,
+        journal: JournalStore,
+        group: asyncio.TaskGroup,
     ) -> None:
         self.core = core
         self.pool = pool
@@ -82,6 +89,7 @@ class Runtime:
         """Why snapshots cannot be written now; empty when all is well."""
         self._directory = directory
         self._store = store
+        self._loader = Loader(store, journal, pool, self.offload)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._threads = os.cpu_count() or 1
@@ -212,7 +220,7 @@ class Runtime:
     async def _load(self, effect: LoadPartition) -> None:
         key, token = effect.key, effect.token
         try:
-            loaded = await self._loaded(effect)
+            loaded = await self._loader.load(effect)
         except PsError as error:
             log.warning("partition %s cannot be loaded: %s", key, error)
             self.feed(LoadFailed(key, token, error))
@@ -222,22 +230,6 @@ class Runtime:
         else:
             self.feed(PartitionLoaded(key, token, loaded))
 
-    async def _loaded(self, effect: LoadPartition) -> LoadedState:
-        if effect.source != "init":
-            cut = effect.source if isinstance(effect.source, int) else None
-            stored = await self._store.load(effect.key, cut)
-            self.degraded = ""
-            if stored is not None:
-                if not stored.newest:
-                    log.error("partition %s: its newest snapshot is damaged; the one before is used", effect.key)
-                return from_stored(stored.head, stored.arrays)
-            if set_later(effect.spec, effect.layout, effect.key.index):
-                raise problem("corrupt_state", f"partition {effect.key}: its first values were never stored")
-        work = partial(first_state, effect.spec, effect.layout, effect.key.index, self.pool.take)
-        if effect.layout.partition_size(effect.key.index) <= INLINE_ELEMENTS_MAX // 16:
-            return work()
-        return await self.offload(work)
-
     async def _store_snapshot(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
         key, token, version = capture.key, capture.token, capture.version
@@ -245,20 +237,31 @@ class Runtime:
         cut = capture.clock if effect.cut else None
         known = self._directory.models.get(key.model.name)
         pinned = known.cut if known is not None and known.key == key.model else None
+        saved: Saved | None = None
         try:
-            stored = await self._store.save(key, token, version, cut, pinned, head, arrays)
+            saved = await self._store.save(
+                key,
+                token,
+                version,
+                head,
+                arrays,
+                lsn=capture.lsn,
+                cut=cut,
+                pinned=pinned,
+                urgent=effect.urgent,
+                fsync=effect.fsync,
+            )
         except PsError as error:
             log.error("partition %s cannot be snapshotted: %s", key, error)
             self.degraded = str(error)
-            stored = False
         except (RedisError, OSError) as error:
             self._storage_failed(error)
-            stored = False
         else:
-            self.degraded = ""
-            if not stored:
-                log.warning("partition %s: snapshot of version %d refused, another owner took its place", key, version)
-        self.feed(SnapshotStored(key, token, version) if stored else SnapshotFailed(key, token, version))
+            self.degraded = "Redis was emptied" if saved == Saved.EMPTIED else ""
+            if saved is not Saved.STORED:
+                log.warning("partition %s: snapshot of version %d: %s", key, version, saved.name.lower())
+        done = SnapshotStored if saved is Saved.STORED else SnapshotFailed
+        self.feed(done(key, token, version))
 
     def _storage_failed(self, error: Exception) -> None:
         if not self.degraded:

@@ -19,30 +19,41 @@ _HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "rang
 
 
 def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
-    """The head and the arrays (values, slots, held gradients, in this order) of a capture."""
+    """The head and the arrays (values, slots, held and staged gradients, in this order) of a capture."""
     head = {
         "version": capture.version,
         "clock": capture.clock,
         "steps": list(capture.state.steps),
         "slots": len(capture.state.slots),
         "memory": dict(capture.memory),
-        "held": [{f: getattr(part, f) for f in _HELD_FIELDS} for part in capture.held],
+        "held": [_fields(part) for part in capture.held],
+        "lsn": capture.lsn,
+        "staged": [_fields(part) for part in capture.staged],
+        "settings": None if capture.settings is None else dict(capture.settings),
     }
-    return head, (capture.state.values, *capture.state.slots, *(part.data for part in capture.held))
+    waiting = (part.data for part in (*capture.held, *capture.staged))
+    return head, (capture.state.values, *capture.state.slots, *waiting)
 
 
 def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedState:
-    """The partition that `to_stored` wrote."""
-    slots = int(head["slots"])
-    held = tuple(_held(h, data) for h, data in zip(head["held"], arrays[1 + slots :], strict=True))
+    """The partition that `to_stored` wrote, or that format 1.0 did, which had no journal and no staged parts."""
+    slots, rest = int(head["slots"]), arrays[1 + int(head["slots"]) :]
+    held = head["held"]
     return LoadedState(
         PartitionState(arrays[0], tuple(arrays[1 : 1 + slots]), tuple(int(s) for s in head["steps"])),
         int(head["version"]),
         int(head["clock"]),
         head["memory"],
-        held,
+        tuple(_held(h, data) for h, data in zip(held, rest[: len(held)], strict=True)),
         stored=True,
+        lsn=int(head.get("lsn", 0)),
+        staged=tuple(_held(h, data) for h, data in zip(head.get("staged", ()), rest[len(held) :], strict=True)),
+        settings=head.get("settings"),
     )
+
+
+def _fields(part: HeldPart) -> dict[str, Any]:
+    return {f: getattr(part, f) for f in _HELD_FIELDS}
 
 
 def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:

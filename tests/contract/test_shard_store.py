@@ -15,7 +15,8 @@ from paramserver.types import F32, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.store import SnapshotStore
+from paramserver_shard.scripts import ScriptRunner
+from paramserver_shard.store import Saved, SnapshotStore, Stored
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio]
 
@@ -42,7 +43,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 def store_of(redis: Redis) -> SnapshotStore:
-    return SnapshotStore(redis, BufferPool(), asyncio.get_running_loop().time, 1e12)
+    return SnapshotStore(redis, ScriptRunner(redis), BufferPool(), asyncio.get_running_loop().time, 1e12)
 
 
 def values(version: int, count: int = 1000) -> F32:
@@ -51,8 +52,21 @@ def values(version: int, count: int = 1000) -> F32:
 
 async def save(
     store: SnapshotStore, version: int, *, token: int = TOKEN, cut: int | None = None, pinned: int | None = None
-) -> bool:
-    return await store.save(KEY, token, version, cut, pinned, {"version": version}, [values(version)])
+) -> Saved:
+    return await store.save(KEY, token, version, {"version": version}, [values(version)], cut=cut, pinned=pinned)
+
+
+async def newest(store: SnapshotStore) -> Stored | None:
+    """The first snapshot of the manifest that is whole, as a loading shard looks for it."""
+    for entry in await store.manifest(KEY):
+        if (stored := await store.read(KEY, entry)) is not None:
+            return stored
+    return None
+
+
+async def names(redis: Redis) -> list[str]:
+    """The snapshots that the stored manifest names, newest first."""
+    return [e["name"] for e in json.loads(await redis.get(f"{{{KEY}}}:manifest") or "")["snapshots"]]
 
 
 async def blocks(redis: Redis) -> list[str]:
@@ -62,16 +76,14 @@ async def blocks(redis: Redis) -> list[str]:
 async def test_two_snapshots_are_kept_and_the_newest_is_read(redis: Redis) -> None:
     """After three saves the manifest names the last two, newest first, and nothing of the first is left."""
     store = store_of(redis)
-    assert await store.load(KEY) is None
+    assert await store.manifest(KEY) == []
     for version in (1, 2, 3):
-        assert await save(store, version)
-    manifest = json.loads(await redis.get(f"{{{KEY}}}:manifest") or "")
-    assert [e["version"] for e in manifest] == [3, 2]
-    assert {e["format"] for e in manifest} == {1}
+        assert await save(store, version) == Saved.STORED
+    assert [e["version"] for e in await store.manifest(KEY)] == [3, 2]
     assert len(await blocks(redis)) == 2
-    stored = await store.load(KEY)
+    stored = await newest(store)
     assert stored is not None
-    assert (stored.version, stored.newest, dict(stored.head)) == (3, True, {"version": 3})
+    assert (stored.version, dict(stored.head)) == (3, {"version": 3})
     assert np.array_equal(stored.arrays[0], values(3))
 
 
@@ -79,56 +91,79 @@ async def test_blocks_are_bounded(redis: Redis) -> None:
     """A snapshot of 9 MB is three blocks of at most 4 MiB, and comes back bit for bit."""
     store = store_of(redis)
     array = np.random.default_rng(1).standard_normal(2_250_000).astype(np.float32)
-    assert await store.save(KEY, TOKEN, 1, None, None, {}, [array, array[:3]])
+    assert await store.save(KEY, TOKEN, 1, {}, [array, array[:3]]) == Saved.STORED
     sizes = [await redis.strlen(f"{{{KEY}}}:snap:{name}") for name in await blocks(redis)]
     assert len(sizes) == 3
     assert max(sizes) == 4 << 20
-    stored = await store.load(KEY)
+    stored = await newest(store)
     assert stored is not None
     assert np.array_equal(stored.arrays[0], array)
     assert np.array_equal(stored.arrays[1], array[:3])
 
 
 async def test_a_former_owner_cannot_switch_the_manifest(redis: Redis) -> None:
-    """Once another token is written, a save under the old one is refused and leaves nothing behind."""
+    """Under a newer token a save is refused and leaves nothing behind; an emptied Redis is told from a new owner."""
     store = store_of(redis)
-    assert await save(store, 1)
+    assert await save(store, 1) == Saved.STORED
     await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
     before = await blocks(redis)
-    assert not await save(store, 2)
+    assert await save(store, 2) == Saved.FENCED
     assert await blocks(redis) == before
-    assert await save(store, 2, token=TOKEN + 1)
+    assert await save(store, 2, token=TOKEN + 1) == Saved.STORED
+    assert await save(store, 3, token=TOKEN + 2) == Saved.EMPTIED, "a token that Redis never heard of is newer than it"
     await redis.delete(f"{{{KEY}}}:token")
-    assert not await save(store, 3, token=TOKEN + 1)
+    assert await save(store, 3, token=TOKEN + 1) == Saved.EMPTIED
 
 
-async def test_a_damaged_snapshot_gives_way_to_the_one_before(redis: Redis) -> None:
-    """A flipped bit or a missing block of the newest is noticed; when both are damaged it is CorruptState."""
+async def test_a_damaged_snapshot_is_noticed(redis: Redis) -> None:
+    """A flipped bit or a missing block of the newest leads to the one before, and to nothing when both are damaged."""
     store = store_of(redis)
     await save(store, 1)
     await save(store, 2)
-    newest, older = (e["name"] for e in json.loads(await redis.get(f"{{{KEY}}}:manifest") or ""))
-    await redis.setrange(f"{{{KEY}}}:snap:{newest}:0", 900, "x")
-    stored = await store.load(KEY)
+    new, old = await names(redis)
+    await redis.setrange(f"{{{KEY}}}:snap:{new}:0", 900, "x")
+    stored = await newest(store)
     assert stored is not None
-    assert (stored.version, stored.newest) == (1, False)
-    await redis.delete(f"{{{KEY}}}:snap:{older}:0")
-    with pytest.raises(CorruptState):
-        await store.load(KEY)
+    assert stored.version == 1
+    await save(store, 3)
+    assert [e["version"] for e in await store.manifest(KEY)] == [3, 1], "what is damaged is not kept beside the new one"
+    assert len(await blocks(redis)) == 2
+    await redis.delete(f"{{{KEY}}}:snap:{old}:0", f"{{{KEY}}}:snap:{(await names(redis))[0]}:0")
+    assert await newest(store) is None
+
+
+async def test_a_manifest_that_is_gone_was_there(redis: Redis) -> None:
+    """A partition that was stored once is not taken for a new one because its manifest is missing."""
+    store = store_of(redis)
+    await save(store, 4)
+    await redis.delete(f"{{{KEY}}}:manifest")
+    with pytest.raises(CorruptState, match="version 4"):
+        await store.manifest(KEY)
 
 
 async def test_a_pinned_cut_outlives_newer_ones(redis: Redis) -> None:
     """The cut that all partitions have is kept beside the newest, and found by its clock."""
     store = store_of(redis)
     for version, pinned in ((5, None), (10, 5), (15, 5)):
-        assert await save(store, version, cut=version, pinned=pinned)
-    pinned_one = await store.load(KEY, 5)
-    newest = await store.load(KEY, 15)
-    assert pinned_one is not None
-    assert newest is not None
-    assert (pinned_one.version, newest.version) == (5, 15)
-    with pytest.raises(CorruptState):
-        await store.load(KEY, 10)
+        assert await save(store, version, cut=version, pinned=pinned) == Saved.STORED
+    assert [e["cut"] for e in await store.manifest(KEY)] == [15, 5]
+
+
+async def test_blocks_that_redis_lost_are_not_named(redis: Redis) -> None:
+    """When Redis forgets a block between its writing and the switch (a restart), the snapshot does not count."""
+    store = store_of(redis)
+    await save(store, 1)
+
+    async def forgetful(*args: object, **kwargs: object) -> list[object]:
+        for key in await redis.keys(f"{{{KEY}}}:snap:2-*"):
+            await redis.delete(key)
+        return await ScriptRunner(redis).run(*args, **kwargs)  # type: ignore[arg-type]
+
+    runner = ScriptRunner(redis)
+    runner.run = forgetful  # type: ignore[method-assign]
+    forgetting = SnapshotStore(redis, runner, BufferPool(), asyncio.get_running_loop().time, 1e12)
+    assert await save(forgetting, 2) == Saved.BLOCKS_GONE
+    assert [e["version"] for e in await store.manifest(KEY)] == [1]
 
 
 async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
@@ -137,6 +172,6 @@ async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
     await redis.sadd(f"{{{KEY}}}:pending", "9-1-1:2")
     for i in range(2):
         await redis.set(f"{{{KEY}}}:snap:9-1-1:{i}", b"x")
-    assert await save(store, 1)
+    assert await save(store, 1) == Saved.STORED
     assert len(await blocks(redis)) == 1
     assert await redis.scard(f"{{{KEY}}}:pending") == 0

@@ -1,0 +1,201 @@
+"""The journals of partitions in Redis: what their owners executed, in order, one stream each, under the owner token.
+
+Keys of partition `{NAME.GENERATION/INDEX}`: `…:journal`, a stream whose entry `LSN-0` holds `h` (format, CRC-32 and a
+msgpack head) and `d` (the arrays, end to end), and `…:lsn`, the last lsn, by which a lost end is noticed.  Snapshots
+cut off the beginning (`store`).
+
+A group commit is one script for many partitions.  For each it compares the owner token, leaves out what is there
+already, so that a write which timed out is simply repeated, and adds the rest.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import msgpack
+import numpy as np
+from redis.asyncio import Redis
+from zlib_ng import zlib_ng
+
+from paramserver.core.journal import JournalEntry
+from paramserver.errors import PsError, problem
+from paramserver.limits import JOURNAL_SCRIPT_BYTES, MIB
+from paramserver.types import AnyArray, PartitionKey, Token
+from paramserver_shard.scripts import Script, ScriptRunner
+
+FORMAT: Final = "1.1"
+"""Of an entry; `1.0` had no journal."""
+_INLINE_BYTES: Final = 1 * MIB
+"""Up to so many bytes are summed on the event loop itself."""
+_PAGE_BYTES: Final = 16 * MIB
+
+_Page = Sequence[tuple[bytes, dict[bytes, bytes]]]
+
+# KEYS: for each partition token, lsn, journal.  ARGV: for each partition its owner token, the number of entries, and
+# (lsn, head, data) of each.  Returns one verdict for each partition.
+_APPEND: Final = """
+local out, at = {}, 1
+for k = 1, #KEYS, 3 do
+  local count, first = tonumber(ARGV[at + 1]), at + 2
+  local owner = redis.call('GET', KEYS[k])
+  local last = tonumber(redis.call('GET', KEYS[k + 1]) or '0')
+  if not owner or owner < ARGV[at] then
+    out[#out + 1] = 1
+  elseif owner > ARGV[at] then
+    out[#out + 1] = 2
+  elseif tonumber(ARGV[first]) > last + 1 then
+    out[#out + 1] = 3
+  else
+    local newest = last
+    for i = first, first + 3 * count - 1, 3 do
+      if tonumber(ARGV[i]) > newest then
+        redis.call('XADD', KEYS[k + 2], ARGV[i] .. '-0', 'h', ARGV[i + 1], 'd', ARGV[i + 2])
+        newest = tonumber(ARGV[i])
+      end
+    end
+    if newest > last then redis.call('SET', KEYS[k + 1], string.format('%d', newest)) end
+    out[#out + 1] = 0
+  end
+  at = first + 3 * count
+end
+return out
+"""
+
+
+# A write: a Redis that is full or read-only would answer a PING.
+_PROBE: Final = "redis.call('SET', KEYS[1], '', 'PX', 1) return 0"
+
+
+class Verdict(IntEnum):
+    """What became of one partition's entries."""
+
+    WRITTEN = 0
+    EMPTIED = 1
+    """Redis has an older owner token or none: it was emptied or went back, and its leader will seed it again."""
+    FENCED = 2
+    """Another owner has taken the partition."""
+    GAP = 3
+    """Redis lacks earlier entries that it once had: only a snapshot can go on from here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Entries of one partition under one token, in order and without holes."""
+
+    key: PartitionKey
+    token: Token
+    entries: Sequence[JournalEntry]
+
+
+class Journal:
+    """Writes and reads the streams.  Raises RedisError or OSError when Redis does not answer; callers repeat."""
+
+    def __init__(self, redis: Redis, scripts: ScriptRunner) -> None:
+        self._redis = redis
+        self._scripts = scripts
+
+    async def append(self, batches: Sequence[Batch], *, fsync: bool) -> list[Verdict]:
+        """Writes these batches, and with `fsync` waits until they are on the disk; one verdict for each.
+
+        Nothing is known of any of them when it raises; then it is called again with the same batches before any other.
+        Raises as `ScriptRunner.run` does.
+        """
+        size = sum(e.nbytes for b in batches for e in b.entries)
+        scripts = _encoded(batches) if size <= _INLINE_BYTES else await asyncio.to_thread(_encoded, batches)
+        results = await self._scripts.run(scripts, fsync=fsync)
+        return [Verdict(v) for result in results for v in result]
+
+    async def probe(self, *, fsync: bool) -> None:
+        """Raises as `append` does when nothing could be written now."""
+        await self._scripts.run([Script(_PROBE, ["ps:probe"], [])], fsync=fsync)
+
+    async def read(self, key: PartitionKey, after: int) -> list[JournalEntry]:
+        """All entries above lsn `after`, each checked; raises CorruptState where one is damaged or missing."""
+        text = await self._redis.get(f"{{{key}}}:lsn")
+        last = 0 if text is None else int(text)
+        if last < after:
+            raise _damaged(key, f"it ends at {last}, but a snapshot has {after}")
+        entries: list[JournalEntry] = []
+        count = 16
+        while last > after + len(entries):
+            start = f"({after + len(entries)}-0"
+            page: _Page = await self._redis.xrange(f"{{{key}}}:journal", min=start, count=count)  # type: ignore[assignment]
+            if not page:
+                break
+            entries += await asyncio.to_thread(_decoded_page, key, after + len(entries) + 1, page)
+            size = sum(len(fields[b"d"]) for _, fields in page)
+            count = max(1, min(1000, _PAGE_BYTES * len(page) // max(1, size)))
+        if last != after + len(entries):
+            raise _damaged(key, f"it ends at {after + len(entries)}, but {last} were written")
+        return entries
+
+
+def _damaged(key: PartitionKey, what: str) -> PsError:
+    return problem("corrupt_state", f"the journal of partition {key} cannot be read: {what}")
+
+
+def _encoded(batches: Sequence[Batch]) -> list[Script]:
+    """The scripts that write the batches, none of which keeps Redis busy for long."""
+    out: list[Script] = []
+    room = 0
+    for batch in batches:
+        if not out or room <= 0:
+            out.append(Script(_APPEND, [], []))
+            room = JOURNAL_SCRIPT_BYTES
+        out[-1].keys.extend(f"{{{batch.key}}}:{name}" for name in ("token", "lsn", "journal"))
+        out[-1].args.extend((f"{batch.token:020d}", len(batch.entries)))
+        for entry in batch.entries:
+            out[-1].args.extend((entry.lsn, *encode(entry)))
+            room -= entry.nbytes
+    return out
+
+
+def encode(entry: JournalEntry) -> tuple[bytes, bytes | memoryview]:
+    """The two fields of an entry: `h` and `d`."""
+    arrays = [np.ascontiguousarray(a) for a in entry.arrays]
+    head = msgpack.packb(
+        {
+            "key": str(entry.key),
+            "lsn": entry.lsn,
+            "token": entry.token,
+            "kind": entry.kind,
+            "head": dict(entry.head),
+            "arrays": [[a.dtype.str, a.nbytes] for a in arrays],
+        }
+    )
+    views = [a.data.cast("B") if a.nbytes else memoryview(b"") for a in arrays]
+    data = views[0] if len(views) == 1 else b"".join(views)
+    return msgpack.packb([FORMAT, zlib_ng.crc32(data, zlib_ng.crc32(head)), head]), data
+
+
+def decode(key: PartitionKey, lsn: int, fields: dict[bytes, bytes]) -> JournalEntry:
+    """The entry that `encode` wrote; raises CorruptState where it is damaged, or of a newer format."""
+    try:
+        stored, checksum, head = msgpack.unpackb(fields[b"h"])
+        data = fields[b"d"]
+    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as e:
+        raise _damaged(key, f"entry {lsn} is damaged ({e or type(e).__name__})") from None
+    if stored != FORMAT:
+        raise _damaged(key, f"entry {lsn} has format {stored!r:.20}, this version reads {FORMAT}")
+    if not isinstance(head, bytes) or zlib_ng.crc32(data, zlib_ng.crc32(head)) != checksum:
+        raise _damaged(key, f"entry {lsn} does not match its checksum")
+    document = msgpack.unpackb(head, strict_map_key=False)
+    if document["key"] != str(key) or document["lsn"] != lsn:
+        raise _damaged(key, f"entry {lsn} belongs to {document['key']}, {document['lsn']}")
+    arrays: list[AnyArray] = []
+    at = 0
+    for dtype, size in document["arrays"]:
+        arrays.append(np.frombuffer(data[at : at + size], dtype))
+        at += size
+    return JournalEntry(key, document["token"], lsn, document["kind"], document["head"], tuple(arrays))
+
+
+def _decoded_page(key: PartitionKey, first: int, page: _Page) -> list[JournalEntry]:
+    out: list[JournalEntry] = []
+    for lsn, (name, fields) in enumerate(page, first):
+        if name != f"{lsn}-0".encode():
+            raise _damaged(key, f"entry {lsn} is missing, {name.decode(errors='replace')} follows")
+        out.append(decode(key, lsn, fields))
+    return out

@@ -1,0 +1,105 @@
+"""The bytes of stored snapshots: a manifest, and a stream of a head and arrays that is cut into blocks.
+
+Format 1.1.  One minor older is read: 1.0 had a manifest that was a bare list, without a checksum, and knew no journal.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from zlib_ng import zlib_ng
+
+from paramserver.errors import PsError, problem
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES
+from paramserver.types import AnyArray
+
+FORMAT: Final = "1.1"
+_READ: Final = (1, "1.1")  # 1.0 wrote its format as a number
+_ALIGN: Final = 64
+
+Entry = Mapping[str, Any]
+"""One snapshot in a manifest: version, token, lsn, cut, name, bytes, crc32 (of each block), format."""
+
+
+def newer(what: str, found: object) -> PsError:
+    """The error for something stored in a format that this version does not know."""
+    text = "1.0" if found == 1 else str(found)
+    return problem(
+        "corrupt_state",
+        f"{what} has format {text[:20]}; this version reads 1.0 and {FORMAT}",
+        hint="it was written by a newer version, or is damaged",
+    )
+
+
+def pack_manifest(entries: Sequence[Entry]) -> str:
+    """The manifest that names these snapshots, newest first."""
+    document = {"format": FORMAT, "crc32": _entries_crc(entries), "snapshots": list(entries)}
+    return json.dumps(document, separators=(",", ":"))
+
+
+def read_manifest(text: bytes | str, what: str) -> list[dict[str, Any]]:
+    """The snapshots that a manifest names; raises CorruptState where it is damaged or of a newer format."""
+    try:
+        document = json.loads(text)
+        if isinstance(document, list):  # 1.0
+            entries, good = document, True
+        else:
+            if document["format"] != FORMAT:
+                raise newer(what, document["format"])
+            entries = document["snapshots"]
+            good = document["crc32"] == _entries_crc(entries)
+        for entry in entries:
+            if entry["format"] not in _READ:
+                raise newer(f"a snapshot in {what}", entry["format"])
+        good = good and all(isinstance(e["crc32"], list) and e["name"] for e in entries)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        good = False
+    if not good:
+        raise problem("corrupt_state", f"{what} is damaged")
+    return [{"lsn": 0, **e} for e in entries]
+
+
+def _entries_crc(entries: Any) -> int:
+    return zlib_ng.crc32(json.dumps(entries, separators=(",", ":"), sort_keys=True).encode())
+
+
+def encode_head(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> bytes:
+    """What a stream begins with: length, msgpack map, zeros up to a multiple of 64."""
+    packed = msgpack.packb({"format": FORMAT, "head": head, "arrays": [[a.dtype.str, a.nbytes] for a in arrays]})
+    size = 4 + len(packed)
+    return b"".join((struct.pack("<I", len(packed)), packed, bytes(-size % _ALIGN)))
+
+
+def decode_head(stream: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
+    """(head, where the arrays begin) of a stream whose blocks were whole; raises CorruptState for a newer format."""
+    (size,) = struct.unpack("<I", stream[:4].tobytes())
+    head = msgpack.unpackb(stream[4 : 4 + size].tobytes(), strict_map_key=False)
+    if head.get("format") not in _READ:
+        raise newer("a snapshot", head.get("format"))
+    return head, 4 + size + (-(4 + size) % _ALIGN)
+
+
+def blocks_of(head: bytes, arrays: Sequence[AnyArray]) -> Iterator[bytes]:
+    """The stream in pieces of at most SNAPSHOT_BLOCK_BYTES."""
+    block = bytearray()
+    for piece in (memoryview(head), *(a.data.cast("B") for a in arrays)):
+        at = 0
+        while at < len(piece):
+            room = SNAPSHOT_BLOCK_BYTES - len(block)
+            block += piece[at : at + room]
+            at += room
+            if len(block) == SNAPSHOT_BLOCK_BYTES:
+                yield bytes(block)
+                block.clear()
+    if block:
+        yield bytes(block)
+
+
+def next_block(blocks: Iterator[bytes]) -> tuple[bytes, int] | None:
+    """The next block with its checksum; copying and summing 4 MiB is too long for the event loop."""
+    block = next(blocks, None)
+    return None if block is None else (block, zlib_ng.crc32(block))
