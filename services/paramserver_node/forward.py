@@ -24,8 +24,6 @@ MARK: Final = "x-paramserver-forwarded"
 
 HANDED_ON: Final = "x-paramserver-handed-on"
 """Set on what a scheduler that stands by hands on to the leader: the receiver leads, or nobody does."""
-SCHEDULERS: Final = "x-paramserver-schedulers"
-"""On a scheduler's answers: the URLs of all schedulers that run, where there are several."""
 VOUCHED: Final = "x-paramserver-role"
 """On a request that one node hands to another under its own token: the role of whom it asks for."""
 

@@ -1,15 +1,21 @@
 """What every request meets first: a leader serves it, one that stands by hands it on to the leader, streamed."""
 
+import asyncio
+import logging
 from typing import Final
 
 from fastapi import FastAPI
+from pyreqwest.exceptions import PyreqwestError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paramserver.client.addresses import SCHEDULERS
 from paramserver.errors import problem
-from paramserver_node.forward import HANDED_ON, SCHEDULERS, Forwarder
+from paramserver_node.forward import HANDED_ON, Forwarder
 from paramserver_scheduler.lease import Lease
+
+log = logging.getLogger("paramserver.scheduler")
 
 OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login")
 """Paths that each scheduler answers for itself, leading or not; so is what lies under `/static/`."""
@@ -56,7 +62,33 @@ class Door:
         leader = self._lease.leader
         if leader is None or leader.place == self._lease.place or HANDED_ON in request.headers:
             raise problem("no_leader", "no scheduler leads just now; another takes over within seconds")
-        answer = await self._forwarder.forward(
-            request, [leader.url], mark=False, code="no_leader", headers={HANDED_ON: str(leader.term)}
-        )
-        await answer(scope, receive, send)
+        begun = False
+
+        async def passed(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        async def hand_on() -> None:
+            answer = await self._forwarder.forward(
+                request, [leader.url], mark=False, code="no_leader", headers={HANDED_ON: str(leader.term)}
+            )
+            try:
+                await answer(scope, receive, passed)
+            except PyreqwestError as e:
+                # Half an answer is out: it is left incomplete, so that the server cuts the connection.
+                log.info("door.leader_broke_off path=%s %s", scope["path"], e)
+
+        handing = asyncio.ensure_future(hand_on())
+        succeeded = asyncio.ensure_future(self._lease.succeeded(leader))
+        try:
+            await asyncio.wait({handing, succeeded}, return_when=asyncio.FIRST_COMPLETED)
+            if handing.done():
+                handing.result()
+            elif not begun:  # a leader that stands still holds what it was handed
+                code = "no_leader" if scope["method"] in ("GET", "HEAD") else "in_doubt"
+                raise problem(code, "another scheduler has taken over before the leader answered")
+        finally:
+            handing.cancel()
+            succeeded.cancel()
+            await asyncio.gather(handing, succeeded, return_exceptions=True)

@@ -127,6 +127,7 @@ class Lease:
         """Whether Redis, when last looked at, had lost the term that was known."""
         self.leader: Leader | None = None
         """Who led when Redis last answered."""
+        self._turn = asyncio.Event()
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
         """Everyone who was seen within the last 10 s, by name."""
         self._expect_state = expect_state
@@ -168,6 +169,11 @@ class Lease:
         """Leave: another may lead at once."""
         await self._run(self._release, None)
 
+    async def succeeded(self, leader: Leader) -> None:
+        """Returns once somebody else than `leader` is known to lead."""
+        while self.leader is None or self.leader.id == leader.id:
+            await self._turn.wait()
+
     def document(self) -> str:
         """What `ps:leader` holds while this scheduler leads."""
         return json.dumps({"id": self.id, "place": self.place, "url": self.url, "term": self.term})
@@ -187,8 +193,11 @@ class Lease:
     def _note(self, leader: bytes, others: Sequence[bytes]) -> None:
         if leader:
             found = json.loads(leader)
-            self.leader = Leader(found["id"], found["place"], found["url"], int(found["term"]))
+            before, self.leader = self.leader, Leader(found["id"], found["place"], found["url"], int(found["term"]))
             self.known_term = max(self.known_term, self.leader.term)
+            if before is None or before.id != self.leader.id:
+                self._turn.set()
+                self._turn = asyncio.Event()
         rows = [json.loads(o) for o in others]
         self.schedulers = tuple(sorted((Scheduler(r["name"], r["url"], r["age"] / 1e3) for r in rows), key=_order))
 

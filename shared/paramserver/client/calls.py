@@ -20,6 +20,9 @@ T = TypeVar("T")
 POLL_S: Final = 2.0
 """How long one request lets a node wait for something; then it is sent again.  The native client does not hear Ctrl-C
 while it waits, so this bounds how late it is heard."""
+ATTEMPT_S: Final = 5.0
+"""How long one node may be silent about a request that is answered at once and may be repeated: then it is sent again,
+to another node where there is one."""
 
 
 class Sink(Protocol):
@@ -94,12 +97,15 @@ class Deadline:
         return max(0.0, self.at - self.clock())
 
 
-def json_request(method: str, path: str, data: Any = None, headers: Mapping[str, str] | None = None) -> Request:
+def json_request(
+    method: str, path: str, data: Any = None, headers: Mapping[str, str] | None = None, *, timeout_s: float = 30.0
+) -> Request:
     """A control request with a JSON body (none where `data` is None)."""
     head = {"accept": "application/json", **(headers or {})}
     if data is None:
-        return Request(method, path, None, head)
-    return Request(method, path, json_bytes(data), {**head, "content-type": "application/json"})
+        return Request(method, path, None, head, timeout_s=timeout_s)
+    head["content-type"] = "application/json"
+    return Request(method, path, json_bytes(data), head, timeout_s=timeout_s)
 
 
 def json_bytes(data: Any) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
 
-from paramserver.client.calls import Call, Deadline, Request, Response, json_of, json_request
+from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.client.retry import Backoff, deliver
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -113,7 +113,7 @@ class Cluster:
             if self._due(held, deadline.clock()):
                 yield from self._probe(held, deadline)
             return held
-        response = yield from deliver(json_request("GET", model_path(model)), deadline)
+        response = yield from deliver(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
         return (yield from self.learn(json_of(response), deadline))
 
     def learn(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from paramserver.client.calls import Call, Deadline, Pause, Request, json_of, json_request
+from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.retry import Backoff, deliver, judged, passes
 from paramserver.core.selection import unknown
@@ -68,7 +68,7 @@ def create_model(
 def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap]:
     """The model's map once its first values are complete.  Raises Unavailable (`initializing`) at the deadline."""
     while True:
-        doc = yield from control(json_request("GET", model_path(model)), deadline)
+        doc = yield from control(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
         if doc.get("state", "ready") == "ready":
             return (yield from cluster.learn(doc, deadline))
         if deadline.left_s() <= 0.05:
@@ -141,7 +141,7 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
 
 def fetch(path: str, deadline: Deadline) -> Call[Any]:
     """The JSON value of a GET."""
-    return (yield from control(json_request("GET", path), deadline))
+    return (yield from control(json_request("GET", path, timeout_s=ATTEMPT_S), deadline))
 
 
 def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from paramserver import limits
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import POLL_S, Call, Deadline, Pause, json_bytes, json_request
+from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, Request, json_bytes, json_request
 from paramserver.client.cluster import Cluster, control, model_path
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
@@ -124,12 +124,12 @@ class Session:
             body["above"] = self.numbers.epoch
         path = model_path(self.model, "workers")
         try:
-            doc = yield from control(json_request("POST", path, body), deadline)
+            doc = yield from control(_request("POST", path, body), deadline)
         except PsError as e:
             if not self.joined or e.code != "conflict" or "rank" not in body:
                 raise
             del body["rank"]  # somebody else has taken it meanwhile
-            doc = yield from control(json_request("POST", path, body), deadline)
+            doc = yield from control(_request("POST", path, body), deadline)
         with self._lock:
             if not self.worker:
                 self.numbers = PushNumbers(str(doc["worker"]), int(doc["epoch"]))
@@ -152,7 +152,7 @@ class Session:
         try:
             yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}"
-            request = json_request("DELETE", self._path() + query)
+            request = _request("DELETE", self._path() + query)
             yield from control(request, deadline)
         except PsError as e:
             log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
@@ -170,7 +170,7 @@ class Session:
         try:
             for clock, values in points[:-1]:
                 yield from self._send_metrics(values, clock, deadline)
-            doc = yield from control(json_request("PUT", self._path(), body), deadline)
+            doc = yield from control(_request("PUT", self._path(), body), deadline)
         except PsError as e:
             if not self._follows(e):
                 raise
@@ -287,7 +287,7 @@ class Session:
             body = {
                 "worker": self.worker, "epoch": epoch, "clock": done, "timeline": timeline, "wait_s": wait_s,
             }  # fmt: skip
-            request = json_request("POST", model_path(self.model, "clock"), body)
+            request = _request("POST", model_path(self.model, "clock"), body, wait_s)
             try:
                 doc = yield from control(request, Deadline(now + wait_s + self.silence_s, deadline.clock))
             except PsError as e:
@@ -332,7 +332,7 @@ class Session:
             wait_s = POLL_S if wait else 0.0
             body = {"worker": self.worker, "epoch": epoch, "dataset": dataset, "wait_s": wait_s}
             now = deadline.clock()
-            request = json_request("POST", model_path(self.model, "tasks", "lease"), body)
+            request = _request("POST", model_path(self.model, "tasks", "lease"), body, wait_s)
             try:
                 doc = yield from control(request, Deadline(now + wait_s + self.silence_s, deadline.clock))
             except PsError as e:
@@ -357,7 +357,7 @@ class Session:
             body["metrics"] = dict(metrics)
         path = model_path(self.model, "tasks", task.id, "done")
         try:
-            yield from control(json_request("POST", path, body), deadline)
+            yield from control(_request("POST", path, body), deadline)
         except PsError as e:
             if e.code not in ("fenced", "unknown_worker", "unknown_task"):
                 raise
@@ -455,10 +455,15 @@ class Session:
 
     def _send_metrics(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
         body = {"metrics": values, "worker": self.worker, "clock": clock}
-        yield from control(json_request("POST", model_path(self.model, "metrics"), body), deadline)
+        yield from control(_request("POST", model_path(self.model, "metrics"), body), deadline)
 
     def _path(self) -> str:
         return model_path(self.model, "workers") + "/" + quote(self.worker, safe="")
+
+
+def _request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
+    """A request that the scheduler answers at once or after `wait_s`, and that may be repeated."""
+    return json_request(method, path, body, timeout_s=ATTEMPT_S + wait_s)
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:

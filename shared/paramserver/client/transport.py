@@ -2,7 +2,7 @@
 
 A shard's own address is spoken to in HTTP/2 with prior knowledge (1 MiB frames, 16 MiB windows); the URLs the client
 was given in HTTP/1.1, or what TLS negotiates.  Several URLs are tried in turn, beginning with the one that answered
-last.  Native errors become values: Unreachable if nothing can have arrived, InDoubt otherwise.
+last (see `addresses`).  Native errors become values: Unreachable if nothing can have arrived, InDoubt otherwise.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 from pyreqwest import exceptions as native
 from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClient, SyncClientBuilder
 
+from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.credentials import Credentials
 from paramserver.client.plain import PlainTransport
-from paramserver.errors import InDoubt, PsError, Unreachable, problem
+from paramserver.errors import InDoubt, PsError, problem
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseClientBuilder)
@@ -90,24 +91,11 @@ def _is_loopback(url: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-class _Urls:
-    """The URLs given, and which of them answered last."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = tuple(urls)
-        self.first = 0
-
-    def order(self) -> list[tuple[int, str]]:
-        """Each URL with its index, beginning with the one that answered last."""
-        n = len(self.urls)
-        return [(i % n, self.urls[i % n]) for i in range(self.first, self.first + n)]
-
-
 class BlockingTransport:
     """Performs calls in the calling thread; safe to share between threads, and noticing a fork."""
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
-        self._urls, self._credentials = _Urls(urls), credentials
+        self._addresses, self._credentials = Addresses(urls), credentials
         self._lock = threading.Lock()
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
@@ -161,7 +149,7 @@ class BlockingTransport:
             if self._pid != -1:  # a native client must not even be dropped in a child: its threads are the parent's
                 self._forsaken += [self._control, self._direct, self._pool]
             try:
-                urls = self._urls.urls
+                urls = self._addresses.given
                 self._control = _tuned(SyncClientBuilder(), self._credentials, direct=False, urls=urls).build()
                 self._direct = _tuned(SyncClientBuilder(), self._credentials, direct=True, urls=()).build()
             except RuntimeError:  # the native runtime refuses a child whose parent had used it
@@ -175,10 +163,9 @@ class BlockingTransport:
         if request.to is not None:
             return self._send(request, request.to, direct=True)
         outcome: Outcome = problem("unreachable", "no URL to ask")
-        for i, url in self._urls.order():
+        for url in self._addresses.order():
             outcome = self._send(request, url, direct=False)
-            if not _next_url(outcome):
-                self._urls.first = i
+            if not self._addresses.heard(url, outcome):
                 break
         return outcome
 
@@ -216,7 +203,7 @@ class AsyncTransport:
     """Performs calls on the running event loop; made on first use, of the loop that uses it."""
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
-        self._urls, self._credentials = _Urls(urls), credentials
+        self._addresses, self._credentials = Addresses(urls), credentials
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: Client | None = None
@@ -261,7 +248,7 @@ class AsyncTransport:
         if self._pid != -1:
             self._forsaken += [self._control, self._direct]
         try:
-            self._control = _tuned(ClientBuilder(), self._credentials, direct=False, urls=self._urls.urls).build()
+            self._control = _tuned(ClientBuilder(), self._credentials, direct=False, urls=self._addresses.given).build()
             self._direct = _tuned(ClientBuilder(), self._credentials, direct=True, urls=()).build()
         except RuntimeError:
             log.info("client.plain reason=forked pid=%d", os.getpid())
@@ -273,10 +260,9 @@ class AsyncTransport:
         if request.to is not None:
             return await self._send(request, request.to, direct=True)
         outcome: Outcome = problem("unreachable", "no URL to ask")
-        for i, url in self._urls.order():
+        for url in self._addresses.order():
             outcome = await self._send(request, url, direct=False)
-            if not _next_url(outcome):
-                self._urls.first = i
+            if not self._addresses.heard(url, outcome):
                 break
         return outcome
 
@@ -308,13 +294,6 @@ class AsyncTransport:
             return translated(url, e, request.timeout_s)
         except PsError as e:
             return e
-
-
-def _next_url(outcome: Outcome) -> bool:
-    """Whether another URL may do better: nobody there, or a node without a leader."""
-    if isinstance(outcome, Response):
-        return outcome.status in (502, 503, 504)
-    return isinstance(outcome, Unreachable)
 
 
 def _lowered(headers: Any) -> dict[str, str]:
