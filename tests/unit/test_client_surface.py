@@ -151,7 +151,7 @@ def test_the_pass_over_a_gradient_rounds_and_measures(dtype: str) -> None:
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [size]}}, "partitions": 3}))
     values = np.random.default_rng(1).normal(size=size).astype(np.float32)
     gradient = prepare(layout, {"w": values}, dtype=dtype)
-    body = np.empty(size * gradient.itemsize, np.uint8)
+    body = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8)
     scan = Scan()
 
     write(gradient, gradient.selection.parts, body.data, scan)

@@ -13,7 +13,8 @@ import numpy as np
 from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.calls import Request, Response, foreign
 from paramserver.client.cluster import ModelMap
-from paramserver.client.gradients import Gradient, Scan, write
+from paramserver.client.encoding import Encoded
+from paramserver.client.gradients import Content, Scan
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
@@ -60,9 +61,9 @@ class PullTerms:
 class Outgoing:
     """The frames of one push, one for each way its parts take; the norm is known when all have been written."""
 
-    def __init__(self, gradient: Gradient, terms: PushTerms) -> None:
+    def __init__(self, gradient: Content, terms: PushTerms) -> None:
         self._gradient, self._terms = gradient, terms
-        self._norm: float | None = None
+        self._norm = gradient.norm if isinstance(gradient, Encoded) else None
 
     def requests(
         self, held: ModelMap, groups: Sequence[tuple[str | None, Sequence[Part]]], pull: PullTerms | None, wait_s: float
@@ -76,8 +77,8 @@ class Outgoing:
         for to, parts in groups:
             frame = self._frame(held, to, parts, pull, wait_s)
             head = len(encode_header(frame.to_header()))
-            body = np.empty(head + sum(p.stop - p.start for p in parts) * self._gradient.itemsize, np.uint8)
-            write(self._gradient, parts, body.data[head:], scan)
+            body = np.empty(head + self._gradient.body_bytes(parts), np.uint8)
+            self._gradient.write(parts, body.data[head:], scan)
             drafts.append((to, frame, body, head))
         scan.raise_for_bad()
         if self._norm is None:
@@ -112,6 +113,8 @@ class Outgoing:
             pull=None
             if pull is None
             else PullSpec([(p.partition, _listed(p)) for p in parts], pull.min_version, wait_s, pull.dtype),
+            codec=self._gradient.codec if isinstance(self._gradient, Encoded) else None,
+            sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
         )
 
 

@@ -7,7 +7,7 @@ float64, block by block while the block is in the cache.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -44,10 +44,31 @@ class Gradient:
     dtype: DType
     """In which it travels."""
 
+    def body_bytes(self, parts: Sequence[Part]) -> int:
+        """Length of a body of these parts."""
+        return sum(p.stop - p.start for p in parts) * ITEMSIZE[self.dtype]
+
+    def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
+        """Write the elements of `parts` end to end into `body`, and scan them."""
+        write(self, parts, body, scan)
+
+
+class Content(Protocol):
+    """What a push carries: a `Gradient`, or one that is encoded already."""
+
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element on the way."""
-        return ITEMSIZE[self.dtype]
+    def selection(self) -> Selection:
+        """The elements it touches."""
+
+    @property
+    def dtype(self) -> DType:
+        """What the frame says of elements."""
+
+    def body_bytes(self, parts: Sequence[Part]) -> int:
+        """Length of a body of these parts."""
+
+    def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
+        """Write the parts end to end into `body`; what is scanned on the way goes to `scan`."""
 
 
 def prepare(layout: Layout, grads: Grads, ranges: Ranges | None = None, dtype: str | None = None) -> Gradient:

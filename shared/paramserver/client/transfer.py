@@ -13,9 +13,11 @@ import numpy as np
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.calls import POLL_S, Call, Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster, ModelMap
+from paramserver.client.encoding import Feedback, ready
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, pull_request, push_reply
-from paramserver.client.gradients import Grads, prepare
+from paramserver.client.gradients import Grads
 from paramserver.client.retry import Backoff, judged, passes
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Part, Ranges, Selection, select
 from paramserver.errors import ConflictError, InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
@@ -193,10 +195,12 @@ def push(
     *,
     ranges: Ranges | None = None,
     dtype: str | None = None,
+    codec: Codec | None = None,
+    feedback: Feedback | None = None,
 ) -> Call[Pushed]:
     """Deliver a gradient exactly once to every partition it touches."""
     held = yield from cluster.map_of(model, deadline)
-    gradient = prepare(held.layout, grads, ranges, dtype)
+    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback)
     outgoing = Outgoing(gradient, _based(terms, held))
     transfer = Transfer(cluster, held, gradient.selection, deadline)
     replies: list[PushReply] = []
@@ -219,15 +223,16 @@ def pushpull(
     out: Params | None = None,
     ranges: Ranges | None = None,
     dtype: str | None = None,
+    codec: Codec | None = None,
 ) -> Call[tuple[Pushed, Params]]:
     """A push, and in the same round trip a pull of what the model is then.
 
     The pull is of the whole model; partitions that the gradient does not touch are pulled beside it.
     """
     held = yield from cluster.map_of(model, deadline)
-    gradient = prepare(held.layout, grads, ranges, dtype)
+    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, None)
     if len(gradient.selection.params) < len(held.spec.params) or gradient.selection.ranged:
-        pushed = yield from push(cluster, model, deadline, grads, terms, ranges=ranges, dtype=dtype)
+        pushed = yield from push(cluster, model, deadline, grads, terms, ranges=ranges, dtype=dtype, codec=codec)
         return pushed, (yield from pull(cluster, model, deadline, out=out))
     selection = gradient.selection
     pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline)

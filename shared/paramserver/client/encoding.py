@@ -1,0 +1,175 @@
+"""Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import hypot
+
+import numpy as np
+
+from paramserver.client.gradients import Content, Gradient, Grads, Scan, prepare, write
+from paramserver.codecs.codec import Codec
+from paramserver.core.layout import Layout
+from paramserver.core.selection import Part, Ranges, Selection
+from paramserver.errors import PsError, problem
+from paramserver.types import F32, AnyArray, DType
+
+
+class Feedback:
+    """What int8 and topk have left out of a worker's pushes so far, partition by partition; it is added to the next.
+
+    A push drafts; `keep` makes the draft count once the push was accepted, so that one that was dropped or refused
+    changes nothing.  Takes twice the model's size in float32.
+    """
+
+    def __init__(self) -> None:
+        self._generation: int | None = None
+        self._left: dict[int, F32] = {}
+        self._draft: dict[int, F32] = {}
+        self._spare: dict[int, F32] = {}
+
+    def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
+        """(what was left out of that partition so far, where to write what is left out now), float32 of that size."""
+        if generation != self._generation:
+            self._generation, self._left, self._draft, self._spare = generation, {}, {}, {}
+        draft = self._draft.pop(partition, None)
+        if draft is None:
+            draft = self._spare.pop(partition, None)
+        if draft is None:
+            draft = np.empty(size, np.float32)
+        self._draft[partition] = draft
+        return self._left.get(partition), draft
+
+    def keep(self) -> None:
+        """The push was accepted."""
+        for partition, draft in self._draft.items():
+            old = self._left.get(partition)
+            if old is not None:
+                self._spare[partition] = old
+            self._left[partition] = draft
+        self._draft = {}
+
+    def norm(self) -> float:
+        """2-norm of all that is left out."""
+        return hypot(*(float(np.linalg.norm(a)) for a in self._left.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A gradient whose parts are encoded already."""
+
+    selection: Selection
+    codec: Codec
+    parts: Mapping[int, tuple[AnyArray, int]]
+    """partition -> (its bytes as they travel, uint8; their number before the second stage)."""
+    norm: float | None
+    """2-norm of what the parts decode to."""
+    generation: int
+    """The creation of the model that it fits."""
+
+    @property
+    def dtype(self) -> DType:
+        """What a reader that knows no codecs is told."""
+        return "float32"
+
+    def sizes(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
+        """For each part its bytes in the body, and before the second stage."""
+        return [(self.parts[p.partition][0].size, self.parts[p.partition][1]) for p in parts]
+
+    def body_bytes(self, parts: Sequence[Part]) -> int:
+        """Length of a body of these parts."""
+        return sum(self.parts[p.partition][0].size for p in parts)
+
+    def write(self, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
+        """Copy the parts end to end into `body`."""
+        out, at = np.frombuffer(body, np.uint8), 0
+        for part in parts:
+            data = self.parts[part.partition][0]
+            out[at : at + data.size] = data
+            at += data.size
+        assert at == out.size
+
+
+def ready(
+    layout: Layout,
+    generation: int,
+    grads: Grads,
+    ranges: Ranges | None,
+    dtype: str | None,
+    codec: Codec | None,
+    feedback: Feedback | None,
+) -> Content:
+    """What a push sends of `grads`: elements of a dtype, or encoded parts.
+
+    Raises what `gradients.prepare` does; RequestError (`invalid_encoding`) where a codec of whole partitions gets less,
+    (`invalid_field`) where it has no memory of what it leaves out, (`non_finite`).
+    """
+    if isinstance(grads, Encoded):
+        if grads.generation != generation:
+            raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
+        return grads
+    if codec is None:
+        return prepare(layout, grads, ranges, dtype)
+    if codec.whole:
+        if feedback is None:
+            hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
+            raise problem("invalid_field", f"{codec.text} leaves something out, and only a worker remembers", hint=hint)
+        gradient = prepare(layout, grads, ranges, "float32")
+        return _whole(gradient, codec, generation, feedback)
+    gradient = prepare(layout, grads, ranges, codec.coding)
+    return gradient if codec.stage is None else _packed(gradient, codec, generation)
+
+
+def codec_of(text: str | None, dtype: str | None, default: Codec | None) -> Codec | None:
+    """The codec of one call: what it names, else the default unless it names a dtype.  Raises RequestError."""
+    if text is None:
+        return default if dtype is None else None
+    if dtype is not None:
+        raise problem("invalid_field", "dtype= and codec= exclude each other", hint='codec="fp16" is dtype="float16"')
+    return Codec.parse(text)
+
+
+def _whole(gradient: Gradient, codec: Codec, generation: int, feedback: Feedback) -> Encoded:
+    from paramserver.codecs.parts import encode_whole
+
+    for part in gradient.selection.parts:
+        if part.ranges is not None:
+            raise _partial(codec, part)
+    out: dict[int, tuple[AnyArray, int]] = {}
+    norms: list[float] = []
+    scan = Scan()
+    for part in gradient.selection.parts:
+        values = np.empty(part.stop - part.start, np.float32)
+        write(gradient, [part], values.data.cast("B"), scan)
+        if scan.bad:
+            continue
+        residual, left = feedback.arrays(generation, part.partition, values.size)
+        data, norm = encode_whole(codec, values, residual, left)
+        norms.append(norm)
+        out[part.partition] = stored(codec, data)
+    scan.raise_for_bad()
+    return Encoded(gradient.selection, codec, out, hypot(*norms), generation)
+
+
+def _packed(gradient: Gradient, codec: Codec, generation: int) -> Encoded:
+    scan = Scan()
+    out: dict[int, tuple[AnyArray, int]] = {}
+    for part in gradient.selection.parts:
+        data = np.empty(gradient.body_bytes([part]), np.uint8)
+        write(gradient, [part], data.data, scan)
+        out[part.partition] = stored(codec, data)
+    scan.raise_for_bad()
+    return Encoded(gradient.selection, codec, out, scan.norm, generation)
+
+
+def stored(codec: Codec, data: AnyArray) -> tuple[AnyArray, int]:
+    """(a part's bytes as they travel, their number before the second stage)."""
+    if codec.stage is None:
+        return data, data.size
+    from paramserver.codecs.stage import pack
+
+    return pack(codec.stage, data), data.size
+
+
+def _partial(codec: Codec, part: Part) -> PsError:
+    detail = f"{codec.text} takes whole partitions, and of partition {part.partition} this push names only a part"
+    return problem("invalid_encoding", detail, hint='push every parameter, or use codec="fp16"')
