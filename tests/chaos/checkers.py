@@ -1,0 +1,238 @@
+"""What a history must not show: pure functions from records to the list of what is wrong with them, empty when right.
+
+Each push adds 1.0 to all shared cells of every partition and to its sender's own cell there, so a cell counts the
+pushes of one worker, the shared cells count all pushes, and in one version they agree.  A push without an answer may
+have been applied or not, at any time after it began.
+"""
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .history import Clock, History, Push, Seen
+
+K = TypeVar("K")
+
+
+class _Counts:
+    """How many of one worker's pushes had begun, could have been applied, or were acknowledged by a time."""
+
+    def __init__(self, pushes: Iterable[Push]) -> None:
+        possible = [p for p in pushes if p.result != "fail"]
+        self._begun = sorted(p.start for p in possible)
+        self._over = sorted(p.end for p in possible)
+        acked = [p for p in possible if p.result == "ok"]
+        self._acked = sorted(p.end for p in acked)
+        self._acked_by_start = sorted((p.start, p.end) for p in acked)
+
+    def begun_before(self, t: float) -> int:
+        return bisect_left(self._begun, t)
+
+    def acknowledged_by(self, t: float) -> int:
+        return bisect_right(self._acked, t)
+
+    def open_between(self, a: float, b: float) -> int:
+        """Pushes that may have been applied at some time between `a` and `b`."""
+        return bisect_left(self._begun, b) - bisect_left(self._over, a)
+
+    def wholly_between(self, a: float, b: float) -> int:
+        """Acknowledged pushes that began after `a` and ended before `b`."""
+        at = bisect_left(self._acked_by_start, (a, 0.0))
+        return sum(end <= b for _, end in self._acked_by_start[at : bisect_left(self._acked_by_start, (b, 0.0))])
+
+
+def _by(items: Iterable[Seen], key: Callable[[Seen], K]) -> dict[K, list[Seen]]:
+    out: dict[K, list[Seen]] = defaultdict(list)
+    for item in items:
+        out[key(item)].append(item)
+    return out
+
+
+def _counts(history: History) -> dict[int, _Counts]:
+    workers = {p.by for p in history.pushes}
+    return {w: _Counts(p for p in history.pushes if p.by == w) for w in workers}
+
+
+def _where(s: Seen) -> str:
+    return f"partition {s.partition} version {s.version} incarnation {s.incarnation} at {s.end:.3f}"
+
+
+def lost(history: History) -> list[str]:
+    """Acknowledged pushes that a later pull does not have.  For levels that survive a shard, and shards that lived."""
+    counts, out = _counts(history), []
+    for s in history.seen:
+        for w, c in counts.items():
+            acked = c.acknowledged_by(s.start)
+            if s.cells[w] < acked:
+                out.append(f"{_where(s)}: worker {w} has {acked} acknowledged pushes, its cell says {s.cells[w]:g}")
+    return out
+
+
+def lost_within_incarnations(history: History) -> list[str]:
+    """Acknowledged pushes lost though the owner stayed the same, which no level allows."""
+    counts, out = _counts(history), []
+    for seen in _by(history.seen, lambda s: (s.partition, s.incarnation)).values():
+        for a, b in itertools.pairwise(seen):
+            for w, c in counts.items():
+                must = c.wholly_between(a.end, b.start)
+                if b.cells[w] - a.cells[w] < must and b.start >= a.end:
+                    out.append(f"{_where(b)}: worker {w} had {must} pushes acknowledged since, its cell rose by less")
+    return out
+
+
+def doubled(history: History) -> list[str]:
+    """Cells that count more pushes than were sent, in all or while one owner served."""
+    counts, out = _counts(history), []
+    for s in history.seen:
+        for w, c in counts.items():
+            sent = c.begun_before(s.end)
+            if s.cells[w] > sent:
+                out.append(f"{_where(s)}: worker {w} has sent {sent} pushes, its cell says {s.cells[w]:g}")
+    for seen in _by(history.seen, lambda s: (s.partition, s.incarnation)).values():
+        for a, b in itertools.pairwise(seen):
+            for w, c in counts.items():
+                may = c.open_between(a.start, b.end)
+                if b.cells[w] - a.cells[w] > may:
+                    out.append(f"{_where(b)}: worker {w}'s cell rose by {b.cells[w] - a.cells[w]:g}, {may} were sent")
+    return out
+
+
+def torn(history: History) -> list[str]:
+    """Pulls that show part of an update, or two different states under one version."""
+    out = []
+    for s in history.seen:
+        if s.low != s.high:
+            out.append(f"{_where(s)}: shared cells from {s.low:g} to {s.high:g}")
+        elif sum(s.cells) != s.high:
+            out.append(f"{_where(s)}: the workers' cells {s.cells} do not add up to {s.high:g}")
+        elif s.high != s.version:
+            out.append(f"{_where(s)}: its cells count {s.high:g} updates")
+    for seen in _by(history.seen, lambda s: (s.partition, s.incarnation, s.version)).values():
+        if len({s.cells for s in seen}) > 1:
+            out.append(f"{_where(seen[0])}: seen as {seen[0].cells} and otherwise")
+    return out
+
+
+def went_back(history: History) -> list[str]:
+    """Versions that a later pull shows lower, of one and the same incarnation."""
+    out = []
+    for seen in _by(history.seen, lambda s: (s.partition, s.incarnation)).values():
+        ended = sorted(seen, key=lambda s: s.end)
+        highest, i = -1, 0
+        for s in sorted(seen, key=lambda s: s.start):
+            while i < len(ended) and ended[i].end <= s.start:
+                highest = max(highest, ended[i].version)
+                i += 1
+            if s.version < highest:
+                out.append(f"{_where(s)}: version {highest} had been seen before")
+    return out
+
+
+def stale(history: History) -> list[str]:
+    """Pulls answered by an incarnation that had been seen replaced: bounded, not excluded, where a shard is cut off."""
+    out = []
+    for seen in _by(history.seen, lambda s: s.partition).values():
+        ended = sorted(seen, key=lambda s: s.end)
+        highest, i = -1, 0
+        for s in sorted(seen, key=lambda s: s.start):
+            while i < len(ended) and ended[i].end <= s.start:
+                highest = max(highest, ended[i].incarnation)
+                i += 1
+            if s.incarnation < highest:
+                out.append(f"{_where(s)}: incarnation {highest} had been seen before")
+    return out
+
+
+def apart(history: History) -> list[str]:
+    """Synchronous pulls whose partitions are of different commits, and commits that differ between partitions."""
+    out = []
+    for seen in _by(history.seen, lambda s: s.pull).values():
+        if len({s.version for s in seen}) > 1:
+            out.append(f"one pull at {seen[0].end:.3f} has versions {sorted({s.version for s in seen})}")
+    for seen in _by(history.seen, lambda s: (s.timeline, s.version)).values():
+        if len({s.cells for s in seen}) > 1:
+            out.append(f"commit {seen[0].version} differs: {sorted({s.cells for s in seen})}")
+    return out
+
+
+def uncommitted(history: History, *, durable: bool) -> list[str]:
+    """Commits that a worker had been told of, and that a later pull does not have.
+
+    Where the level does not survive a shard, a model may go back to an earlier clock, under a higher timeline.
+    """
+    out = []
+    told = sorted(history.clocks, key=lambda c: c.end)
+    highest: dict[int, int] = defaultdict(int)
+    i = 0
+    for s in history.seen:
+        while i < len(told) and told[i].end <= s.start:
+            timeline = 0 if durable else told[i].timeline
+            highest[timeline] = max(highest[timeline], told[i].clock)
+            i += 1
+        committed = highest[0 if durable else s.timeline]
+        if s.version < committed:
+            out.append(f"{_where(s)}: a worker had been told of commit {committed}")
+    timelines = {c.timeline for c in history.clocks} | {s.timeline for s in history.seen}
+    if durable and len(timelines) > 1:
+        out.append(f"timelines {sorted(timelines)}: the model went back to an earlier clock")
+    return out
+
+
+def overcommitted(history: History) -> list[str]:
+    """Commits beyond the clock of a worker that belongs to the roster and has not pushed for them yet."""
+    out = []
+    last: dict[int, Clock] = {}
+    events: list[Clock | Seen] = sorted([*history.clocks, *history.seen], key=lambda e: e.start)
+    for e in events:
+        if isinstance(e, Clock):
+            last[e.by] = e
+        elif (c := last.get(e.by)) and (c.timeline, c.epoch) == (e.timeline, e.epoch) and e.version > c.clock:
+            out.append(f"{_where(e)}: worker {e.by} is at clock {c.clock}")
+    return out
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the checkers of one model found, and how much there was to find it in."""
+
+    acknowledged: int
+    in_doubt: int
+    pulls: int
+    lost: list[str]
+    doubled: list[str]
+    torn: list[str]
+    went_back: list[str]
+    apart: list[str]
+
+    @property
+    def wrong(self) -> list[str]:
+        """Everything that is wrong, the first few of each kind."""
+        kinds = ("lost", "doubled", "torn", "went_back", "apart")
+        return [f"{kind}: {line}" for kind in kinds for line in getattr(self, kind)[:5]]
+
+    def __str__(self) -> str:
+        counts = f"acknowledged {self.acknowledged}, in doubt {self.in_doubt}, pulls {self.pulls}"
+        return "\n".join([counts, *self.wrong])
+
+
+def judge(history: History, *, mode: str, durable: bool) -> Verdict:
+    """The verdict on the records of one model; `durable`: its level survives the death of a shard."""
+    sync = mode == "sync"
+    if sync:
+        gone, more = uncommitted(history, durable=durable), overcommitted(history)
+    else:
+        gone = lost_within_incarnations(history) + (lost(history) if durable else [])
+        more = doubled(history)
+    return Verdict(
+        history.acknowledged(),
+        history.in_doubt(),
+        len({s.pull for s in history.seen}),
+        gone,
+        more,
+        torn(history),
+        went_back(history),
+        apart(history) if sync else [],
+    )

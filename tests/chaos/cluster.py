@@ -1,0 +1,238 @@
+"""A cluster to be hurt, from the test's side: its keeper, its load and its nemesis, and when it counts as healthy."""
+
+import json
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+import paramserver as ps
+
+from . import load
+from .history import History, Recorder, read
+from .keeper import Plan, words
+from .load import Job
+from .proxy import Way
+
+T = TypeVar("T")
+
+
+def eventually(probe: Callable[[], T], *, within_s: float = 30.0, what: str = "") -> T:
+    """The first true value of `probe`; fails with its last value or error when none came in time."""
+    deadline, pause, last = time.monotonic() + within_s, threading.Event(), ""
+    while time.monotonic() < deadline:
+        try:
+            if value := probe():
+                return value
+            last = repr(value)
+        except (httpx.HTTPError, ps.PsError, KeyError) as e:  # what is probed may be away; shown if it stays so
+            last = repr(e)
+        pause.wait(0.05)
+    raise AssertionError(f"{what or probe} did not happen within {within_s} s; last: {last}")
+
+
+class ChaosCluster:
+    """Redis, schedulers and shards under a keeper, and all that a test does to them; every fault is on record."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self.plan = folder, plan
+        self.records = folder / "history"
+        self._keeper = subprocess.Popen(
+            words(folder / "nodes", plan), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=load.ROOT, text=True
+        )
+        self._loads: list[subprocess.Popen[bytes]] = []
+        self._jobs: list[Job] = []
+        self._read: dict[Path, int] = {}
+        """How far each file of records has been read for `progress`."""
+        self._acknowledged: Counter[tuple[str, int]] = Counter()
+        self.recorder = Recorder(self.records / "nemesis.jsonl")
+        first = self._answer()
+        self.redis_port: int = first["redis_port"]
+        self.urls: list[str] = first["schedulers"]
+        self.url = ",".join(self.urls)
+        self.http = httpx.Client(timeout=3.0, trust_env=False)
+        self.client: ps.Client
+        """Of the test itself; there once the cluster has started."""
+
+    # --- the keeper
+
+    def _answer(self) -> Any:
+        assert self._keeper.stdout is not None
+        line = self._keeper.stdout.readline()
+        assert line, f"the keeper has ended with {self._keeper.poll()}"
+        return json.loads(line)
+
+    def order(self, do: str, **what: Any) -> Any:
+        """What the keeper answers to an order; fails if it refuses it."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write(json.dumps({"do": do, **what}) + "\n")
+        self._keeper.stdin.flush()
+        answer = self._answer()
+        assert "error" not in answer, answer
+        return answer["ok"]
+
+    def process(self, name: str) -> Mapping[str, Any]:
+        """pid, starts and deaths of one process."""
+        found: Mapping[str, Any] = self.order("status")["processes"][name]
+        return found
+
+    # --- faults
+
+    def signal(self, who: str, number: signal.Signals, **how: Any) -> None:
+        """Send a signal; `hold`: not to be restarted until `start`; `env`, `argv`: of its next start only."""
+        self.recorder.fault(f"{number.name} {who} {how or ''}")
+        self.order("signal", who=who, signal=int(number), **how)
+
+    def kill(self, who: str, **how: Any) -> None:
+        """SIGKILL, and wait until the process is gone; it is restarted unless `hold`."""
+        before = len(self.process(who)["deaths"])
+        self.signal(who, signal.SIGKILL, **how)
+        eventually(lambda: len(self.process(who)["deaths"]) > before, within_s=10, what=f"the death of {who}")
+
+    def start(self, who: str) -> None:
+        """Let a process that was held run again."""
+        self.recorder.fault(f"start {who}")
+        self.order("start", who=who)
+
+    def cut(self, link: str, way: Way = "both") -> None:
+        """Hold the bytes of a link, or of one direction of it."""
+        self.recorder.fault(f"cut {link} {way}")
+        self.order("cut", link=link, way=way)
+
+    def delay(self, link: str, seconds: float) -> None:
+        """Make every chunk on a link arrive later."""
+        self.recorder.fault(f"delay {link} {seconds}")
+        self.order("delay", link=link, seconds=seconds)
+
+    def heal(self, link: str | None = None) -> None:
+        """Let a link, or all, pass everything again."""
+        self.recorder.fault(f"heal {link or 'all'}")
+        self.order("heal", link=link)
+
+    def links(self, of: str) -> list[str]:
+        """Every link at one of whose ends that node is."""
+        return [name for name in self.order("status")["links"] if of in name.split(">")]
+
+    # --- health
+
+    def get(self, path: str) -> Any:
+        """The JSON answer of the first scheduler that gives one."""
+        last: Exception = AssertionError("no scheduler")
+        for url in self.urls:
+            try:
+                answer = self.http.get(url + path)
+                answer.raise_for_status()
+                return answer.json()
+            except httpx.HTTPError as e:
+                last = e
+        raise last
+
+    def healthy(self) -> bool:
+        """Whether every shard is alive and every partition of every model has an owner that serves it."""
+        shards = self.get("/map")["shards"]
+        if len(shards) < self.plan.shards or not all(s["alive"] for s in shards.values()):
+            return False
+        for model in self.client.models(timeout=5.0):
+            self.client.model(model).pull(timeout=5.0)
+        return True
+
+    def until_healthy(self, within_s: float = 60.0) -> None:
+        """Wait for `healthy`, and for every load to have got on since."""
+        eventually(self.healthy, within_s=within_s, what="the cluster's recovery")
+        self.until_progress(within_s=within_s)
+
+    def until_progress(self, more: int = 3, within_s: float = 60.0) -> None:
+        """Wait until every worker of every model has had `more` pushes acknowledged."""
+        before = self.progress()
+        eventually(
+            lambda: all(n >= before[k] + more for k, n in self.progress().items()),
+            within_s=within_s,
+            what=f"{more} more pushes of every worker ({before} until then)",
+        )
+
+    def progress(self) -> dict[tuple[str, int], int]:
+        """Acknowledged pushes of each worker of each model."""
+        for path in self.records.glob("load-*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                lines = file.read().split(b"\n")[:-1]
+                self._read[path] = self._read.get(path, 0) + sum(map(len, lines)) + len(lines)
+            for record in map(json.loads, lines):
+                assert record["op"] != "error", record
+                if record.get("result") == "ok":
+                    self._acknowledged[record["model"], record["by"]] += 1
+        return {(job.model, job.worker): self._acknowledged[job.model, job.worker] for job in self._jobs}
+
+    # --- load
+
+    def load(self, jobs: Sequence[Job], name: str = "load") -> None:
+        """Start a process that works on these jobs."""
+        self._jobs += jobs
+        self._loads.append(load.begin(self.records / f"{name}-{len(self._loads)}.jsonl", self.url, jobs))
+
+    def stop_load(self, within_s: float = 120.0) -> None:
+        """End the load; fails if one hangs or has died."""
+        for process in self._loads:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._loads:
+            assert process.wait(within_s) == 0, (self.records / "load.log").read_text()
+        self._loads.clear()
+        self._jobs.clear()
+
+    def history(self) -> History:
+        """Everything on record until now."""
+        return read(self.records)
+
+    def final_pull(self, job: Job) -> None:
+        """Put a last pull of a model on record, by nobody of its workers."""
+        start, model = time.monotonic(), self.client.model(job.model)
+        values = model.pull(timeout=60.0)
+        final = Job(job.model, -1, job.workers, job.mode)
+        load.write_pull(self.recorder, final, start, values, load.bounds_of(self.client, job.model), 0)
+
+    # --- the end
+
+    def close(self) -> None:
+        """End the load and the keeper, and with it everything."""
+        for process in self._loads:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        self.http.close()
+        if hasattr(self, "client"):
+            self.client.close()
+        self.recorder.close()
+        for pipe in (self._keeper.stdin, self._keeper.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._keeper.wait(30)
+
+    def logs(self, last: int = 3000) -> str:
+        """The end of what every process has printed."""
+        files = sorted([*(self.folder / "nodes").glob("*.log"), *self.records.glob("*.log")])
+        return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-last:]}" for f in files)
+
+
+@contextmanager
+def chaos_cluster(folder: Path, plan: Plan | None = None) -> Iterator[ChaosCluster]:
+    """A healthy cluster, gone with the block; its logs are printed if that failed."""
+    running = ChaosCluster(folder, plan or Plan())
+    try:
+        eventually(lambda: running.get("/livez"), within_s=60.0, what="the scheduler's start")
+        running.client = ps.connect(running.url, timeout=60.0)
+        eventually(running.healthy, within_s=60.0, what="the start")
+        yield running
+    except BaseException:
+        print(running.logs())
+        raise
+    finally:
+        running.close()

@@ -1,0 +1,182 @@
+"""What happened in a chaos run, as its clients and the nemesis saw it: JSON lines, written as they happen.
+
+Times are seconds of the monotonic clock, which all processes of one machine share.  A push is written when it begins
+and again when it ends, so one whose process was killed is there too, without an end.  Its result is `ok`, `fail` (sure
+to have done nothing) or `doubt` (no answer: done or not, now or later).
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+
+RECORDS_MAX = 400_000
+"""Records of one file; a run that makes more is too long to be judged by reading it back."""
+
+Result = Literal["ok", "fail", "doubt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One push of 1.0 to every shared cell and to the sender's own cell of every partition."""
+
+    model: str
+    by: int
+    """Which worker, which is also the number of its cell."""
+    start: float
+    end: float = inf
+    """`inf` for a push in doubt: what is under way may arrive at any later time."""
+    result: Result = "doubt"
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One partition as one pull showed it."""
+
+    model: str
+    by: int
+    start: float
+    end: float
+    pull: int
+    """Number of the pull; the partitions of one pull have the same."""
+    timeline: int
+    epoch: int
+    """The worker's epoch; 0 for who is no worker."""
+    partition: int
+    version: int
+    incarnation: int
+    low: float
+    """Smallest of the shared cells."""
+    high: float
+    """Largest of the shared cells."""
+    cells: tuple[float, ...]
+    """The workers' own cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """One `clock()` of a synchronous worker that returned: iteration `clock` may begin."""
+
+    model: str
+    by: int
+    start: float
+    end: float
+    clock: int
+    timeline: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something the nemesis did."""
+
+    what: str
+    at: float
+
+
+@dataclass
+class History:
+    """All records of a run, each kind in order of its begin."""
+
+    pushes: list[Push] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    clocks: list[Clock] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """Failures of the load itself, such as an exception that no client should raise."""
+    failed_pulls: list[str] = field(default_factory=list)
+    """Error codes of pulls and clocks that gave up."""
+
+    def of(self, model: str) -> "History":
+        """The records of one model, and all faults and errors."""
+        return History(
+            [p for p in self.pushes if p.model == model],
+            [s for s in self.seen if s.model == model],
+            [c for c in self.clocks if c.model == model],
+            self.faults,
+            self.errors,
+            self.failed_pulls,
+        )
+
+    def acknowledged(self) -> int:
+        """How many pushes were answered."""
+        return sum(p.result == "ok" for p in self.pushes)
+
+    def in_doubt(self) -> int:
+        """How many pushes got no answer."""
+        return sum(p.result == "doubt" for p in self.pushes)
+
+
+class Recorder:
+    """Writes one file of records; safe between threads."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1)
+        self._lock = threading.Lock()
+        self._records = 0
+
+    def write(self, **record: Any) -> None:
+        """Add a record; raises OverflowError beyond `RECORDS_MAX`."""
+        line = json.dumps(record, separators=(",", ":"))
+        with self._lock:
+            self._records += 1
+            if self._records > RECORDS_MAX:
+                raise OverflowError(f"more than {RECORDS_MAX} records")
+            self._file.write(line + "\n")
+
+    def fault(self, what: str) -> None:
+        """Note something that the nemesis does now."""
+        self.write(op="fault", what=what, at=time.monotonic())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read(folder: Path) -> History:
+    """The history that the files of a folder hold together."""
+    history = History()
+    for number, path in enumerate(sorted(folder.glob("*.jsonl"))):
+        lines = path.read_text().split("\n")
+        # The last line of a killed process may be half a line.
+        _add(history, (json.loads(line) for line in lines[:-1] if line), number)
+    history.pushes.sort(key=lambda p: p.start)
+    history.seen.sort(key=lambda s: s.start)
+    history.clocks.sort(key=lambda c: c.start)
+    history.faults.sort(key=lambda f: f.at)
+    return history
+
+
+def _add(history: History, records: Iterable[dict[str, Any]], file: int) -> None:
+    open_pushes: dict[str, Push] = {}
+    for n, r in enumerate(records):
+        match r["op"]:
+            case "invoke":
+                open_pushes[r["id"]] = Push(r["model"], r["by"], r["start"])
+            case "push":
+                began = open_pushes.pop(r["id"])
+                end = r["end"] if r["result"] != "doubt" else inf
+                history.pushes.append(Push(began.model, began.by, began.start, end, r["result"], r.get("error", "")))
+            case "pull":
+                for index, version, incarnation, low, high, cells in r["parts"]:
+                    history.seen.append(
+                        Seen(r["model"], r["by"], r["start"], r["end"], (file << 32) + n, r["timeline"], r["epoch"],
+                             index, version, incarnation, low, high, tuple(cells))
+                    )  # fmt: skip
+            case "clock":
+                history.clocks.append(
+                    Clock(r["model"], r["by"], r["start"], r["end"], r["clock"], r["timeline"], r["epoch"])
+                )
+            case "fault":
+                history.faults.append(Fault(r["what"], r["at"]))
+            case "failed":
+                history.failed_pulls.append(f"{r['what']} {r['model']}: {r['error']}")
+            case "error":
+                history.errors.append(r["error"])
+    history.pushes.extend(open_pushes.values())

@@ -1,0 +1,228 @@
+"""The process that owns a cluster under test: real nodes with fault proxies between them, restarted when they die.
+
+`python -m tests.chaos.keeper FOLDER PLAN` where PLAN is the JSON of a `Plan`.  It takes one JSON order a line on stdin
+and answers each with one line; when stdin closes, because the test ended or was killed, everything goes down with it.
+Everything a node says to Redis, to a scheduler or to a shard goes through a link of this process (`proxy.py`), named
+`FROM>TO`: `shard-0>redis`, `scheduler-1>redis`, `shard-2>scheduler-0`, and `any>shard-1` for all who ask that shard.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paramserver_cli.children import ChildSpec, Guard, Kind, signal_group, start
+from paramserver_node import redis_server
+
+from .proxy import Link
+
+PROBE_S = 0.02
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a cluster consists of."""
+
+    shards: int = 3
+    schedulers: int = 1
+    proxied: bool = False
+    """Whether links lie between the nodes; without them they talk to each other directly."""
+    redis_options: tuple[str, ...] = ()
+    """Further words of the Redis command line."""
+
+
+@dataclass
+class Kept:
+    """One process that is to run, and what became of its incarnations."""
+
+    spec: ChildSpec
+    child: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    deaths: list[tuple[float, int]] = field(default_factory=list)
+    """When, on the monotonic clock, and the exit status."""
+    held: bool = False
+    """Not to be started again for now."""
+    next_argv: list[str] | None = None
+    next_env: dict[str, str] = field(default_factory=dict)
+    """Of the next start only."""
+
+
+class Keeper:
+    """One cluster's processes and links."""
+
+    def __init__(self, folder: Path, plan: Plan, guard: Guard) -> None:
+        self.folder, self.plan, self.guard = folder, plan, guard
+        self.kept: dict[str, Kept] = {}
+        self.links: dict[str, Link] = {}
+        self.stop = asyncio.Event()
+        self.redis_port = redis_server.free_port()
+        self.scheduler_ports = [redis_server.free_port() for _ in range(plan.schedulers)]
+        self.shard_ports = [redis_server.free_port() for _ in range(plan.shards)]
+
+    async def up(self) -> None:
+        """Lay the links and describe the processes."""
+        folder = self.folder / "redis"
+        folder.mkdir(parents=True, exist_ok=True)
+        argv = redis_server.command(redis_server.find_binary(), self.redis_port, folder)
+        self._keep("redis", "redis", [*argv, *self.plan.redis_options])
+        for i, port in enumerate(self.scheduler_ports):
+            name = f"scheduler-{i}"
+            redis = redis_server.url(await self._way(name, "redis", self.redis_port))
+            self._keep(name, "scheduler", [*_module("scheduler"), "--port", str(port), "--redis", redis,
+                                           "--state-dir", str(self.folder / "state")])  # fmt: skip
+        for i in range(self.plan.shards):
+            await self.add_shard(i)
+
+    async def add_shard(self, index: int) -> str:
+        """The plan of one shard; not started yet."""
+        name, port = f"shard-{index}", self.shard_ports[index]
+        ways = [await self._way(name, f"scheduler-{j}", p) for j, p in enumerate(self.scheduler_ports)]
+        schedulers = ",".join(f"http://127.0.0.1:{p}" for p in ways)
+        redis = redis_server.url(await self._way(name, "redis", self.redis_port))
+        own = await self._way("any", name, port)
+        words = ["--name", name, "--port", str(port), "--scheduler", schedulers, "--redis", redis]
+        self._keep(name, "shard", [*_module("shard"), *words, "--advertise", f"http://127.0.0.1:{own}"])
+        return name
+
+    async def _way(self, source: str, target: str, port: int) -> int:
+        """The port by which `source` reaches `target`."""
+        if not self.plan.proxied:
+            return port
+        link = self.links[f"{source}>{target}"] = Link(f"{source}>{target}", port)
+        await link.start()
+        return link.port
+
+    def _keep(self, name: str, kind: Kind, argv: list[str]) -> None:
+        self.kept[name] = Kept(ChildSpec(name, kind, argv))
+
+    async def _run(self, name: str) -> None:
+        kept = self.kept[name]
+        while not self.stop.is_set():
+            if kept.held:
+                await asyncio.sleep(PROBE_S)
+                continue
+            env, argv = kept.next_env, kept.next_argv or list(kept.spec.argv)
+            kept.next_env, kept.next_argv = {}, None
+            spec = ChildSpec(name, kept.spec.kind, argv, env)
+            kept.child = start(spec, self.folder / f"{name}.log", self.guard)
+            kept.starts += 1
+            while (code := kept.child.poll()) is None:
+                await asyncio.sleep(PROBE_S)
+            kept.deaths.append((time.monotonic(), code))
+            signal_group(kept.child.pid, signal.SIGKILL)  # what it may have started itself
+            self.guard.remove(kept.child.pid)
+            kept.child = None
+            await asyncio.sleep(0.1)  # as the supervisor of `psctl up` waits before the first restart
+
+    # --- orders
+
+    def obey(self, order: Mapping[str, Any]) -> Any:
+        """Carry out one order; the answer to it."""
+        match order["do"]:
+            case "status":
+                return self.status()
+            case "signal":
+                kept = self.kept[order["who"]]
+                kept.held = bool(order.get("hold", kept.held))
+                kept.next_env, kept.next_argv = dict(order.get("env") or {}), order.get("argv")
+                if kept.child is not None:
+                    # SIGKILL ends a stopped process too; to the whole group only what must leave nothing behind.
+                    os.kill(kept.child.pid, order["signal"])
+                return kept.child.pid if kept.child is not None else None
+            case "start":
+                kept = self.kept[order["who"]]
+                kept.held = False
+                return None
+            case "cut":
+                self.links[order["link"]].cut(order["way"])
+            case "delay":
+                self.links[order["link"]].delay_s = float(order["seconds"])
+            case "reset":
+                self.links[order["link"]].reset()
+            case "heal":
+                for link in [self.links[order["link"]]] if order.get("link") else self.links.values():
+                    link.heal()
+            case unknown:
+                raise ValueError(f"no such order: {unknown}")
+        return None
+
+    def status(self) -> dict[str, Any]:
+        """What runs, where, and what has died."""
+        return {
+            "redis_port": self.redis_port,
+            "schedulers": [f"http://127.0.0.1:{p}" for p in self.scheduler_ports],
+            "processes": {
+                name: {"pid": k.child and k.child.pid, "starts": k.starts, "deaths": k.deaths, "held": k.held}
+                for name, k in self.kept.items()
+            },
+            "links": {name: {"port": link.port, "bytes": link.passed_bytes} for name, link in self.links.items()},
+        }
+
+    async def serve(self, orders: asyncio.StreamReader) -> None:
+        """Carry out orders until there are no more; then take everything down."""
+        await self.up()
+        async with asyncio.TaskGroup() as group:
+            for name in self.kept:
+                group.create_task(self._run(name))
+            print(json.dumps(self.status()), flush=True)
+            try:
+                while line := await orders.readline():
+                    try:
+                        answer = {"ok": self.obey(json.loads(line))}
+                    except (KeyError, ValueError, OSError) as error:
+                        answer = {"error": repr(error)}
+                    print(json.dumps(answer), flush=True)
+            finally:
+                await self.down()
+
+    async def down(self) -> None:
+        """End every process, the shards first, and every link."""
+        self.stop.set()
+        for kind in ("shard", "scheduler", "redis"):
+            children = [k.child for k in self.kept.values() if k.spec.kind == kind and k.child is not None]
+            for child in children:
+                signal_group(child.pid, signal.SIGCONT)
+                signal_group(child.pid, signal.SIGKILL)
+            for child in children:
+                child.wait()
+        for link in self.links.values():
+            await link.stop()
+
+
+def _module(service: str) -> list[str]:
+    return [sys.executable, "-P", "-m", f"paramserver_{service}"]
+
+
+async def _main(folder: Path, plan: Plan, guard: Guard) -> None:
+    orders = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    await Keeper(folder, plan, guard).serve(orders)
+
+
+def main(folder: Path, plan: Plan) -> None:
+    """Keep a cluster until stdin closes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    guard = Guard()
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_main(folder, plan, guard))
+    guard.close()
+
+
+def words(folder: Path, plan: Plan) -> list[str]:
+    """The command line of a keeper, to be run in the repository's root."""
+    return [sys.executable, "-m", "tests.chaos.keeper", str(folder), json.dumps(asdict(plan))]
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[2])
+    given["redis_options"] = tuple(given["redis_options"])
+    main(Path(sys.argv[1]), Plan(**given))

@@ -1,0 +1,213 @@
+"""Load on models whose values count it: one process, a thread for each worker, every operation on record.
+
+`python -m tests.chaos.load FILE URL JOBS` until its stdin closes; JOBS is a JSON list of `Job`s.  FILE gets the records
+(`history.py`).
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import paramserver as ps
+from paramserver.client.client import Client
+from paramserver.client.worker import Worker
+from paramserver.errors import PsError
+from paramserver.types import AnyArray
+
+from .history import Recorder
+
+ROOT = Path(__file__).parents[2]
+PULL_EVERY = 3
+"""Pushes between two pulls of an asynchronous worker."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One worker of one model."""
+
+    model: str
+    worker: int
+    """Its number, which is also that of its cell."""
+    workers: int
+    """How many cells there are."""
+    mode: Literal["async", "sync"] = "async"
+    joined: bool = True
+    """Whether it is a worker of the model, or somebody who just pushes."""
+    pause_s: float = 0.02
+    """Between two operations."""
+    timeout_s: float = 60.0
+
+
+def create(
+    client: Client, model: str, *, workers: int, mode: str, ack: str, partitions: int = 6, size: int = 64
+) -> None:
+    """A model of `partitions` times `size` cells, all 0, to which gradients are added as they are."""
+    consistency = ps.Sync(min_workers=workers) if mode == "sync" else ps.Async()
+    client.create_model(
+        model,
+        {"w": (partitions * size,)},
+        optimizer=ps.Sum(),
+        consistency=consistency,
+        partitions=partitions,
+        ack=ack,
+        timeout=60.0,
+    )
+
+
+def bounds_of(client: Client, model: str) -> list[int]:
+    """Where the partitions of a model begin, and the end."""
+    return [int(b) for b in client.model(model).info(timeout=60.0)["bounds"]]
+
+
+def ones(bounds: Sequence[int], worker: int, workers: int) -> AnyArray:
+    """The gradient of one worker: of each partition 1.0 in its own of the first `workers` cells and in all others."""
+    out = np.ones(bounds[-1], np.float32)
+    for begin in bounds[:-1]:
+        out[begin : begin + workers] = 0.0
+        out[begin + worker] = 1.0
+    return out
+
+
+def parts_of(values: ps.Params, bounds: Sequence[int], workers: int) -> list[list[Any]]:
+    """[partition, version, incarnation, lowest and highest shared cell, workers' cells] of each partition pulled."""
+    flat, out = values["w"], []
+    for index, (version, incarnation) in sorted(values.origin.versions.items()):
+        part = flat[bounds[index] : bounds[index + 1]]
+        shared = part[workers:]
+        own = [float(x) for x in part[:workers]]
+        out.append([index, version, incarnation, float(shared.min()), float(shared.max()), own])
+    return out
+
+
+class Load(threading.Thread):
+    """One job at work."""
+
+    def __init__(self, job: Job, url: str, recorder: Recorder, stop: threading.Event) -> None:
+        super().__init__(name=f"{job.model}/{job.worker}", daemon=True)
+        self.job, self.url, self.recorder, self.stopped = job, url, recorder, stop
+        self.pushes = 0
+
+    def run(self) -> None:
+        job = self.job
+        try:
+            with ps.connect(self.url, timeout=job.timeout_s) as client:
+                self.bounds = bounds_of(client, job.model)
+                self.gradient = ones(self.bounds, job.worker, job.workers)
+                while not self.stopped.is_set():
+                    if job.mode == "sync":
+                        with client.model(job.model).worker(f"w{job.worker}") as worker:
+                            self.work_in_step(worker)
+                    elif job.joined:
+                        with client.model(job.model).worker(f"w{job.worker}") as worker:
+                            self.work(worker)
+                    else:
+                        self.work(client.model(job.model))
+        except BaseException as e:  # a test looks for it in the history
+            self.recorder.write(op="error", error=f"{self.name}: {e!r}")
+
+    def work(self, target: Any) -> None:
+        """Push and sometimes pull, until told to stop."""
+        while not self.stopped.wait(self.job.pause_s):
+            self.push(target)
+            if self.pushes % PULL_EVERY == 0:
+                self.pull(target)
+
+    def work_in_step(self, worker: Worker) -> None:
+        """Pull, push, clock, until told to stop or a push is in doubt: only a new epoch is sure to be without it."""
+        while not self.stopped.wait(self.job.pause_s):
+            self.pull(worker)
+            match self.push(worker):
+                case "doubt":
+                    return
+                case "ok":
+                    while not self.clock(worker) and not self.stopped.is_set():
+                        pass
+
+    def push(self, target: Any) -> str:
+        """Push once: `ok`, `doubt`, or `dropped` when the worker has to take the push as not done."""
+        self.pushes += 1
+        number = (self.job.worker << 32) + self.pushes
+        who = {"model": self.job.model, "by": self.job.worker}
+        key = f"{self.job.model}:{number}"
+        self.recorder.write(op="invoke", id=key, **who, start=time.monotonic())
+        try:
+            done = target.push({"w": self.gradient})
+        except PsError as e:
+            self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result="doubt", error=e.code)
+            return "doubt"
+        # A dropped push was refused by some partition; another may have had it before.
+        result = "doubt" if done.state == "dropped" else "ok"
+        self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result=result, error=done.state)
+        return "dropped" if done.state == "dropped" else "ok"
+
+    def pull(self, target: Any) -> None:
+        start = time.monotonic()
+        try:
+            values = target.pull()
+        except PsError as e:
+            self.recorder.write(op="failed", what="pull", model=self.job.model, error=e.code)
+            return
+        write_pull(self.recorder, self.job, start, values, self.bounds, epoch_of(target))
+
+    def clock(self, target: Worker) -> bool:
+        """Report the iteration done and wait for the next; whether that came about."""
+        start = time.monotonic()
+        try:
+            clock = target.clock()
+        except PsError as e:
+            self.recorder.write(op="failed", what="clock", model=self.job.model, error=e.code)
+            return False
+        session = target._session
+        self.recorder.write(
+            op="clock", model=self.job.model, by=self.job.worker, start=start, end=time.monotonic(),
+            clock=clock, timeline=session.timeline, epoch=session.numbers.epoch,
+        )  # fmt: skip
+        return True
+
+
+def epoch_of(target: Any) -> int:
+    """The epoch of a worker, 0 for a model that is used without joining."""
+    return int(target._session.numbers.epoch) if isinstance(target, Worker) else 0
+
+
+def write_pull(
+    recorder: Recorder, job: Job, start: float, values: ps.Params, bounds: Sequence[int], epoch: int
+) -> None:
+    """Put one pull on record."""
+    recorder.write(
+        op="pull", model=job.model, by=job.worker, start=start, end=time.monotonic(), epoch=epoch,
+        timeline=values.origin.timeline, parts=parts_of(values, bounds, job.workers),
+    )  # fmt: skip
+
+
+def begin(file: Path, url: str, jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
+    """A load process; it ends when its stdin is closed."""
+    argv = [sys.executable, "-m", "tests.chaos.load", str(file), url, json.dumps([asdict(j) for j in jobs])]
+    log = file.with_suffix(".log").open("ab")
+    with log:
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=ROOT)
+
+
+def main(file: Path, url: str, jobs: Sequence[Job]) -> None:
+    """Work until stdin closes."""
+    recorder, stop = Recorder(file), threading.Event()
+    threads = [Load(job, url, recorder, stop) for job in jobs]
+    for thread in threads:
+        thread.start()
+    sys.stdin.read()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], [Job(**j) for j in json.loads(sys.argv[3])])

@@ -1,0 +1,257 @@
+"""The checkers say nothing about a right history and turn red at each kind of wrong one."""
+
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import checkers
+from .history import Clock, History, Push, Recorder, Seen, read
+
+WORKERS = 2
+
+
+class Shop:
+    """One partition that applies pushes as told, and writes down the history that its clients would have seen."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.now, self.version, self.incarnation = 0.0, 0, 1
+        self.cells = [0.0] * WORKERS
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def push(self, by: int, *, times: int = 1, versions: int | None = None, answered: bool = True) -> None:
+        """One push, applied `times` times."""
+        start = self.tick()
+        self.cells[by] += times
+        self.version += times if versions is None else versions
+        if answered:
+            self.history.pushes.append(Push("m", by, start, self.tick(), "ok"))
+        else:
+            self.history.pushes.append(Push("m", by, start))
+
+    def pull(self, by: int = -1, **changes: Any) -> None:
+        """One pull of what is there, with what a bug would change in it."""
+        start, total = self.tick(), sum(self.cells)
+        seen = Seen("m", by, start, self.tick(), len(self.history.seen), 0, 0, 0, self.version, self.incarnation,
+                    total, total, tuple(self.cells))  # fmt: skip
+        self.history.seen.append(replace(seen, **changes))
+
+    def crash(self, *, lose: tuple[int, ...] = ()) -> None:
+        """A new owner, without the last push of these workers."""
+        self.incarnation += 1
+        for w in lose:
+            self.cells[w] -= 1
+            self.version -= 1
+
+
+def served() -> Shop:
+    """Some pushes of both workers, with pulls between them."""
+    shop = Shop()
+    for i in range(6):
+        shop.push(i % 2)
+        shop.pull()
+    return shop
+
+
+def durable(shop: Shop) -> list[str]:
+    return checkers.judge(shop.history, mode="async", durable=True).wrong
+
+
+def test_a_right_history_passes() -> None:
+    """Pushes, pulls, a crash that loses nothing and a push in doubt that was applied are all fine."""
+    shop = served()
+    shop.push(0, answered=False)
+    shop.pull()
+    shop.crash()
+    shop.push(1)
+    shop.pull()
+
+    verdict = checkers.judge(shop.history, mode="async", durable=True)
+    assert verdict.wrong == []
+    assert (verdict.acknowledged, verdict.in_doubt, verdict.pulls) == (7, 1, 8)
+
+
+def test_a_push_in_doubt_counts_as_either() -> None:
+    """A push without an answer may be there, may not be there, and may come late."""
+    for times in (0, 1):
+        shop = served()
+        shop.push(0, times=times, answered=False)
+        shop.pull()
+        assert durable(shop) == []
+
+    late = served()
+    late.push(0, times=0, answered=False)
+    late.pull()
+    late.push(0, times=1, versions=1, answered=False)
+    late.history.pushes.pop()  # it was the first one that arrived only now
+    late.pull()
+    assert durable(late) == []
+
+
+def test_a_lost_acknowledged_push_turns_red() -> None:
+    """A durable level must have each acknowledged push after the death of a shard."""
+    shop = served()
+    shop.crash(lose=(1,))
+    shop.pull()
+
+    assert any(line.startswith("lost") for line in durable(shop))
+    # `applied` may lose it with its shard, but not while the shard lives
+    assert checkers.judge(shop.history, mode="async", durable=False).wrong == []
+    shop.push(1, times=0)
+    shop.pull()
+    assert any("lost" in x for x in checkers.judge(shop.history, mode="async", durable=False).wrong)
+
+
+def test_a_doubled_push_turns_red() -> None:
+    """A retried push that was applied again shows, with or without a version of its own."""
+    for versions in (1, 2):
+        shop = served()
+        shop.push(1, times=2, versions=versions)
+        shop.pull()
+        assert any(line.startswith("doubled") for line in durable(shop))
+
+
+def test_a_doubled_push_shows_behind_a_loss() -> None:
+    """At `applied` a loss cannot hide a doubled push: within one incarnation no cell rises by more than was sent."""
+    shop = served()
+    shop.crash(lose=(0, 1))
+    shop.pull()
+    shop.push(0, times=2)
+    shop.pull()
+
+    assert sum(shop.cells) <= len(shop.history.pushes)
+    assert any("doubled" in x for x in checkers.judge(shop.history, mode="async", durable=False).wrong)
+
+
+@pytest.mark.parametrize(
+    "bug", [{"low": 5.0}, {"cells": (3.0, 2.0)}, {"version": 5}], ids=["half a vector", "half a push", "no version"]
+)
+def test_a_torn_read_turns_red(bug: dict[str, Any]) -> None:
+    """A pull with part of an update, or with an update that its version does not count."""
+    shop = served()
+    shop.pull(**bug)
+
+    assert any(line.startswith("torn") for line in durable(shop))
+
+
+def test_two_states_under_one_version_turn_red() -> None:
+    """Owner and zombie that both count up from one version are told apart by what they hold."""
+    shop = served()
+    shop.pull()
+    shop.pull(cells=(4.0, 2.0))
+
+    assert any("otherwise" in line for line in durable(shop))
+
+
+def test_a_version_that_goes_back_turns_red() -> None:
+    """Within an incarnation a later pull never shows an earlier version; a new incarnation may."""
+    shop = served()
+    shop.cells, shop.version = [2.0, 2.0], 4
+    shop.pull()
+    assert any(line.startswith("went_back") for line in durable(shop))
+
+    again = served()
+    again.crash(lose=(0,))
+    again.pull()
+    assert checkers.judge(again.history, mode="async", durable=False).wrong == []
+    again.pull(incarnation=1)
+    assert checkers.stale(again.history) != []
+
+
+# ------------------------------------------------------------------------------------------------ synchronous
+
+
+def commits(clocks: int = 4) -> History:
+    """Two workers and two partitions through some clocks."""
+    history, now = History(), 0.0
+    for clock in range(1, clocks + 1):
+        for by in range(WORKERS):
+            history.pushes.append(Push("m", by, now, now + 1, "ok"))
+        for by in range(WORKERS):
+            history.clocks.append(Clock("m", by, now + 1, now + 2, clock, 0, 7))
+        for by in range(WORKERS):
+            for partition in range(2):
+                cells = (clock / 2, clock / 2)
+                pull = clock * WORKERS + by
+                history.seen.append(
+                    Seen("m", by, now + 3, now + 4, pull, 0, 7, partition, clock, 1, clock, clock, cells)
+                )
+        now += 5
+    return history
+
+
+def wrong(history: History, *, durable: bool = True) -> list[str]:
+    return checkers.judge(history, mode="sync", durable=durable).wrong
+
+
+def changed(history: History, at: int, **fields: Any) -> History:
+    history.seen[at] = replace(history.seen[at], **fields)
+    return history
+
+
+def test_a_right_synchronous_history_passes() -> None:
+    """Commits that all partitions have alike."""
+    assert wrong(commits()) == []
+
+
+def test_partitions_of_different_commits_turn_red() -> None:
+    """One pull of a member shows one commit."""
+    found = wrong(changed(commits(), -1, version=3, low=3.0, high=3.0, cells=(1.5, 1.5)))
+    assert any(line.startswith("apart") for line in found)
+
+
+def test_a_commit_with_other_contributions_on_one_partition_turns_red() -> None:
+    """Each commit has the same contributions everywhere."""
+    found = wrong(changed(commits(), -1, cells=(1.0, 3.0)))
+    assert any("differs" in line for line in found)
+
+
+def test_a_lost_commit_turns_red() -> None:
+    """A commit that was told is never gone at a durable level, and elsewhere only under a higher timeline."""
+    history = commits()
+    for i in (-1, -2, -3, -4):
+        changed(history, i, version=3, low=3.0, high=3.0, cells=(1.5, 1.5))
+    assert any(line.startswith("lost") for line in wrong(history))
+    assert any(line.startswith("lost") for line in wrong(history, durable=False))
+    for i in (-1, -2, -3, -4):
+        changed(history, i, timeline=1)
+    assert wrong(history, durable=False) == []
+    assert any("timelines" in line for line in wrong(history))
+
+
+def test_a_doubled_commit_turns_red() -> None:
+    """No commit comes before the members have worked for it."""
+    history = commits()
+    for i in (-1, -2, -3, -4):
+        changed(history, i, version=5, low=5.0, high=5.0, cells=(2.5, 2.5))
+    assert any(line.startswith("doubled") for line in wrong(history))
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def test_a_history_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """What several processes wrote comes back in order; a push whose process was killed is in doubt for ever."""
+    one, two = Recorder(tmp_path / "a.jsonl"), Recorder(tmp_path / "b.jsonl")
+    two.write(op="invoke", id="m:1", model="m", by=1, start=2.0)
+    one.write(op="invoke", id="m:1", model="m", by=0, start=1.0)
+    one.write(op="push", id="m:1", model="m", by=0, end=3.0, result="ok")
+    one.write(op="pull", model="m", by=0, start=4.0, end=5.0, timeline=0, epoch=2, parts=[[0, 1, 9, 1.0, 1.0, [1, 0]]])
+    one.fault("kill")
+    one.close()
+    two.close()
+    with (tmp_path / "b.jsonl").open("a") as torn:
+        torn.write(json.dumps({"op": "push"})[:-3])
+
+    history = read(tmp_path)
+
+    assert history.pushes == [Push("m", 0, 1.0, 3.0, "ok"), Push("m", 1, 2.0, inf, "doubt")]
+    assert [(s.partition, s.version, s.incarnation, s.cells) for s in history.seen] == [(0, 1, 9, (1, 0))]
+    assert [f.what for f in history.faults] == ["kill"]

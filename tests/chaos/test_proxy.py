@@ -1,0 +1,87 @@
+"""The fault proxy passes bytes, holds them in either direction, and delivers them when healed."""
+
+import asyncio
+
+import pytest
+
+from .proxy import Link
+
+pytestmark = pytest.mark.asyncio
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while line := await reader.readline():
+        RECEIVED.append(line)
+        writer.write(line.upper())
+    writer.close()
+
+
+RECEIVED: list[bytes] = []
+
+
+async def answer(reader: asyncio.StreamReader, within_s: float) -> bytes | None:
+    try:
+        return await asyncio.wait_for(reader.readline(), within_s)
+    except TimeoutError:
+        return None
+
+
+async def test_a_link_passes_holds_and_delivers() -> None:
+    """Bytes pass; cut, nothing arrives in that direction; healed, what was held arrives in order."""
+    RECEIVED.clear()
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    link = Link("a>b", server.sockets[0].getsockname()[1])
+    await link.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+    try:
+        writer.write(b"one\n")
+        assert await answer(reader, 5.0) == b"ONE\n"
+
+        link.cut("there")
+        writer.write(b"two\n")
+        assert await answer(reader, 0.2) is None
+        assert RECEIVED == [b"one\n"], "the request has passed a cut link"
+        link.heal()
+        assert await answer(reader, 5.0) == b"TWO\n"
+
+        link.cut("back")
+        writer.write(b"three\n")
+        assert await answer(reader, 0.2) is None
+        assert RECEIVED[-1] == b"three\n", "only the answers are held"
+        link.heal()
+        assert await answer(reader, 5.0) == b"THREE\n"
+
+        link.delay_s = 0.1
+        before = asyncio.get_running_loop().time()
+        writer.write(b"four\n")
+        assert await answer(reader, 5.0) == b"FOUR\n"
+        assert asyncio.get_running_loop().time() - before >= 0.2, "there and back"
+    finally:
+        writer.close()
+        await link.stop()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_a_link_reports_that_nobody_listens() -> None:
+    """A connection through a link to a dead node breaks, and so does one that is reset."""
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    link = Link("a>b", server.sockets[0].getsockname()[1])
+    await link.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        writer.write(b"one\n")
+        assert await answer(reader, 5.0) == b"ONE\n"
+        link.reset()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(1), 5.0)
+        writer.close()
+
+        server.close()
+        await server.wait_closed()
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(1), 5.0)
+        writer.close()
+    finally:
+        await link.stop()
