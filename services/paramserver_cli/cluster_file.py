@@ -4,6 +4,7 @@ cluster.json      the object that `psctl up --json` prints, with the process ids
 supervisor.json   who looks after it, how far it is, its workers
 plan.json         what it was asked to run
 logs/NAME.log     what each process printed
+secret            what tokens are made with, where other machines can reach the cluster
 redis/            the Redis server's own files
 checkpoints/      what the scheduler writes
 
@@ -47,6 +48,8 @@ class Plan:
     """Prefixes of the entry points that the workers may run."""
     paths: list[str] = field(default_factory=list)
     """Folders from which the workers may import."""
+    insecure: bool = False
+    """Whether other machines are let in without tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Cluster:
     shards: list[str]
     redis: str
     token: str | None
+    """An admin's, where tokens are needed; made when it is printed, so that no file holds it."""
     pids: dict[str, list[int | None]]
     """Serving processes of `scheduler`, `shards` and `redis`, in the order of `shards`; null while one is restarted."""
     state_dir: str
@@ -80,6 +84,15 @@ class StateDir:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.logs = self.path / "logs"
+
+        self.secret_file = self.path / "secret"
+
+    def secret(self) -> str:
+        """The cluster's secret; empty where it has none of its own."""
+        try:
+            return self.secret_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
 
     def log(self, name: str) -> Path:
         """The log of one process."""

@@ -13,7 +13,8 @@ from rich.table import Table
 import paramserver as ps
 from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.display import console
-from paramserver_node.settings import FILE, ClientSettings, SchedulerSettings, ShardSettings
+from paramserver_node import tokens
+from paramserver_node.settings import FILE, ClientSettings, SchedulerSettings, ShardSettings, redacted
 
 Url = Annotated[str | None, typer.Option("--url", help="The cluster; default: PARAMSERVER_URL.", show_default=False)]
 StateDirOption = Annotated[
@@ -45,8 +46,33 @@ def state_dir(flag: Path | None) -> StateDir:
 
 def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:
     """A client of the cluster that is meant; raises Unreachable."""
-    found = client_settings({"url": url, "timeout_s": timeout_s})
-    return ps.connect(found["url"][0], timeout=found["timeout_s"][0])
+    found = {name: value for name, (value, _) in client_settings({"url": url, "timeout_s": timeout_s}).items()}
+    token = found["token"] or _own_token(found["secret"] or _secret_of(found["url"], Path(found["state_dir"])))
+    return ps.connect(found["url"], timeout=found["timeout_s"], token=token, ca=found["ca"] or None)
+
+
+def worker_token(url: str | None) -> str | None:
+    """A token for workers of the cluster that is meant; None where none is needed, or they inherit one."""
+    found = {name: value for name, (value, _) in client_settings({"url": url}).items()}
+    keys = tokens.keys_of(found["secret"] or _secret_of(found["url"], Path(found["state_dir"])))
+    return tokens.make(keys[0], "worker") if keys and not found["token"] else None
+
+
+def _secret_of(url: str, folder: Path) -> str:
+    """The secret of the cluster of a state directory, if that is the one at `url`."""
+    state = StateDir(folder)
+    cluster = state.cluster()
+    return state.secret() if cluster is not None and url == cluster.scheduler else ""
+
+
+def _own_token(secret: str) -> str | None:
+    """Where the nodes' secret is, psctl needs nobody to give it a token."""
+    keys = tokens.keys_of(secret)
+    return tokens.make(keys[0], "admin", "psctl") if keys else None
+
+
+def _printable(name: str, value: Any) -> Any:
+    return redacted(name, value) if isinstance(value, str) else value
 
 
 def config(as_json: Json = False) -> None:
@@ -63,7 +89,7 @@ def config(as_json: Json = False) -> None:
         "shard": ShardSettings.sources({}, os.environ, Path.cwd() / FILE),
     }
     rows = [
-        {"part": part, "name": name, "value": value, "origin": origin}
+        {"part": part, "name": name, "value": _printable(name, value), "origin": origin}
         for part, settings in parts.items()
         for name, (value, origin) in settings.items()
     ]

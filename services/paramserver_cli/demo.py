@@ -19,6 +19,7 @@ import typer
 import paramserver as ps
 from paramserver_cli import curves, launch
 from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_cli.config import connect
 from paramserver_cli.display import Display, at_terminal, display
 from paramserver_cli.launch import Failed
 from paramserver_cli.training import Training
@@ -78,7 +79,7 @@ def demo(
             if cluster is None:
                 raise Failed(f"the cluster ended as soon as it was ready:\n{launched.state.tail('supervisor')}")
             typer.echo(f"status page  {cluster.scheduler}")
-            client = ps.connect(cluster.scheduler, timeout=CALL_TIMEOUT_S)
+            client = connect(cluster.scheduler, timeout_s=CALL_TIMEOUT_S)
             results = [_train(client, mode, seconds, out, cluster.scheduler) for mode in MODES]
             picture = out / "curves.png"
             curves.write_png(picture, [r.training for r in results])

@@ -2,7 +2,7 @@
 
 import typer
 
-from paramserver_cli import checkpoints, config, demo, doctor, exits, logs, models, new, runs, status, train, up
+from paramserver_cli import checkpoints, config, demo, doctor, exits, keys, logs, models, new, runs, status, train, up
 
 app = typer.Typer(
     cls=exits.Psctl,
@@ -28,6 +28,8 @@ app.command(rich_help_panel=CLUSTER)(models.models)
 app.command(rich_help_panel=CLUSTER)(models.create)
 app.command("set", rich_help_panel=CLUSTER)(models.set_)
 app.command(rich_help_panel=CLUSTER)(models.pull)
+app.command(rich_help_panel=CLUSTER)(keys.token)
+app.command(rich_help_panel=CLUSTER)(keys.secret)
 app.add_typer(runs.app, name="run", rich_help_panel=CLUSTER)
 app.add_typer(checkpoints.app, name="checkpoint", rich_help_panel=CLUSTER)
 

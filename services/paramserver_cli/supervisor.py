@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.errors import PsError
-from paramserver_cli import ports
+from paramserver_cli import keys, ports
 from paramserver_cli.children import ChildSpec, Guard, signal_group, start
 from paramserver_cli.cluster_file import Cluster, Phase, Plan, StateDir, SupervisorState
 from paramserver_node import redis_server
+from paramserver_node.settings import SchedulerSettings
 
 log = logging.getLogger("paramserver.supervisor")
 
@@ -44,11 +46,11 @@ class StartFailed(Exception):
     """Raised when the cluster cannot be brought up; the text has the log's last lines."""
 
 
-async def _is_ready(host: str, port: int) -> bool:
+async def _is_ready(host: str, port: int, tls: ssl.SSLContext | None) -> bool:
     """Whether a node answers `GET /readyz` with 200; without a thread, as forking and threads do not go together."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls)
             try:
                 writer.write(f"GET /readyz HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 return (await reader.readline()).split()[1:2] == [b"200"]
@@ -56,6 +58,14 @@ async def _is_ready(host: str, port: int) -> bool:
                 writer.close()
     except (OSError, TimeoutError):
         return False
+
+
+def _unchecked() -> ssl.SSLContext:
+    """TLS to one's own children, who are told nothing and believed nothing but that they answer."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 class Supervisor:
@@ -70,8 +80,11 @@ class Supervisor:
         self.stop = asyncio.Event()
         self.local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(plan.host, plan.host)
         host = f"[{self.local_host}]" if ":" in self.local_host else self.local_host
-        self.scheduler_url = plan.scheduler or f"http://{host}:{block.scheduler}"
-        self.shard_urls = [f"http://{host}:{p}" for p in block.shards]
+        settings = SchedulerSettings.load({"host": plan.host})
+        self.scheme = "https" if settings.tls_certificate else "http"
+        self.node_env = keys.node_environment(state, plan) if plan.scheduler is None else {}
+        self.scheduler_url = plan.scheduler or f"{self.scheme}://{host}:{block.scheduler}"
+        self.shard_urls = [f"{self.scheme}://{host}:{p}" for p in block.shards]
         self.redis_url = plan.redis or redis_server.url(block.redis)
 
     def redis_specs(self) -> list[ChildSpec]:
@@ -90,22 +103,22 @@ class Supervisor:
         host, redis = ["--host", self.plan.host], ["--redis", self.redis_url]
         ports = ["--port", str(self.block.scheduler), *self._advertise(self.block.scheduler)]
         argv = [*_python("scheduler"), *host, *redis, *ports, "--state-dir", str(self.state.path)]
-        specs = [ChildSpec("scheduler", "scheduler", argv)]
+        specs = [ChildSpec("scheduler", "scheduler", argv, self.node_env)]
         for i, port in enumerate(self.block.shards):
             own = ["--name", f"shard-{i}", "--port", str(port), "--scheduler", self.scheduler_url]
             own += self._advertise(port)
-            specs.append(ChildSpec(f"shard-{i}", "shard", [*_python("shard"), *host, *redis, *own]))
+            specs.append(ChildSpec(f"shard-{i}", "shard", [*_python("shard"), *host, *redis, *own], self.node_env))
         return specs
 
     def _advertise(self, port: int) -> list[str]:
         # Bound to every address, a node would name one that nobody can reach; clients try those named here in turn.
         if self.plan.host not in ("0.0.0.0", "::"):
             return []
-        return ["--advertise", f"http://{socket.gethostname()}:{port}"]
+        return ["--advertise", f"{self.scheme}://{socket.gethostname()}:{port}"]
 
     def worker_specs(self) -> list[ChildSpec]:
         """The pool workers."""
-        env = {"PARAMSERVER_URL": self.scheduler_url}
+        env = {"PARAMSERVER_URL": self.scheduler_url, **keys.worker_environment(self.state)}
         # Several workers share the machine: one thread each, or the BLAS pools fight over the cores.
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             env[name] = os.environ.get(name, "1")
@@ -172,9 +185,10 @@ class Supervisor:
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _until_servers_are_ready(self) -> None:
+        tls = _unchecked() if self.scheme == "https" else None
         waiting = [self.block.scheduler, *self.block.shards]
         while waiting:
-            waiting = [port for port in waiting if not await _is_ready(self.local_host, port)]
+            waiting = [port for port in waiting if not await _is_ready(self.local_host, port, tls)]
             await asyncio.sleep(PROBE_INTERVAL_S if waiting else 0)
 
     async def run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
+import os
 import shutil
 import tempfile
 import time
@@ -16,7 +17,7 @@ from paramserver.errors import NotFoundError, PsError, problem
 from paramserver_cli import launch
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Plan, StateDir
-from paramserver_cli.config import Url, connect
+from paramserver_cli.config import Url, connect, worker_token
 from paramserver_cli.display import display
 from paramserver_cli.launch import Failed
 from paramserver_cli.models import create_from, read_spec
@@ -56,6 +57,8 @@ def train(
     _prepare(client, model, spec or _beside(target), mode, workers)
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    if (token := worker_token(url)) is not None:
+        os.environ["PARAMSERVER_TOKEN"] = token  # the workers inherit it: neither a file nor a command line shows it
     state = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-")))
     plan = Plan(shards=0, workers=workers, scheduler=client.url, allow=[entry.partition(":")[0]], paths=[str(folder)])
     try:

@@ -3,14 +3,13 @@
 import json
 import sys
 import time
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from paramserver_cli import launch
+from paramserver_cli import keys, launch
 from paramserver_cli.cluster_file import Cluster, Plan, running
 from paramserver_cli.config import Json, StateDirOption, state_dir
 from paramserver_cli.display import console
@@ -36,6 +35,7 @@ def up(
     allow: Annotated[
         list[str] | None, typer.Option(help="Prefix of entry points the workers may run; repeatable.")
     ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="With --host: let others in without tokens.")] = False,
 ) -> None:
     """Start a cluster: Redis, one scheduler, shards and workers, restarted when they die.
 
@@ -46,9 +46,11 @@ def up(
         psctl up --detach --shards 4 --workers 2      in the background
 
         psctl up --redis redis://10.0.0.3:6379/0      on a Redis of your own
+
+        psctl up --host 0.0.0.0                       for other machines too, who need a token: psctl token
     """
     folder = state_dir(state)
-    plan = Plan(shards, workers, redis, host, port, allow=allow or ["paramserver.examples"])
+    plan = Plan(shards, workers, redis, host, port, allow=allow or ["paramserver.examples"], insecure=insecure)
     launched = launch.launch(folder, plan, detach=detach)
     try:
         _wait(launched)
@@ -58,7 +60,7 @@ def up(
         if not as_json:
             _introduce(cluster, detach)
         else:
-            typer.echo(json.dumps(asdict(cluster)))
+            typer.echo(json.dumps(keys.described(cluster)))
         if not detach:
             _watch(launched)
     except BaseException:
@@ -82,6 +84,10 @@ def _introduce(cluster: Cluster, detach: bool) -> None:
     typer.echo(f"  redis                      {cluster.redis}")
     if cluster.scheduler != DEFAULT_URL:
         typer.echo(f"  for clients                export PARAMSERVER_URL={cluster.scheduler}")
+    if keys.described(cluster)["token"] is not None:
+        typer.echo(
+            f"                             export PARAMSERVER_TOKEN=$(psctl token --state-dir {cluster.state_dir})"
+        )
     typer.echo("next: psctl status, psctl new NAME, psctl down" if detach else "Ctrl-C stops it")
 
 
@@ -121,7 +127,7 @@ def list_clusters(as_json: Json = False) -> None:
     """List the clusters of yours that run on this machine, with the process ids of now."""
     clusters = _clusters()
     if as_json:
-        typer.echo(json.dumps({"items": [asdict(c) for c in clusters], "next": None}))
+        typer.echo(json.dumps({"items": [keys.described(c) for c in clusters], "next": None}))
         return
     if not clusters:
         typer.echo("no cluster of yours runs on this machine; psctl up starts one")

@@ -4,7 +4,6 @@ The mark of a route (`@role`) says who may use it; a path without a mark takes a
 forgot to classify is never open.
 """
 
-import ipaddress
 import logging
 import time
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from paramserver.errors import PsError, problem
 from paramserver_node import tokens
 from paramserver_node.forward import VOUCHED
 from paramserver_node.roles import ROLES, Role, allows, role_of, routes
-from paramserver_node.settings import NodeSettings
+from paramserver_node.settings import NodeSettings, is_loopback
 
 log = logging.getLogger("paramserver.node")
 
@@ -146,14 +145,6 @@ def credentials(settings: NodeSettings) -> Credentials:
     """What a node shows to the others."""
     keys = tokens.keys_of(settings.secret)
     return Credentials.of(tokens.make(keys[0], "node") if keys else None, settings.ca)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether what listens on `host` can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _cookie(header: str) -> str:

@@ -1,10 +1,11 @@
 """Which role may use a route: every route carries a mark, so that a route nobody classified can be found by a test."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from fastapi import FastAPI
-from starlette.routing import BaseRoute
+if TYPE_CHECKING:  # psctl makes tokens of these roles, and starts without loading a server
+    from fastapi import FastAPI
+    from starlette.routing import BaseRoute
 
 Role = Literal["open", "reader", "worker", "node", "admin"]
 """open: anyone (probes); reader: pulls and lists; worker: pushes too; node: between services; admin: everything.
@@ -32,14 +33,14 @@ def allows(have: Role, need: Role) -> bool:
     return ROLES.index(have) >= ROLES.index(need)
 
 
-def role_of(route: BaseRoute) -> Role | None:
+def role_of(route: "BaseRoute") -> Role | None:
     """The role that a route is marked with; None if it has no mark."""
     endpoint = getattr(route, "endpoint", None)
     mark = getattr(endpoint, "paramserver_role", None)
     return mark if mark in ROLES else None
 
 
-def routes(app: FastAPI) -> Iterator[BaseRoute]:
+def routes(app: "FastAPI") -> "Iterator[BaseRoute]":
     """Every route of an app, those of included routers too; the pages that FastAPI makes of OpenAPI are left out."""
     own = {app.openapi_url, app.docs_url, app.redoc_url, app.swagger_ui_oauth2_redirect_url}
     for route in _flat(app.routes):
@@ -47,7 +48,7 @@ def routes(app: FastAPI) -> Iterator[BaseRoute]:
             yield route
 
 
-def _flat(found: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+def _flat(found: "Iterable[BaseRoute]") -> "Iterator[BaseRoute]":
     for route in found:
         # Newer FastAPI keeps an included router as one entry; older ones copied its routes into the app.
         inner = getattr(route, "original_router", None)
@@ -57,6 +58,6 @@ def _flat(found: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
             yield from _flat(inner.routes)
 
 
-def unmarked(app: FastAPI) -> list[str]:
+def unmarked(app: "FastAPI") -> list[str]:
     """Paths of the routes that carry no mark; a test holds that there are none."""
     return [str(getattr(r, "path", r)) for r in routes(app) if role_of(r) is None]

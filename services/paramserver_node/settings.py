@@ -6,6 +6,7 @@ on a command line.
 """
 
 import difflib
+import ipaddress
 import os
 import re
 import socket
@@ -197,6 +198,14 @@ def shown(value: Any) -> str:
 def redacted(name: str, value: Any) -> str:
     """The value of the setting `name` as it may be printed: secrets are not."""
     return "***" if name in SECRETS and value else shown(value)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what listens on `host` can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def url_of(host: str, port: int, *, tls: bool = False) -> str:

@@ -1,0 +1,115 @@
+"""psctl token and psctl secret; which secret is at hand here, and the tokens that psctl makes with it for itself."""
+
+from __future__ import annotations  # client classes are named, but not imported until used
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paramserver.errors import problem
+from paramserver_cli.cluster_file import Cluster, Plan, StateDir
+from paramserver_cli.config import StateDirOption, client_settings, state_dir
+from paramserver_cli.launch import Failed
+from paramserver_node import tokens
+from paramserver_node.roles import Role
+from paramserver_node.settings import SchedulerSettings, is_loopback
+
+DAY_S = 86_400
+
+
+def token(
+    role: Annotated[str, typer.Argument(help="reader, worker, node or admin.")] = "admin",
+    name: Annotated[
+        str, typer.Option(help="Tells it from others, and names it in PARAMSERVER_REVOKED; default: the role.")
+    ] = "",
+    days: Annotated[float | None, typer.Option(min=0.001, help="How long it counts; default: for ever.")] = None,
+    state: StateDirOption = None,
+) -> None:
+    """Print an access token, made with the secret of the cluster: run it where that is.
+
+    A reader pulls and lists, a worker pushes too, an admin may do everything. Nothing keeps a token: the same command
+    prints the same one, and it counts until its days are over, its name is revoked or the secret is changed.
+
+        export PARAMSERVER_TOKEN=$(psctl token worker)
+
+        PARAMSERVER_TOKEN=$(docker compose exec -T scheduler-1 psctl token)
+
+        psctl token reader --name ci --days 30
+    """
+    secret = client_settings({})["secret"][0] or state_dir(state).secret()
+    keys = tokens.keys_of(secret)
+    if not keys:
+        raise Failed(
+            "no secret is at hand here, and tokens are made with it: set PARAMSERVER_SECRET_FILE to the nodes' file, "
+            "or run this where a node runs (a cluster that only this machine can reach has none, and needs no token)"
+        )
+    expires_at_s = 0 if days is None else int(time.time() + days * DAY_S)
+    typer.echo(tokens.make(keys[0], _role(role), name, expires_at_s))
+
+
+def secret(
+    file: Annotated[Path | None, typer.Argument(help="Where to write it; default: print it.")] = None,
+) -> None:
+    """Make the secret of a new cluster: every node gets the same file, as PARAMSERVER_SECRET_FILE.
+
+    A file that is there already is left alone.
+
+        psctl secret paramserver.secret
+    """
+    if file is None:
+        typer.echo(tokens.new_key())
+    elif write_secret(file):
+        typer.echo(f"made {file}; for each node and for psctl token: export PARAMSERVER_SECRET_FILE={file.absolute()}")
+    else:
+        raise problem("conflict", f"{file} is there already", hint="docs/operations.md says how a secret is changed")
+
+
+def write_secret(file: Path) -> bool:
+    """Write a new secret that only this user can read, unless the file is there; whether it did."""
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as out:
+        out.write(f"{tokens.new_key()}\n")
+    return True
+
+
+def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
+    """What the nodes of a cluster on this machine are told besides what they inherit.
+
+    Where other machines can reach it and nobody chose otherwise, it gets a secret of its own.
+    """
+    found = SchedulerSettings.load({"insecure": plan.insecure or None})
+    if found.secret or is_loopback(plan.host):
+        return {}
+    if found.insecure:
+        return {"PARAMSERVER_INSECURE": "yes"}
+    write_secret(state.secret_file)
+    return {"PARAMSERVER_SECRET_FILE": str(state.secret_file)}
+
+
+def described(cluster: Cluster) -> dict[str, object]:
+    """The object of a cluster as it is printed: with a token that lets its reader do everything."""
+    secret = client_settings({})["secret"][0] or StateDir(Path(cluster.state_dir)).secret()
+    keys = tokens.keys_of(secret)
+    return asdict(replace(cluster, token=tokens.make(keys[0], "admin") if keys else None))
+
+
+def worker_environment(state: StateDir) -> Mapping[str, str]:
+    """What the workers of a cluster on this machine are told: a token of their own, where one is needed."""
+    found = client_settings({})
+    keys = () if found["token"][0] else tokens.keys_of(found["secret"][0] or state.secret())
+    return {"PARAMSERVER_TOKEN": tokens.make(keys[0], "worker")} if keys else {}
+
+
+def _role(text: str) -> Role:
+    for role in ("reader", "worker", "node", "admin"):
+        if text == role:
+            return role
+    raise problem("invalid_field", f"there is no role '{text:.40}'", hint="reader, worker, node or admin")
