@@ -3,8 +3,11 @@
 A buffer is one NumPy array over pooled memory.  It has no `release`: when the array and every view of it are gone, that
 is when the last partition version, reader or snapshot lets go, the memory returns to the pool by itself.  So nothing
 that somebody may still read is ever handed out again.
+
+With a shared folder, buffers can be files that clients of this machine map; where the folder is full they are private.
 """
 
+import logging
 import mmap
 import weakref
 from collections import deque
@@ -14,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.limits import MIB, POOL_KEPT_BYTES_MAX
-from paramserver.types import F32
+from paramserver.types import F32, AnyArray
+from paramserver_shard.shared_folder import SharedFolder
+
+log = logging.getLogger("paramserver.shard")
 
 PAGE_BYTES: Final = 4096
 SMALL_BYTES: Final = 64 * 1024
@@ -29,6 +35,24 @@ def _size_class(size_bytes: int) -> int:
     return -(-size_bytes // step) * step
 
 
+class _Memory:
+    """The memory of one buffer, and the file it is, if others can map it."""
+
+    __slots__ = ("array", "file", "retired", "size")
+
+    def __init__(self, array: U8, file: str | None) -> None:
+        self.array: Final = array
+        self.file: Final = file
+        self.size: Final = array.size
+        self.retired = False
+        """Never to be handed out again: somebody may have it mapped."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return _address(self.array)
+
+
 class BufferPool:
     """Hands out arrays and takes their memory back when nobody holds them any more.
 
@@ -36,43 +60,80 @@ class BufferPool:
     run in any thread.
     """
 
-    def __init__(self, kept_bytes_max: int = POOL_KEPT_BYTES_MAX) -> None:
-        self._free: dict[int, deque[mmap.mmap]] = {}
-        self._leases: dict[int, weakref.ref[U8]] = {}
+    def __init__(self, kept_bytes_max: int = POOL_KEPT_BYTES_MAX, folder: SharedFolder | None = None) -> None:
+        self._free: dict[tuple[int, bool], deque[_Memory]] = {}
+        self._lent: dict[int, tuple[weakref.ref[U8], _Memory]] = {}
         self._kept_bytes_max = kept_bytes_max
+        self._folder = folder
+        self._full_told = False
         self.kept_bytes = 0
         """Free memory held for reuse."""
         self.lent_bytes = 0
         """Memory that somebody holds."""
 
-    def take_bytes(self, size_bytes: int) -> U8:
-        """An uninitialised uint8 array of `size_bytes`."""
+    def take_bytes(self, size_bytes: int, *, shared: bool = False) -> U8:
+        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room."""
         if size_bytes < SMALL_BYTES:
             return np.empty(size_bytes, np.uint8)
-        size = _size_class(size_bytes)
-        free = self._free.setdefault(size, deque())
+        size, shared = _size_class(size_bytes), shared and self._folder is not None
+        free = self._free.setdefault((size, shared), deque())
         try:
             memory = free.pop()
             self.kept_bytes -= size
         except IndexError:
-            memory = mmap.mmap(-1, size)
-            if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            np.frombuffer(memory, np.uint8)[::PAGE_BYTES] = 0  # fault the pages in now, not under a kernel
+            memory = self._make(size, shared)
         # Views collapse their base down to this array and no further (its own base is no ndarray), so it lives as long
         # as any view of it.
-        lease = np.frombuffer(memory, np.uint8)
-        self._leases[id(memory)] = weakref.ref(lease, lambda _: self._returned(memory, size))
+        lease = np.frombuffer(memory.array.data, np.uint8)
+        self._lent[memory.address] = (weakref.ref(lease, lambda _: self._returned(memory)), memory)
         self.lent_bytes += size
         return lease[:size_bytes]
 
-    def take(self, count: int) -> F32:
+    def take(self, count: int, *, shared: bool = False) -> F32:
         """An uninitialised float32 array of `count` elements."""
-        return self.take_bytes(count * 4).view(np.float32)
+        return self.take_bytes(count * 4, shared=shared).view(np.float32)
 
-    def _returned(self, memory: mmap.mmap, size: int) -> None:
-        self._leases.pop(id(memory), None)
-        self.lent_bytes -= size
-        if self.kept_bytes + size <= self._kept_bytes_max:
-            self.kept_bytes += size
-            self._free[size].append(memory)
+    def file_of(self, array: AnyArray) -> str | None:
+        """The file in the shared folder that begins with this array's first element; None if there is none."""
+        held = self._lent.get(_address(array))
+        return None if held is None or held[1].retired else held[1].file
+
+    def retire(self, file: str) -> None:
+        """Remove that file: its memory is used by those who have it now and never handed out again."""
+        for _, memory in list(self._lent.values()):
+            if memory.file == file and not memory.retired:
+                memory.retired = True
+                assert self._folder is not None
+                self._folder.remove(file)
+
+    def _make(self, size: int, shared: bool) -> _Memory:
+        if shared:
+            assert self._folder is not None
+            try:
+                file, memory = self._folder.allocate(size)
+                return _Memory(np.frombuffer(memory, np.uint8), file)
+            except OSError as error:
+                if not self._full_told:
+                    self._full_told = True
+                    log.warning("clients on this machine use HTTP for what does not fit into shared memory: %s", error)
+        memory = mmap.mmap(-1, size)
+        if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        array = np.frombuffer(memory, np.uint8)
+        array[::PAGE_BYTES] = 0  # fault the pages in now, not under a kernel
+        return _Memory(array, None)
+
+    def _returned(self, memory: _Memory) -> None:
+        self._lent.pop(memory.address, None)
+        self.lent_bytes -= memory.size
+        if memory.retired:
+            return
+        if self.kept_bytes + memory.size <= self._kept_bytes_max:
+            self.kept_bytes += memory.size
+            self._free.setdefault((memory.size, memory.file is not None), deque()).append(memory)
+        elif memory.file is not None and self._folder is not None:
+            self._folder.remove(memory.file)
+
+
+def _address(array: AnyArray) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -45,6 +45,12 @@ IDEMPOTENCY_KEY_BYTES_MAX: Final = 256
 WORKER_NAME_BYTES_MAX: Final = 128
 WORKERS_PER_MODEL_MAX: Final = 4096
 SHARDS_MAX: Final = 1024
+SHARD_NAMES_MAX: Final = 4096
+"""Names of shards that a scheduler remembers, with those that are gone; of the others only the highest epoch is kept."""
+SHARD_LEFT_LISTED_S: Final = 60.0
+"""How long a shard that has said goodbye stays in lists."""
+SHARD_DEAD_LISTED_S: Final = 3600.0
+"""How long a shard that has died stays in lists."""
 
 # What a shard keeps for others.
 QUEUED_REQUESTS_MAX: Final = 4096
@@ -60,9 +66,21 @@ JOURNAL_GROUP_BYTES: Final = 64 * MIB
 JOURNAL_SCRIPT_BYTES: Final = 8 * MIB
 """Journal entries after which a write goes on in another script: Redis does nothing else while one runs."""
 MOVES_AT_ONCE: Final = 4
-"""Partitions that one shard hands over at one time."""
+"""Partitions that one shard hands over or takes over at one time."""
+MOVE_S: Final = 30.0
+"""An owner that has not handed a partition over by then keeps it, and is not asked again for as long."""
+BALANCE_INTERVAL_S: Final = 10.0
+"""How often loads are compared, once bytes are level."""
 RECEIVE_S: Final = 60.0
 """Longest time a frame's body may take to arrive."""
+SHARED_BYTES_MAX: Final = 16 << 30
+"""Shared memory that one shard takes at most; also at most four fifths of what its file system has free."""
+LEASES_MAX: Final = 4096
+"""Pulls through shared memory that clients of one shard hold at one time."""
+LEASED_BYTES_MAX: Final = 8 << 30
+"""Bytes of versions that they cover; beyond it pulls travel over HTTP."""
+SLOT_BYTES_MAX: Final = 2 << 30
+"""Bytes of slots that one shard lends for pushes."""
 POOL_KEPT_BYTES_MAX: Final = 512 * MIB
 """Free buffer memory that one shard keeps for reuse."""
 JSON_ELEMENTS_MAX: Final = 4 << 20
@@ -76,6 +94,8 @@ WORKER_LEASE_S_MAX: Final = 3600.0
 """Longest lease that a worker may ask for (a person with curl); barriers wait for it that long."""
 LEADER_LEASE_S: Final = 3.0
 """A leading scheduler that has not renewed its lease in Redis for so long may be replaced."""
+SHARED_LEASE_S: Final = 15.0
+"""How long a client may hold a pull or an idle slot in shared memory."""
 SERVE_WITHOUT_CONTACT_S: Final = 3.0
 WAIT_S_MAX: Final = 60.0
 """Longest `wait_s` of a long poll."""

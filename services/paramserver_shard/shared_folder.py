@@ -1,0 +1,131 @@
+"""Files in memory that clients on this machine map: one folder for each shard process, gone with it.
+
+A folder is `ROOT/paramserver-UID/NAME-RANDOM`, ROOT a tmpfs (`/dev/shm`, or a volume that containers share).  It holds
+a locked file `lock`, the socket that the shard serves requests on, and one file for each buffer.  The kernel lets go of
+the lock with the process, however it ends; whoever starts next under the same root removes the folders that nobody
+locks.  A reader that has mapped a file keeps its bytes after the file is gone.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger("paramserver.shard")
+
+SOCKET: Final = "requests"
+"""The socket's name within the folder."""
+_LOCK: Final = "lock"
+_HALF_MADE_S: Final = 60.0
+"""A folder that is being made has no lock for a moment; older ones were left behind."""
+_SOCKET_PATH_MAX: Final = 107
+_FREE_SHARE: Final = 0.8
+"""What may be taken of the memory that the file system has free; the rest is for others."""
+
+
+class SharedFolder:
+    """The files of one shard process."""
+
+    def __init__(self, path: Path, lock: int, bytes_max: int) -> None:
+        self.path: Final = path
+        self.bytes_max: Final = bytes_max
+        self.bytes = 0
+        """Bytes of the files that are there."""
+        self._lock = lock
+        self._made = 0
+        self._sizes: dict[str, int] = {}
+
+    @classmethod
+    def open(cls, root: str, name: str, bytes_max: int) -> "SharedFolder | None":
+        """A fresh folder under `root`; None, with one line in the log, where there can be none."""
+        if not root:
+            return None
+        try:
+            if not sys.platform.startswith("linux"):
+                raise OSError("only Linux lets two processes map one buffer without a copy")
+            return cls._open(Path(root) / f"paramserver-{os.getuid()}", name, bytes_max)
+        except OSError as error:
+            log.warning("no shared memory for clients on this machine, they use HTTP: %s", error)
+            return None
+
+    @classmethod
+    def _open(cls, parent: Path, name: str, bytes_max: int) -> "SharedFolder":
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if parent.stat().st_uid != os.getuid():
+            raise OSError(f"{parent} belongs to another user")
+        sweep(parent)
+        path = parent / f"{name[:40]}-{secrets.token_hex(6)}"
+        if len(os.fsencode(path / SOCKET)) > _SOCKET_PATH_MAX:
+            raise OSError(f"{path} is too long for the path of a socket")
+        half_made = parent / f".{path.name}"
+        half_made.mkdir(mode=0o700)
+        lock = os.open(half_made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        half_made.rename(path)
+        room = os.statvfs(path)
+        return cls(path, lock, min(bytes_max, int(room.f_bavail * room.f_frsize * _FREE_SHARE)))
+
+    @property
+    def address(self) -> str:
+        """What a client on this machine connects to."""
+        return f"unix://{self.path / SOCKET}"
+
+    def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap]:
+        """A new file of that size and its memory, every page of it present; raises OSError when there is no room."""
+        if self.bytes + size_bytes > self.bytes_max:
+            raise OSError(f"{self.bytes} of {self.bytes_max} bytes of shared memory are in use")
+        self._made += 1
+        name = f"b{self._made}"
+        file = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Without its pages, the first write to a full file system would end the process.
+            os.posix_fallocate(file, 0, size_bytes)
+            memory = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            os.unlink(self.path / name)
+            raise
+        finally:
+            os.close(file)
+        self._sizes[name] = size_bytes
+        self.bytes += size_bytes
+        return name, memory
+
+    def remove(self, name: str) -> None:
+        """That file is no more; whoever has it mapped keeps its bytes."""
+        self.bytes -= self._sizes.pop(name, 0)
+        (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders of processes that have ended."""
+    for path in list(parent.iterdir()):
+        try:
+            if path.name.startswith("."):
+                if time.time() - path.stat().st_mtime > _HALF_MADE_S:
+                    shutil.rmtree(path, ignore_errors=True)
+            elif not _alive(path):
+                shutil.rmtree(path, ignore_errors=True)
+        except FileNotFoundError:
+            continue  # another shard that starts was faster
+
+
+def _alive(path: Path) -> bool:
+    file = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -1,0 +1,213 @@
+"""Shared memory between a shard and clients of its machine: folders, buffers, leases, slots and windows."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paramserver import limits
+from paramserver.client.windows import PAGE_BYTES, Window, Windows, writable
+from paramserver.errors import ConflictError, RequestError, Unavailable
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.lending import Lending
+from paramserver_shard.shared_folder import SharedFolder, sweep
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux")
+
+COUNT = 1 << 16
+"""Elements: a quarter of a MiB, which is pooled."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[SharedFolder]:
+    """A folder of one shard."""
+    made = SharedFolder.open(str(tmp_path), "shard-0", 1 << 26)
+    assert made is not None
+    yield made
+    made.close()
+
+
+class Clock:
+    """Time that stands still until it is told otherwise."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock at 0."""
+    return Clock()
+
+
+@pytest.fixture
+def versions(folder: SharedFolder) -> BufferPool:
+    """The pool of partition versions."""
+    return BufferPool(folder=folder)
+
+
+@pytest.fixture
+def lending(folder: SharedFolder, versions: BufferPool, clock: Clock) -> Lending:
+    """What the folder's shard lends."""
+    return Lending(versions, BufferPool(folder=folder), clock)
+
+
+def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: BufferPool) -> None:
+    """Two buffers of a shard are one contiguous read-only array at a client, without a copy."""
+    first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
+    first[:], second[:] = 1.0, 2.0
+    paths = [str(folder.path / str(versions.file_of(a))) for a in (first, second)]
+    window = Window([(paths[0], 4 * COUNT), (paths[1], 40)])
+    assert window.values.size == COUNT + 10
+    assert window.values[COUNT - 1] == 1.0
+    assert window.values[COUNT] == 2.0
+    first[-1] = 5.0
+    assert window.values[COUNT - 1] == 5.0
+    with pytest.raises(ValueError, match="read-only"):
+        window.values[0] = 1.0
+
+
+def test_a_reader_keeps_its_bytes_when_the_file_goes(
+    folder: SharedFolder, versions: BufferPool, lending: Lending, clock: Clock
+) -> None:
+    """After its lease a buffer is removed and never handed out again, so a slow reader sees its bytes unchanged."""
+    values = versions.take(COUNT, shared=True)
+    values[:] = 3.0
+    granted = lending.lease([values])
+    assert granted is not None
+    window = Window([(str(folder.path / granted[1][0]), 4 * COUNT)])
+    clock.now = limits.SHARED_LEASE_S
+    lending.expire()
+    assert lending.leased_bytes == 0
+    assert not (folder.path / granted[1][0]).exists()
+    assert versions.file_of(values) is None
+    del values
+    for _ in range(4):
+        versions.take(COUNT, shared=True)[:] = 9.0
+    assert (window.values == 3.0).all()
+
+
+def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: Lending) -> None:
+    """The same buffer serves again once its reader has said that it is done, and not before."""
+    values = versions.take(COUNT, shared=True)
+    file = versions.file_of(values)
+    granted = lending.lease([values])
+    assert granted is not None
+    del values
+    other = versions.take(COUNT, shared=True)
+    assert versions.file_of(other) != file
+    lending.release([granted[0], 999])
+    assert versions.file_of(versions.take(COUNT, shared=True)) == file
+
+
+def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound, and for private memory, there is no lease: the values travel over HTTP."""
+    values = versions.take(COUNT, shared=True)
+    assert lending.lease([values, versions.take(COUNT)]) is None
+    monkeypatch.setattr("paramserver_shard.lending.LEASED_BYTES_MAX", 4 * COUNT)
+    assert lending.lease([values]) is not None
+    assert lending.lease([values]) is None
+
+
+def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, lending: Lending) -> None:
+    """A slot that was submitted cannot be submitted again before its answer, and then holds the next gradient."""
+    file = lending.lend(4 * COUNT)
+    mine = writable(str(folder.path / file), 4 * COUNT)
+    mine.view(np.float32)[:] = 7.0
+    body = lending.submitted(file, 4 * COUNT)
+    assert (body.view(np.float32) == 7.0).all()
+    with pytest.raises(ConflictError, match="slot"):
+        lending.submitted(file, 4 * COUNT)
+    lending.answered(file, again=True)
+    mine.view(np.float32)[:] = 8.0
+    assert (lending.submitted(file, 4 * COUNT).view(np.float32) == 8.0).all()
+    lending.answered(file, again=False)
+    with pytest.raises(ConflictError, match="ask for another"):
+        lending.submitted(file, 4 * COUNT)
+    assert lending.slot_bytes == 0
+
+
+def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, lending: Lending, clock: Clock) -> None:
+    """A client that vanished with a slot in hand costs nothing after the lease; what it still writes reaches nobody."""
+    file = lending.lend(4 * COUNT)
+    mine = writable(str(folder.path / file), 4 * COUNT)
+    clock.now = limits.SHARED_LEASE_S
+    other = lending.lend(4 * COUNT)
+    mine[:] = 255
+    assert other != file
+    assert not lending.submitted(other, 4 * COUNT).any()
+
+
+def test_a_lying_client_is_refused(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push larger than its slot, a slot that never was, and slots beyond the bound are refused."""
+    file = lending.lend(4 * COUNT)
+    with pytest.raises(RequestError):
+        lending.submitted(file, 1 << 30)
+    with pytest.raises(ConflictError):
+        lending.submitted("../lock", 4)
+    monkeypatch.setattr("paramserver_shard.lending.SLOT_BYTES_MAX", 4 * COUNT)
+    with pytest.raises(Unavailable):
+        lending.lend(4 * COUNT)
+
+
+def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
+    """Where shared memory has no room, buffers are private and nothing fails."""
+    folder = SharedFolder.open(str(tmp_path), "shard-0", 4 * COUNT)
+    assert folder is not None
+    pool = BufferPool(folder=folder)
+    first, second = pool.take(COUNT, shared=True), pool.take(COUNT, shared=True)
+    second[:] = 1.0
+    assert pool.file_of(first) is not None
+    assert pool.file_of(second) is None
+    folder.close()
+
+
+@pytest.mark.parametrize("root", ["", "/nonexistent/folder"])
+def test_no_folder_where_there_can_be_none(root: str) -> None:
+    """Turned off, or on a machine without that file system, there is simply no folder."""
+    assert SharedFolder.open(root, "shard-0", 1 << 20) is None
+
+
+def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder: SharedFolder) -> None:
+    """The folder of a process that died by SIGKILL goes when another starts; that of a living one stays."""
+    code = (
+        "import sys, time; from paramserver_shard.shared_folder import SharedFolder;"
+        f"f = SharedFolder.open({str(tmp_path)!r}, 'shard-1', 1 << 20); f.allocate(65536);"
+        "print(f.path, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        sweep(path.parent)
+        assert path.exists()
+        process.send_signal(signal.SIGKILL)
+    sweep(path.parent)
+    assert not path.exists()
+    assert folder.path.exists()
+
+
+def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
+    """The same buffers give the same window, also after their files have gone; others are mapped anew."""
+    windows = Windows()
+    values = versions.take(COUNT, shared=True)
+    path = str(folder.path / str(versions.file_of(values)))
+    first = windows.of([(path, 4 * COUNT)])
+    assert windows.of([(path, 4 * COUNT)]) is first
+    with pytest.raises(OSError, match="No such file"):
+        windows.of([(path + "x", 4 * COUNT)])
+    with pytest.raises(ValueError, match="page"):
+        windows.of([(path, PAGE_BYTES + 4), (path, 4)])
+
+
+def test_a_folder_is_its_users_alone(folder: SharedFolder) -> None:
+    """Nobody else may look into it."""
+    assert os.stat(folder.path).st_mode & 0o077 == 0
+    assert time.time() - os.stat(folder.path / "lock").st_mtime < 60
