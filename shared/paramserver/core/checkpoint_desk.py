@@ -55,6 +55,8 @@ class CheckpointDesk:
             return
         if not model.gate.sync:
             self._begin(model, None, clock, now)
+        elif model.moving:
+            return
         elif model.cut is not None and model.cut == clock:
             self._begin(model, model.cut, clock, now)
         elif model.pending_cut is None:
@@ -62,7 +64,7 @@ class CheckpointDesk:
             if now - since >= IDLE_S:
                 points.reading_still = True
                 self._begin(model, None, clock, now)
-            elif model.cut is None or model.cut < min(points.wanted[0].clock, clock):
+            elif model.cut is None or model.cut_moved or model.cut < min(points.wanted[0].clock, clock):
                 model.cut_wanted = True
             else:
                 # The cut made for it is complete; the training is a little ahead of it by now.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paramserver.core.gate import Commit
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import FORMAT, Model, Waiter
 from paramserver.core.runs import Run
@@ -28,6 +29,8 @@ class Cluster:
     run_count: int = 0
     member_count: int = 0
     shards: dict[str, Shard] = field(default_factory=dict)
+    shard_floor: int = 0
+    """No epoch of a shard whose name was forgotten was higher."""
     models: dict[str, Model] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
@@ -35,6 +38,7 @@ class Cluster:
     """In this term."""
     _fields: dict[str, Callable[[], Mapping[str, Any]] | None] = field(default_factory=dict)
     _tokens: list[tuple[PartitionKey, Token]] = field(default_factory=list)
+    _fences: dict[str, int] = field(default_factory=dict)
     _map_changed: bool = False
     _models_changed: dict[str, None] = field(default_factory=dict)
     _rosters_changed: dict[str, None] = field(default_factory=dict)
@@ -45,6 +49,8 @@ class Cluster:
     """Models whose gates, checkpoints and waiters are to be looked at once the event is handled."""
     unfinished: dict[str, None] = field(default_factory=dict)
     """Of these, the ones to be looked at once more."""
+    unbalanced: bool = False
+    """Shards or owners have changed since it was last seen that nothing needs to move."""
 
     # --- what an event brings about ---
 
@@ -74,6 +80,9 @@ class Cluster:
                 "alive": shard.alive,
                 "addresses": list(shard.addresses),
                 "version": shard.version,
+                "draining": shard.draining,
+                "left": shard.left,
+                "listed": shard.listed,
             },
         )
 
@@ -101,6 +110,9 @@ class Cluster:
     def save_dataset(self, model: Model, dataset: str) -> None:
         self.save(f"tasks:{model.name}:{dataset}", model.datasets[dataset].progress)
 
+    def save_commit(self, model: Model, commit: Commit) -> None:
+        self.save(f"commit:{model.name}:{commit.t}", lambda: commit.document(model.name, model.generation))
+
     def save_run(self, run: Run) -> None:
         self.save(f"run:{run.id}", run.stored)
 
@@ -116,13 +128,53 @@ class Cluster:
             },
         )
 
-    def give_token(self, model: Model, index: int) -> None:
-        """A new ownership of that partition begins."""
+    def save_everything(self) -> None:
+        """All fields, for a Redis that has lost them."""
+        self.save_cluster()
+        for shard in self.shards.values():
+            self.save_shard(shard)
+        for model in self.models.values():
+            self.save_model(model)
+            self.save_clock(model)
+            self.save(f"place:{model.name}", model.stored_place)
+            self.save(f"series:{model.name}", model.series.stored)
+            for _, commit in model.commits:
+                self.save_commit(model, commit)
+            for worker in model.roster:
+                self.save_worker(model, worker)
+            for name, dataset in model.datasets.items():
+                self.save(f"dataset:{model.name}:{name}", dataset.spec.document)
+                self.save_dataset(model, name)
+            for record in model.checkpoints.records.values():
+                self.save(f"checkpoint:{model.name}:{record.name}", record.document)
+        for run in self.runs.values():
+            self.save_run(run)
+        for member in self.members.values():
+            self.save_member(member)
+
+    def number(self) -> int:
+        """A number that no leader has given out before."""
         self.tokens_given += 1
+        return make_token(self.term, self.tokens_given)
+
+    def give_token(self, model: Model, index: int, source: Any = None) -> None:
+        """A new ownership of that partition begins, from `source` or from where the model says."""
         owner = model.owners[index]
-        owner.token = make_token(self.term, self.tokens_given)
-        owner.from_version = None
+        owner.token, owner.source, owner.renewed = self.number(), source, 0
+        owner.from_version = owner.revision = None
+        owner.stay()
         self._tokens.append((model.partition(index), owner.token))
+
+    def renew_token(self, model: Model, index: int) -> None:
+        """The same ownership goes on under a new token, because Redis has lost the old one."""
+        owner = model.owners[index]
+        first, source = owner.renewed or owner.token, owner.source
+        self.give_token(model, index, source)
+        owner.renewed, owner.durable_version = first, 0
+
+    def fence(self, shard: str, epoch: int) -> None:
+        """No incarnation of that shard up to this epoch may serve; 0 forgets the name."""
+        self._fences[shard] = epoch
 
     def place_changed(self, model: Model) -> None:
         """The model's owners are others; also makes a new map epoch."""
@@ -132,6 +184,7 @@ class Cluster:
 
     def map_changed(self) -> None:
         """Shards or owners have changed: a new map epoch, once for each event."""
+        self.unbalanced = True
         if not self._map_changed:
             self._map_changed = True
             self.map_epoch += 1
@@ -188,8 +241,8 @@ class Cluster:
         out: list[Effect] = list(self._early)
         if self._fields:
             out.append(Store({k: None if v is None else v() for k, v in self._fields.items()}))
-        if self._tokens:
-            out.append(SetTokens(tuple(self._tokens)))
+        if self._tokens or self._fences:
+            out.append(SetTokens(tuple(self._tokens), tuple(self._fences.items())))
         if self._map_changed:
             out.append(Publish(self.map_document()))
         for name in self._models_changed:
@@ -199,7 +252,7 @@ class Cluster:
             if name in self.models and name not in self._models_changed:
                 out.append(Publish(self.models[name].roster_document()))
         out += [*self._published, *self._late]
-        self._fields, self._tokens, self._map_changed = {}, [], False
+        self._fields, self._tokens, self._fences, self._map_changed = {}, [], {}, False
         self._models_changed, self._rosters_changed = {}, {}
         self._published, self._early, self._late = [], [], []
         return out
@@ -218,13 +271,44 @@ class Cluster:
         model = self.models.get(name)
         return model if model is not None and model.generation == generation else None
 
+    def owned(self, shard: str, name: str, generation: int, index: int, token: Token) -> Model | None:
+        """The model, if that shard owns that partition of it under that token."""
+        model = self.of_key(name, generation)
+        if model is None or not 0 <= index < len(model.owners):
+            return None
+        owner = model.owners[index]
+        return model if owner.shard == shard and owner.token == token else None
+
     def live_shards(self) -> list[str]:
         """Names, sorted."""
         return sorted(s.name for s in self.shards.values() if s.alive)
 
+    def takers(self) -> list[str]:
+        """Names of those that may be given partitions: the living that do not drain, else all that live."""
+        return [n for n in self.live_shards() if not self.shards[n].draining] or self.live_shards()
+
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Of every shard."""
         return {s.name: s.addresses for s in self.shards.values()}
+
+    def shard_line(self, shard: Shard, now: float) -> dict[str, Any]:
+        """A line of `GET /shards`."""
+        owned = [(m, i, o) for m in self.models.values() for i, o in enumerate(m.owners) if o.shard == shard.name]
+        return {
+            "name": shard.name,
+            "epoch": shard.epoch,
+            "alive": shard.alive,
+            "state": shard.state,
+            "heartbeat_age_s": max(0.0, now - shard.heard_s),
+            "addresses": list(shard.addresses),
+            "version": shard.version,
+            "partitions": len(owned),
+            "bytes": sum(m.bytes_of(i) for m, i, _ in owned),
+            "bytes_per_s": sum(o.load for _, _, o in owned),
+            "memory": {"limit_bytes": shard.memory_limit_bytes, "used_bytes": shard.memory_used_bytes},
+            "moves": [{"model": m.name, "partition": i, "to": o.target} for m, i, o in owned if o.release],
+            "metrics": dict(shard.metrics),
+        }
 
     def public(self, model: Model) -> dict[str, Any]:
         """The model's public document."""
@@ -235,7 +319,9 @@ class Cluster:
         return {
             "type": "map",
             "map_epoch": self.map_epoch,
-            "shards": {s.name: {"addresses": list(s.addresses), "alive": s.alive} for s in self.shards.values()},
+            "shards": {
+                s.name: {"addresses": list(s.addresses), "alive": s.alive} for s in self.shards.values() if s.listed
+            },
         }
 
     def stored(self) -> dict[str, Any]:
@@ -246,4 +332,5 @@ class Cluster:
             "generations": self.generations,
             "run_count": self.run_count,
             "member_count": self.member_count,
+            "shard_floor": self.shard_floor,
         }

@@ -57,6 +57,30 @@ class Shard(Holder):
     addresses: tuple[str, ...] = ()
     version: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    draining: bool = False
+    """It gets nothing new, and what it has moves away."""
+    memory_limit_bytes: int = 0
+    """0: unknown."""
+    memory_used_bytes: int = 0
+    left: bool = False
+    """It said goodbye, rather than being found dead."""
+    gone_s: float = 0.0
+    """When it left or was found dead."""
+    listed: bool = True
+    """False once it has been gone for so long that nobody wants to see it."""
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory it may still take; None: unknown."""
+        limit = self.memory_limit_bytes
+        return max(0, limit - self.memory_used_bytes) if limit > 0 else None
+
+    @property
+    def state(self) -> str:
+        """`active`, `draining`, `left` or `dead`."""
+        if self.alive:
+            return "draining" if self.draining else "active"
+        return "left" if self.left else "dead"
 
 
 @dataclass(slots=True)

@@ -73,7 +73,8 @@ class ModelDesk:
                 hint="choose another name, PATCH the model, or delete it first",
             )
         token = None
-        if set(spec.uploads) & model.missing and now >= model.upload_until_s:
+        files = {p.name for p in spec.params if p.init.kind == "file" and not model.restored}
+        if model.missing - files - {RESTORED} and now >= model.upload_until_s:
             token = model.upload_token = e.nonce
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             self.c.save_model(model)
@@ -197,6 +198,9 @@ class ModelDesk:
         if model.restoring:
             raise problem("conflict", f"model '{model.name}' is being restored already")
         model.restoring = True
+        for owner in model.owners:
+            if owner.stay():
+                self.c.model_changed(model)
         self.c.save_model(model)
         self.c.answer(e.request, self.c.public(model))
 
@@ -213,7 +217,7 @@ class ModelDesk:
                 self._filled(model, {RESTORED})
             if model.gate.sync:
                 # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
-                begin_sync(self.c, model, model.gate.clock)
+                begin_sync(self.c, model, max(model.gate.clock, e.version))
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
 

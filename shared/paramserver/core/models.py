@@ -5,7 +5,7 @@ Stored in fields `model:NAME` (settings), `place:NAME` (owners), `clock:NAME` (w
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -15,6 +15,7 @@ from paramserver.core.checkpoints import Checkpoints
 from paramserver.core.gate import Commit, Gate
 from paramserver.core.layout import Layout
 from paramserver.core.membership import Roster, Worker
+from paramserver.core.optimizer import slot_count
 from paramserver.core.series import Series
 from paramserver.core.spec import ModelSpec
 from paramserver.core.tasks import Dataset, Evaluation
@@ -41,6 +42,49 @@ class Owner:
     durable_version: int = 0
     from_version: int | None = None
     """The first version reported under this token; None until the owner serves it."""
+    source: Any = None
+    """Where the state comes from under this token, if not from where the model says."""
+    renewed: Token = 0
+    """Who holds it under that token or a higher one goes on with its memory; 0: begins anew from its source."""
+    target: str | None = None
+    """The shard it is moving to: a wish, which no other leader will know of."""
+    release: int = 0
+    """Number of that wish, 0 without one."""
+    asked_s: float = 0.0
+    """When it began."""
+    rests_until_s: float = 0.0
+    """It is not moved before then."""
+    revision: int | None = None
+    """Of the settings in force at the owner; None: not heard yet."""
+    load: float = 0.0
+    """Bytes per second in and out, smoothed."""
+
+    def stay(self) -> bool:
+        """It moves nowhere; whether it was to."""
+        moving, self.target, self.release = self.release != 0, None, 0
+        return moving
+
+    def row(self) -> list[Any]:
+        """As it is stored: [shard, token] or [shard, token, options]."""
+        options: dict[str, Any] = {}
+        if self.source is not None:
+            options["source"] = self.source
+        if self.renewed:
+            options["from"] = self.renewed
+        return [self.shard, self.token, *([options] if options else [])]
+
+    def feed_row(self) -> list[Any]:
+        """As shards are told."""
+        shard, token, *options = self.row()
+        if self.release:
+            options = [{**(options[0] if options else {}), "release": self.release}]
+        return [shard, token, *options]
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> "Owner":
+        """The one that `row` gave."""
+        options = row[2] if len(row) > 2 else {}
+        return cls(row[0], row[1], source=options.get("source"), renewed=options.get("from", 0))
 
 
 @dataclass(slots=True)
@@ -89,6 +133,10 @@ class Model:
     cut_seen: set[int] = field(default_factory=set)
     """Partitions that have stored the pending cut."""
     cut_wanted: bool = False
+    cut_moved: bool = False
+    """A partition has moved since the newest cut, so its owner cannot give that cut away any more."""
+    opening: bool = False
+    """sync: a commit without contributions comes first, on all partitions."""
     last_cut_s: float = float("-inf")
     last_commit_s: float = float("-inf")
     restoring: bool = False
@@ -141,6 +189,22 @@ class Model:
         return all(o.from_version is not None for o in self.owners)
 
     @property
+    def durable(self) -> bool:
+        """Whether nothing acknowledged is lost with a shard, so that nothing ever rolls back."""
+        return self.spec.ack != "applied"
+
+    @property
+    def moving(self) -> bool:
+        """Whether a partition of it is asked for."""
+        return any(o.release for o in self.owners)
+
+    @property
+    def movable(self) -> bool:
+        """Whether partitions of it may move now: nothing is under way that only their present owners can finish."""
+        busy = self.restoring or self.opening or self.pending_cut is not None or self.checkpoints.writing
+        return self.ready and self.served and not busy
+
+    @property
     def version(self) -> int:
         """sync: the clock; else the lowest version heard of."""
         return self.gate.clock if self.gate.sync else min((o.version for o in self.owners), default=0)
@@ -151,6 +215,10 @@ class Model:
     def bytes_of(self, index: int) -> int:
         """Bytes of one partition's values."""
         return 4 * self.layout.partition_size(index)
+
+    def held_bytes_of(self, index: int) -> int:
+        """Bytes of one partition's values and optimizer state."""
+        return self.bytes_of(index) * (1 + slot_count(self.spec.optimizer))
 
     def waiters(self) -> list[Waiter]:
         """Every request parked here."""
@@ -186,6 +254,12 @@ class Model:
     def prune_commits(self, now: float) -> list[Commit]:
         """Takes out the commits that no shard can need any more."""
         old: list[Commit] = []
+        if self.durable:
+            # A new owner begins with what is durable, and takes every later commit from here.
+            floor = min(o.durable_version for o in self.owners)
+            while self.commits and self.commits[0][1].t < floor:
+                old.append(self.commits.popleft()[1])
+            return old
         while self.commits and (
             len(self.commits) > COMMITS_KEPT
             or (len(self.commits) > COMMITS_PUBLISHED and now - self.commits[0][0] > COMMIT_KEPT_S)
@@ -196,6 +270,9 @@ class Model:
     def restart_at(self, clock: int) -> None:
         """A new timeline begins: every partition and every worker is at that clock."""
         self.timeline += 1
+        self.cut_moved = True
+        for owner in self.owners:
+            owner.stay()  # What was captured for a move belongs to the old timeline.
         self.gate.reset(self.roster, clock)
         self.commits.clear()
         self.pending_cut = None
@@ -228,7 +305,7 @@ class Model:
 
     def stored_place(self) -> dict[str, Any]:
         """Field `place:NAME`."""
-        return {"format": FORMAT, "source": self.source, "owners": [[o.shard, o.token] for o in self.owners]}
+        return {"format": FORMAT, "source": self.source, "owners": [o.row() for o in self.owners]}
 
     def stored_clock(self) -> dict[str, Any]:
         """Field `clock:NAME`."""
@@ -241,6 +318,7 @@ class Model:
             "pending_cut": self.pending_cut,
             "switched": self.switched,
             "cut_wanted": self.cut_wanted,
+            "opening": self.opening,
             "evaluated": self.evaluated,
             "evaluations": [[e.clock, *(e.leased or ())] for e in self.evaluations],
             "checkpoint_number": self.checkpoints.number,
@@ -257,10 +335,12 @@ class Model:
         m.restoring, m.restored, m.worker_count = doc["restoring"], doc["restored"], doc["worker_count"]
         m.roster.floor = doc["epoch_floor"]
         m.source = place["source"]
-        m.owners = [Owner(shard, token) for shard, token in place["owners"]]
+        m.owners = [Owner.of(row) for row in place["owners"]]
         m.gate.clock, m.gate.opened, m.timeline = clock["clock"], clock["opened"], clock["timeline"]
         m.cut, m.pending_cut, m.evaluated = clock["cut"], clock["pending_cut"], clock["evaluated"]
         m.switched, m.cut_wanted = clock["switched"], clock["cut_wanted"]
+        m.opening = clock.get("opening", m.switched and m.cut_wanted)
+        m.cut_moved = True  # Owners may have changed since.
         m.evaluations = [Evaluation(c, (who[0], who[1]) if who else None) for c, *who in clock["evaluations"]]
         m.checkpoints.number, m.checkpoints.last_clock = clock["checkpoint_number"], clock["checkpoint_clock"]
         m.checkpoints.last_s = now
@@ -293,7 +373,7 @@ class Model:
             "spec": self.spec.document(),
             "live_workers": len(live),
             "state": "ready" if self.ready else "initializing",
-            "owners": [[o.shard, o.token] for o in self.owners],
+            "owners": [o.feed_row() for o in self.owners],
             "source": self.source,
             "cut": self.cut,
             "upload": upload,

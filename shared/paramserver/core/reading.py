@@ -26,24 +26,19 @@ class Reading:
         return {k: v for k, v in self._c.map_document().items() if k != "type"}
 
     def shards(self, now: float) -> list[dict[str, Any]]:
-        """Every shard that ever joined, by name."""
-        owned: dict[str, list[int]] = {}
-        for model in self._c.models.values():
-            for i, o in enumerate(model.owners):
-                if o.shard is not None:
-                    owned.setdefault(o.shard, []).append(model.bytes_of(i))
-        return [
-            {
-                "name": s.name,
-                **_lease(s, now),
-                "addresses": list(s.addresses),
-                "version": s.version,
-                "partitions": len(owned.get(s.name, ())),
-                "bytes": sum(owned.get(s.name, ())),
-                "metrics": dict(s.metrics),
-            }
-            for s in sorted(self._c.shards.values(), key=lambda s: s.name)
-        ]
+        """Every shard that lives or has not been gone for long, by name.
+
+        `state` is `active`, `draining`, `left` (it said goodbye) or `dead`; `moves` are those away from it.
+        """
+        shown = [s for s in self._c.shards.values() if s.listed]
+        return [self._c.shard_line(s, now) for s in sorted(shown, key=lambda s: s.name)]
+
+    def shard(self, name: str, now: float) -> dict[str, Any]:
+        """One shard; raises NotFoundError (`unknown_node`)."""
+        found = self._c.shards.get(name)
+        if found is None:
+            raise problem("unknown_node", f"no shard {name!r:.80}")
+        return self._c.shard_line(found, now)
 
     def models(self) -> list[dict[str, Any]]:
         """One line for each model, by name."""
@@ -110,8 +105,8 @@ class Reading:
         return record.document()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Every run that is kept, oldest first."""
-        return [r.document() for r in self._c.runs.values()]
+        """Every run that is kept, newest first."""
+        return [r.document() for r in reversed(self._c.runs.values())]
 
     def run(self, run: str) -> dict[str, Any]:
         """One run; raises NotFoundError (`unknown_run`)."""
@@ -135,7 +130,7 @@ class Reading:
         ]
 
     def status(self, now: float) -> dict[str, Any]:
-        """Everything at a glance: map, shards, models with their workers, runs, pool."""
+        """Everything at a glance: map, shards, models with their workers, runs (oldest first), pool."""
         return {
             "term": self._c.term,
             "map_epoch": self._c.map_epoch,
@@ -145,7 +140,7 @@ class Reading:
                 {**line, "waiting_for": self.waiting_for(line["name"]), "workers": self.workers(line["name"], now)}
                 for line in self.models()
             ],
-            "runs": self.runs(),
+            "runs": self.runs()[::-1],
             "pool": self.pool(now),
         }
 

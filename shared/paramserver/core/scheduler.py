@@ -12,6 +12,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.checkpoint_desk import CheckpointDesk
 from paramserver.core.cluster import Cluster
 from paramserver.core.model_desk import ModelDesk
+from paramserver.core.move_desk import MoveDesk
 from paramserver.core.reading import Reading
 from paramserver.core.recovery import restore
 from paramserver.core.run_desk import RunDesk
@@ -32,16 +33,20 @@ class SchedulerCore:
         self._c = cluster
         self._now = now
         self.read = Reading(cluster)
-        shards, runs = ShardDesk(cluster), RunDesk(cluster)
+        moves, runs = MoveDesk(cluster), RunDesk(cluster)
+        shards = ShardDesk(cluster, moves)
         models, workers = ModelDesk(cluster, shards, runs), WorkerDesk(cluster, runs)
         tasks, checkpoints = TaskDesk(cluster, runs, workers), CheckpointDesk(cluster, runs)
         self._shards, self._runs, self._models, self._workers = shards, runs, models, workers
-        self._tasks, self._checkpoints = tasks, checkpoints
+        self._tasks, self._checkpoints, self._moves = tasks, checkpoints, moves
         self._desk: Mapping[type, Callable[[Any, float], None]] = {
             io.JoinShard: shards.join,
             io.ShardHeartbeat: shards.heartbeat,
             io.LeaveShard: shards.leave,
+            io.SetShardState: moves.set_state,
             io.OpenFeed: shards.feed,
+            io.RedisEmptied: shards.emptied,
+            io.StorageChanged: moves.storage,
             io.CreateModel: models.create,
             io.PatchModel: models.patch,
             io.DeleteModel: models.delete,
@@ -94,6 +99,7 @@ class SchedulerCore:
             # Where the model went back to is only told once that is stored.
             (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(request, e)
         self._advance(now)
+        self._moves.advance(now)
         return self._c.effects()
 
     def _advance(self, now: float) -> None:
@@ -113,6 +119,7 @@ class SchedulerCore:
 
     def _tick(self, event: io.Tick, now: float) -> None:
         self._shards.expire(now)
+        self._moves.expire(now)
         self._workers.expire(now)
         self._runs.expire(now)
         for model in self._c.models.values():

@@ -1,15 +1,16 @@
-"""Shards come, report and go: who owns what, which cuts are complete, and what a death brings about."""
+"""Shards come, report and go: who owns what, which cuts are complete, what a death or an emptied Redis brings about."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
-from paramserver.core.fields import MODEL_NAME
+from paramserver.core.fields import MODEL_NAME, finite
 from paramserver.core.membership import Shard, current, expired
 from paramserver.core.models import RESTORED, Model
+from paramserver.core.move_desk import MoveDesk
 from paramserver.core.placement import assign
-from paramserver.core.scheduler_io import JoinShard, LeaveShard, LoadFiles, OpenFeed, ShardHeartbeat
+from paramserver.core.scheduler_io import JoinShard, LeaveShard, LoadFiles, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.timeline import restart
 from paramserver.errors import problem
 
@@ -19,8 +20,9 @@ ADDRESSES_MAX: Final = 16
 class ShardDesk:
     """Handles the events of shards."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, moves: MoveDesk) -> None:
         self.c = cluster
+        self.moves = moves
 
     def join(self, e: JoinShard, now: float) -> None:
         if not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name):
@@ -29,33 +31,74 @@ class ShardDesk:
         if not 0 < len(addresses) <= ADDRESSES_MAX or not all(isinstance(a, str) and len(a) < 256 for a in addresses):
             raise problem("invalid_field", "addresses: must be a list of 1 to 16 URLs", where="addresses")
         old = self.c.shards.get(e.name)
-        if old is None and len(self.c.shards) >= limits.SHARDS_MAX:
+        if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
             raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the bound")
-        shard = Shard(e.name, old.epoch + 1 if old else 1, now, addresses=addresses, version=str(e.version)[:64])
+        epoch = 1 + (old.epoch if old else self.c.shard_floor)
+        shard = Shard(e.name, epoch, now, addresses=addresses, version=str(e.version)[:64])
         self.c.shards[e.name] = shard
+        self._forget_names()
+        if old is not None:
+            self.c.fence(e.name, old.epoch)
         self.c.save_shard(shard)
         self.c.map_changed()
-        # Whatever the name's older holder owned died with it.
+        # Whatever the name's older holder owned died with it, and what was to come to it does not.
+        self.moves.gone(e.name)
         self.replace(e.name, now)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
         self.c.answer(e.request, body, 201)
 
     def leave(self, e: LeaveShard, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
+        shard.left = True
         self.bury(shard, now)
         self.c.answer(e.request, None, 204)
 
     def expire(self, now: float) -> None:
-        """Shards whose lease has run out."""
+        """Shards whose lease has run out, and those that have been gone for so long that nobody looks for them."""
         for shard in expired(self.c.shards.values(), now):
             self.bury(shard, now)
+        for shard in self.c.shards.values():
+            shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
+            if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
+                shard.listed = False
+                self.c.save_shard(shard)
+                self.c.map_changed()
 
     def bury(self, shard: Shard, now: float) -> None:
         """That incarnation is dead."""
-        shard.alive = False
+        shard.alive, shard.gone_s = False, now
         self.c.save_shard(shard)
+        self.c.fence(shard.name, shard.epoch)
         self.c.map_changed()
+        self.moves.gone(shard.name)
         self.replace(shard.name, now)
+
+    def _forget_names(self) -> None:
+        """Names of shards long gone are bounded; what is kept of them is that their epochs are not given out again."""
+        gone = sorted((s for s in self.c.shards.values() if not s.alive), key=lambda s: s.gone_s)
+        for shard in gone[: max(0, len(self.c.shards) - limits.SHARD_NAMES_MAX)]:
+            self.c.shard_floor = max(self.c.shard_floor, shard.epoch)
+            del self.c.shards[shard.name]
+            self.c.drop(f"shard:{shard.name}")
+            self.c.fence(shard.name, 0)
+
+    def emptied(self, e: RedisEmptied, now: float) -> None:
+        """Redis has lost everything: the memory of the living is all there is, and is stored again."""
+        self.c.term, self.c.tokens_given = e.term, 0
+        for shard in self.c.shards.values():
+            epoch = shard.epoch - 1 if shard.alive else shard.epoch
+            if epoch:
+                self.c.fence(shard.name, epoch)
+        for model in self.c.models.values():
+            if model.gate.sync and not model.durable:
+                # No cut is left; until there is a new one, a partition that is lost comes back as it was stored last.
+                model.cut, model.pending_cut, model.cut_wanted, model.switched = None, None, True, True
+                model.cut_seen.clear()
+            for i, owner in enumerate(model.owners):
+                if owner.shard is not None:
+                    self.c.renew_token(model, i)
+            self.c.place_changed(model)
+        self.c.save_everything()
 
     def feed(self, e: OpenFeed, now: float) -> None:
         if e.shard is not None:
@@ -77,14 +120,16 @@ class ShardDesk:
         """The shard that owned these has died."""
         for i in lost:
             model.owners[i].shard = None
-        if not model.gate.sync and (model.ready or RESTORED in model.missing):
+            model.owners[i].stay()
+        stored = model.ready or RESTORED in model.missing
+        if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
         elif model.ready and model.cut is not None:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
             self._new_timeline(model, {"cut": model.cut}, model.cut)
         elif model.ready and model.switched:
             self._new_timeline(model, "snapshot", model.gate.clock)
-            model.cut_wanted = True
+            model.cut_wanted = model.opening = True
         else:
             self._begin_anew(model)
         self.c.place_changed(model)
@@ -110,7 +155,7 @@ class ShardDesk:
 
     def place(self, model: Model) -> None:
         """Gives partitions without an owner to the living shards."""
-        live = self.c.live_shards()
+        live = self.c.takers()
         orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
         if not orphans or not live:
             return
@@ -131,45 +176,83 @@ class ShardDesk:
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
-        rows = [_row(r, 6, "partitions") for r in e.partitions]
-        cuts = [_row(r, 5, "cuts") for r in e.cuts]
+        rows = [_row(r, (6, 7), "partitions") for r in e.partitions]
+        cuts = [_row(r, (5,), "cuts") for r in e.cuts]
+        released = [_row(r, (6,), "released") for r in e.released]
+        lost = [_row(r, (4,), "lost") for r in e.lost]
+        loads = [_row(_load_row(r), (4,), "loads") for r in e.loads]
         shard.heard_s = now
         shard.metrics = e.metrics
-        for name, generation, index, token, version, durable in rows:
-            model = self._owned(e.name, name, generation, index, token)
+        shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
+        for name, generation, index, token, version, durable, *revision in rows:
+            model = self.c.owned(e.name, name, generation, index, token)
             if model is not None:
                 owner = model.owners[index]
-                owner.version, owner.durable_version = version, durable
+                owner.version, owner.durable_version, owner.renewed = version, durable, 0
                 if owner.from_version is None:
                     owner.from_version = version
                     self.c.touch(model)
+                if revision and owner.revision != revision[0]:
+                    owner.revision = revision[0]
+                    self.c.touch(model)
         for name, generation, index, token, clock in cuts:
-            model = self._owned(e.name, name, generation, index, token)
+            model = self.c.owned(e.name, name, generation, index, token)
             if model is not None and clock == model.pending_cut:
                 model.cut_seen.add(index)
                 if len(model.cut_seen) == len(model.owners):
                     model.cut, model.pending_cut = clock, None
                     model.cut_seen.clear()
-                    model.switched = False
+                    model.switched = model.cut_moved = False
                     self.c.save_clock(model)
                     self.c.touch(model)
-        self.c.answer_now(e.request, {"state": "active"})
+        self.moves.released(e.name, released)
+        self.moves.loads(e.name, loads)
+        self._lost(e.name, lost)
+        self.c.answer_now(e.request, {"state": shard.state})
 
-    def _owned(self, shard: str, name: Any, generation: int, index: int, token: int) -> Model | None:
-        """The model, if that shard owns that partition of it under that token."""
-        model = self.c.of_key(str(name), generation)
-        if model is None or not 0 <= index < len(model.owners):
-            return None
-        owner = model.owners[index]
-        return model if owner.shard == shard and owner.token == token else None
+    def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Of these nothing was ever stored though their values came from outside: they are asked for again."""
+        for name, generation, index, token in rows:
+            model = self.c.owned(shard, name, generation, index, token)
+            if model is None or model.owners[index].source == "init":
+                continue
+            if model.gate.sync:
+                self._begin_anew(model)
+                self.c.place_changed(model)
+                continue
+            inside = {model.spec.params[s.param] for s in model.layout.segments[index]}
+            names = {p.name for p in inside if model.restored or p.init.kind in ("upload", "file")}
+            files = {p.name: p.init.path for p in inside if p.init.kind == "file" and not model.restored}
+            model.missing |= names
+            model.upload_until_s = 0.0
+            if files:
+                self.c.perform(LoadFiles(model.key, files))
+            self.c.give_token(model, index, "init")
+            self.c.save_model(model)
+            self.c.place_changed(model)
 
 
-def _row(row: Any, length: int, where: str) -> tuple[Any, ...]:
+def _row(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
     if (
         not isinstance(row, Sequence)
-        or len(row) != length
+        or len(row) not in lengths
         or not isinstance(row[0], str)
         or not all(isinstance(n, int) and not isinstance(n, bool) for n in row[1:])
     ):
-        raise problem("invalid_field", f"{where}: each must be a list of {length} values", where=where)
+        raise problem("invalid_field", f"{where}: each must be a list of {lengths[0]} values", where=where)
     return tuple(row)
+
+
+def _load_row(row: Any) -> Sequence[Any]:
+    """Its last value may be a fraction."""
+    if isinstance(row, Sequence) and len(row) == 4 and finite(row[3]):
+        return [*row[:3], round(row[3])]
+    return ()
+
+
+def _memory(value: Any) -> tuple[int, int]:
+    """(limit, used) of what a heartbeat says; 0 for what it does not."""
+    limit, used = (value.get(k, 0) if isinstance(value, Mapping) else 0 for k in ("limit_bytes", "used_bytes"))
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (limit, used)):
+        raise problem("invalid_field", "memory: must be whole numbers of bytes", where="memory")
+    return limit, used

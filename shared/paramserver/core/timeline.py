@@ -19,5 +19,5 @@ def begin_sync(cluster: Cluster, model: Model, clock: int) -> None:
     A commit without contributions makes the first cut as soon as every partition is served.
     """
     model.cut = None
-    model.switched = model.cut_wanted = True
+    model.switched = model.cut_wanted = model.opening = True
     restart(cluster, model, clock)

@@ -8,7 +8,7 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_document
 from paramserver.core.fields import finite, wait_seconds
 from paramserver.core.membership import Worker, expired
-from paramserver.core.models import Model, Waiter, no_member
+from paramserver.core.models import COMMITS_KEPT, Model, Waiter, no_member
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     DrainWorker,
@@ -251,14 +251,18 @@ class WorkerDesk:
             return
         made = False
         for _ in range(COMMITS_PER_EVENT):
-            may_cut = model.pending_cut is None and not model.checkpoints.writing
-            if model.switched and model.cut_wanted:
+            if model.durable and len(model.commits) >= COMMITS_KEPT:
+                break  # Some partition has not stored the oldest, and would miss it after a failure.
+            may_cut = model.pending_cut is None and not model.checkpoints.writing and not model.moving
+            if model.opening:
                 # All that a partition applies in this phase comes after this commit, so each must know its clock.
                 if not may_cut or not model.served:
                     break
+                model.opening = False
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
             else:
-                cut = may_cut and (model.cut_wanted or now - model.last_cut_s >= limits.SNAPSHOT_INTERVAL_S)
+                due = not model.durable and now - model.last_cut_s >= limits.SNAPSHOT_INTERVAL_S
+                cut = may_cut and (model.cut_wanted or due)
                 decided = gate.decide(model.roster, model.timeline, model.revision, cut)
                 if decided is None:
                     break
@@ -269,9 +273,8 @@ class WorkerDesk:
                 model.cut_seen.clear()
             model.last_commit_s = now
             model.commits.append((now, commit))
-            document = commit.document(model.name, model.generation)
-            self.c.save(f"commit:{model.name}:{commit.t}", lambda document=document: document)  # type: ignore[misc]
-            self.c.publish(document)
+            self.c.save_commit(model, commit)
+            self.c.publish(commit.document(model.name, model.generation))
         else:
             self.c.again(model)
         if made:

@@ -1,0 +1,162 @@
+"""Partitions move while training goes on: what should be where, who is asked to hand over, who has.
+
+A move is a wish of this leader's (`Owner.release`): the owner holds the partition, stores all of it and says so; only
+then does the target get it, under a new token.  A wish is never stored, so with its leader it is gone, and the owner
+goes on.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from paramserver import limits
+from paramserver.core.balance import Piece, Place, missing_bytes, plan
+from paramserver.core.cluster import Cluster
+from paramserver.core.membership import Shard, current
+from paramserver.core.models import Model, Owner
+from paramserver.core.scheduler_io import SetShardState, StorageChanged
+from paramserver.errors import problem
+
+STATES: Final = ("active", "draining")
+SMOOTHING: Final = 0.2
+"""How much of a partition's load the newest heartbeat decides."""
+
+
+class MoveDesk:
+    """Handles the events of moves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.c = cluster
+        self._storage_away = False
+        self._loads_due_s = 0.0
+
+    def set_state(self, e: SetShardState, now: float) -> None:
+        shard = self.c.shards.get(e.name)
+        if e.state not in STATES:
+            raise problem("invalid_field", f"state: must be 'active' or 'draining', not {e.state!r:.40}", where="state")
+        if e.epoch is not None:
+            shard = current(shard, e.epoch, f"shard {e.name!r:.80}", "unknown_node")
+        elif shard is None or not shard.alive:
+            raise problem("unknown_node", f"no shard {e.name!r:.80} is alive")
+        if e.state == "draining" and not shard.draining and e.epoch is None:
+            self._check_memory(shard)
+        if shard.draining != (e.state == "draining"):
+            shard.draining = e.state == "draining"
+            self.c.save_shard(shard)
+            self.c.unbalanced = True
+            # What was to come does not, or what was to go may stay.
+            self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
+        targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
+        self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
+
+    def storage(self, e: StorageChanged, now: float) -> None:
+        """While Redis is away nothing can be handed over, and what is held should be served."""
+        self._storage_away = bool(e.reason)
+        if self._storage_away:
+            self._withdraw(self._moves())
+        self.c.unbalanced = True
+
+    def _check_memory(self, shard: Shard) -> None:
+        short = missing_bytes(self._pieces(0.0), self._places(), shard.name)
+        if short is not None:
+            raise problem(
+                "not_enough_memory",
+                f"shard '{shard.name}' has {short[0]} bytes of partitions, the others have room for {short[1]}",
+                hint="add a shard first, or raise the memory limits",
+                needed_bytes=short[0],
+                free_bytes=short[1],
+            )
+
+    # --- planning ---
+
+    def advance(self, now: float) -> None:
+        """Begins what is due."""
+        loads = now >= self._loads_due_s
+        if self._storage_away or not (self.c.unbalanced or loads):
+            return
+        if loads:
+            self._loads_due_s = now + limits.BALANCE_INTERVAL_S
+        if len(self.c.live_shards()) < 2:
+            self.c.unbalanced = False
+            return
+        pieces = self._pieces(now)
+        moves = plan(pieces, self._places(), limits.MOVES_AT_ONCE, by_load=loads)
+        for move in moves:
+            model = self.c.models[move.key[0]]
+            owner = model.owners[move.key[1]]
+            owner.target, owner.release, owner.asked_s = move.target, self.c.number(), now
+            self.c.model_changed(model)
+        self.c.unbalanced = bool(moves) or not all(p.movable for p in pieces)
+
+    def expire(self, now: float) -> None:
+        """Moves that take too long are given up for a while."""
+        late = [m for m in self._moves() if now - m[1].asked_s >= limits.MOVE_S]
+        for _, owner in late:
+            owner.rests_until_s = now + limits.MOVE_S
+        self._withdraw(late)
+
+    def _pieces(self, now: float) -> list[Piece]:
+        """Every partition that has an owner, where it will be once its move is over."""
+        out: list[Piece] = []
+        for model in self.c.models.values():
+            movable = model.movable
+            for i, o in enumerate(model.owners):
+                if o.shard is not None:
+                    free = movable and not o.release and now >= o.rests_until_s
+                    size = model.held_bytes_of(i)
+                    out.append(Piece((model.name, i), o.target or o.shard, size, o.load, free))
+        return out
+
+    def _places(self) -> list[Place]:
+        """The living shards; memory that a move under way will take is taken."""
+        moves = dict.fromkeys(self.c.live_shards(), 0)
+        coming = dict.fromkeys(moves, 0)
+        for model in self.c.models.values():
+            for i, o in enumerate(model.owners):
+                if o.release and o.shard in moves and o.target in moves:
+                    moves[o.shard] += 1
+                    moves[o.target] += 1
+                    coming[o.target] += model.held_bytes_of(i)
+        shards = [self.c.shards[n] for n in moves]
+        return [
+            Place(s.name, s.draining, None if s.free_bytes is None else s.free_bytes - coming[s.name], moves[s.name])
+            for s in shards
+        ]
+
+    def _moves(self) -> list[tuple[Model, Owner]]:
+        return [(m, o) for m in self.c.models.values() for o in m.owners if o.release]
+
+    def _withdraw(self, moves: Iterable[tuple[Model, Owner]]) -> None:
+        """The owners keep these; shards learn it because the wish is gone from the document."""
+        for model, owner in moves:
+            if owner.stay():
+                self.c.model_changed(model)
+                self.c.unbalanced = True
+
+    # --- what shards say ---
+
+    def gone(self, shard: str) -> None:
+        """That shard is dead: nothing moves to it."""
+        self._withdraw(m for m in self._moves() if m[1].target == shard)
+
+    def released(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """The owner holds these and has stored them whole: their targets get them."""
+        for name, generation, index, token, version, number in rows:
+            model = self.c.owned(shard, name, generation, index, token)
+            if model is None:
+                continue
+            owner = model.owners[index]
+            if owner.release != number or owner.target is None:
+                continue  # Of a wish that was withdrawn: it may have changed since.
+            owner.shard, owner.version = owner.target, version
+            self.c.give_token(model, index, "snapshot")
+            model.cut_moved = True
+            self.c.place_changed(model)
+
+    def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Bytes per second of that shard's partitions; those not listed have none."""
+        told = {(name, generation, index): float(load) for name, generation, index, load in rows}
+        for model in self.c.models.values():
+            for i, owner in enumerate(model.owners):
+                if owner.shard == shard:
+                    new = told.get((model.name, model.generation, i), 0.0)
+                    owner.load = new if owner.load == 0.0 else owner.load + SMOOTHING * (new - owner.load)
