@@ -16,6 +16,7 @@ from paramserver.client.cluster import Cluster, model_path, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials
+from paramserver.client.encoding import codec_of
 from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
 from paramserver.client.numbers import PushNumbers, private_numbers
@@ -24,6 +25,7 @@ from paramserver.client.shared_arrays import SharedArrays
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.client.transfer import Pushed
 from paramserver.client.transport import AsyncTransport
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import problem
 
@@ -83,9 +85,9 @@ class AsyncClient:
             self._numbers, self._pid = {}, os.getpid()
         return self._numbers.setdefault(model, private_numbers())
 
-    def model(self, name: str) -> "AsyncModel":
+    def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":
         """The model of that name; whether there is one shows at the first call."""
-        return AsyncModel(self, name)
+        return AsyncModel(self, name, codec_of(codec, None, None))
 
     async def create_model(
         self,
@@ -138,9 +140,10 @@ class AsyncClient:
 class AsyncModel:
     """One model of the cluster."""
 
-    def __init__(self, client: AsyncClient, name: str) -> None:
+    def __init__(self, client: AsyncClient, name: str, codec: Codec | None = None) -> None:
         self._client = client
         self.name = name
+        self._codec = codec
 
     def __repr__(self) -> str:
         return f"<AsyncModel {self.name!r} at {self._client.url}>"
@@ -179,13 +182,14 @@ class AsyncModel:
         weight: float = 1.0,
         ranges: Ranges | None = None,
         dtype: str | None = None,
+        codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
         """See `Model.push`; the arrays must not be changed before it returns."""
         c = self._client
         terms = {"weight": weight, "ack": ack, "base": base}
-        options = {"ranges": ranges, "dtype": dtype}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec)}
         numbers = c.numbers(self.name)
         return await c.run(push_numbered(c.cluster, numbers, self.name, c.deadline(timeout), grads, terms, options))
 
@@ -198,18 +202,26 @@ class AsyncModel:
         weight: float = 1.0,
         ranges: Ranges | None = None,
         dtype: str | None = None,
+        codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pushpull`."""
         c = self._client
         terms = {"weight": weight, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "out": out}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
         numbers = c.numbers(self.name)
         return await c.run(pushpull_numbered(c.cluster, numbers, self.name, c.deadline(timeout), grads, terms, options))
 
-    def worker(self, name: str | None = None, *, rank: int | None = None, timeout: float | None = None) -> AsyncWorker:
+    def worker(
+        self,
+        name: str | None = None,
+        *,
+        rank: int | None = None,
+        codec: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncWorker:
         """A worker of this model, to be used in an `async with` statement."""
-        return AsyncWorker(self._client, self.name, name, rank, timeout)
+        return AsyncWorker(self._client, self.name, name, rank, timeout, codec_of(codec, None, self._codec))
 
     async def set(
         self,

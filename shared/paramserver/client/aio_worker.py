@@ -14,6 +14,7 @@ from paramserver.client.session import EVALUATE, Session, Task
 from paramserver.client.transfer import Pushed
 from paramserver.client.worker import LEAVE_S
 from paramserver.client.worker_view import WorkerView
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -28,10 +29,17 @@ class AsyncWorker(WorkerView):
     """One worker of one model: joins when its `async with` block begins, leaves when it ends; see `Worker`."""
 
     def __init__(
-        self, client: "AsyncClient", model: str, name: str | None, rank: int | None, timeout: float | None
+        self,
+        client: "AsyncClient",
+        model: str,
+        name: str | None,
+        rank: int | None,
+        timeout: float | None,
+        codec: Codec | None = None,
     ) -> None:
         self._client, self._timeout = client, timeout
-        self._session = Session(client.cluster, model, name, rank, client.timeout if timeout is None else timeout)
+        silence_s = client.timeout if timeout is None else timeout
+        self._session = Session(client.cluster, model, name, rank, silence_s, codec)
         self._heartbeat: asyncio.Task[None] | None = None
         """Owned by this object: started by `__aenter__`, cancelled and awaited by `__aexit__`."""
         self._left = False
@@ -76,14 +84,13 @@ class AsyncWorker(WorkerView):
         weight: float = 1.0,
         ranges: Ranges | None = None,
         dtype: str | None = None,
+        codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
         """See `Worker.push`; the arrays must not be changed before it returns."""
-        call = self._session.push(
-            grads, self._deadline(timeout), base=base, weight=weight, ranges=ranges, dtype=dtype, ack=ack
-        )
-        return await self._run(call)
+        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
+        return await self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
 
     async def pushpull(
         self,
@@ -93,10 +100,11 @@ class AsyncWorker(WorkerView):
         out: Params | None = None,
         weight: float = 1.0,
         dtype: str | None = None,
+        codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype}
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
         return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     async def clock(self, *, timeout: float | None = None) -> int:
@@ -111,6 +119,7 @@ class AsyncWorker(WorkerView):
         base: Params | None = None,
         weight: float = 1.0,
         dtype: str | None = None,
+        codec: str | None = None,
         timeout: float | None = None,
         **metrics: float | None,
     ) -> Pushed:
@@ -118,8 +127,8 @@ class AsyncWorker(WorkerView):
         s = self._session
         if loss is not None:
             metrics["loss"] = loss
-        call = s.step(grads, metrics, self._deadline(timeout), timeout, base=base, weight=weight, dtype=dtype)
-        return await self._run(call)
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        return await self._run(s.step(grads, metrics, self._deadline(timeout), timeout, **options))
 
     async def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
         """See `Worker.report`."""

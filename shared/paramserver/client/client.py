@@ -11,6 +11,7 @@ from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.credentials import Credentials
+from paramserver.client.encoding import codec_of
 from paramserver.client.model import Model
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
@@ -70,9 +71,12 @@ class Client:
         with self._lock:
             return self._numbers.setdefault(model, private_numbers())
 
-    def model(self, name: str) -> Model:
-        """The model of that name; whether there is one shows at the first call."""
-        return Model(self, name)
+    def model(self, name: str, *, codec: str | None = None) -> Model:
+        """The model of that name; whether there is one shows at the first call.
+
+        `codec` is how gradients travel to it unless a push says otherwise: "int8", "bf16+zstd" (docs/codecs.md).
+        """
+        return Model(self, name, codec_of(codec, None, None))
 
     def create_model(
         self,

@@ -10,6 +10,7 @@ from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster, model_path
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
+from paramserver.client.encoding import codec_of
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
@@ -17,6 +18,7 @@ from paramserver.client.optimizers import Optimizer
 from paramserver.client.spec_builder import patch_document
 from paramserver.client.transfer import Pushed
 from paramserver.client.worker import Worker
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
 class Model:
     """One model of the cluster.  Nothing is asked before the first call; safe to share between threads."""
 
-    def __init__(self, client: "Client", name: str) -> None:
+    def __init__(self, client: "Client", name: str, codec: Codec | None = None) -> None:
         self._client = client
         self.name = name
+        self._codec = codec
 
     def __repr__(self) -> str:
         return f"<Model {self.name!r} at {self._client.url}>"
@@ -78,6 +81,7 @@ class Model:
         weight: float = 1.0,
         ranges: Ranges | None = None,
         dtype: str | None = None,
+        codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
@@ -89,6 +93,8 @@ class Model:
             weight: factor of the gradient; in sync and buffered mode also its weight in the mean.
             ranges: flat element ranges; the arrays of those parameters are then 1-D with just these elements.
             dtype: in which the elements travel; None: float16 and bfloat16 as they are, everything else as float32.
+            codec: how they travel, instead of a dtype: "fp16", "bf16+zstd", "fp32+lz4" (docs/codecs.md); "int8" and
+                "topk" are for workers, which remember what those leave out.
             ack: ask for more than the model's acknowledgement level.
 
         Raises RequestError listing everything that is wrong with it, before anything is sent; ConflictError
@@ -96,7 +102,7 @@ class Model:
         """
         client = self._client
         terms = {"weight": weight, "ack": ack, "base": base}
-        options = {"ranges": ranges, "dtype": dtype}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec)}
         return client.run(
             push_numbered(
                 client.cluster, client.numbers(self.name), self.name, client.deadline(timeout), grads, terms, options
@@ -112,24 +118,33 @@ class Model:
         weight: float = 1.0,
         ranges: Ranges | None = None,
         dtype: str | None = None,
+        codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient and get the values that the model has then, in one round trip."""
         client = self._client
         terms = {"weight": weight, "base": base}
-        options = {"ranges": ranges, "dtype": dtype, "out": out}
+        options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
         return client.run(
             pushpull_numbered(
                 client.cluster, client.numbers(self.name), self.name, client.deadline(timeout), grads, terms, options
             )
         )
 
-    def worker(self, name: str | None = None, *, rank: int | None = None, timeout: float | None = None) -> Worker:
+    def worker(
+        self,
+        name: str | None = None,
+        *,
+        rank: int | None = None,
+        codec: str | None = None,
+        timeout: float | None = None,
+    ) -> Worker:
         """A worker of this model, to be used in a `with` statement.
 
-        A `name` that was used before takes that worker's place, epoch and state.
+        A `name` that was used before takes that worker's place, epoch and state.  `codec` is how its gradients travel
+        unless a push says otherwise: "int8", "topk:0.01", "bf16+zstd" (docs/codecs.md).
         """
-        return Worker(self._client, self.name, name, rank, timeout)
+        return Worker(self._client, self.name, name, rank, timeout, codec_of(codec, None, self._codec))
 
     def set(
         self,

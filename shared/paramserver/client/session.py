@@ -23,10 +23,12 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, Request, json_bytes, json_request
 from paramserver.client.cluster import Cluster, control, model_path
+from paramserver.client.encoding import Feedback, codec_of
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.transfer import Pushed
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -77,11 +79,20 @@ class Task:
 class Session:
     """One worker of one model."""
 
-    def __init__(self, cluster: Cluster, model: str, name: str | None, rank: int | None, silence_s: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: str,
+        name: str | None,
+        rank: int | None,
+        silence_s: float,
+        codec: Codec | None = None,
+    ) -> None:
         self._cluster, self.model = cluster, model
         self.silence_s = silence_s
         """How long the cluster may be silent before waiting for other workers or for a task is given up."""
         self._name, self._rank = name, rank
+        self._codec, self.feedback = codec, Feedback()
         self._lock = threading.Lock()
         self._joining = False
         self._points: list[tuple[int, dict[str, Any]]] = []
@@ -239,8 +250,10 @@ class Session:
         ranges: Ranges | None = None,
         dtype: str | None = None,
         ack: str | None = None,
+        codec: str | None = None,
     ) -> Call[Pushed]:
         """Push for the present clock; `dropped` if the model or the worker is no longer what it was computed for."""
+        how = codec_of(codec, dtype, self._codec)
         epoch, timeline = self.numbers.epoch, self.timeline
         if self._outlived(epoch, timeline):
             log.warning("push.dropped worker=%s reason=computed from values that were rolled back", self.worker)
@@ -249,9 +262,9 @@ class Session:
         push_id = yield from self.numbers.take(deadline)
         terms = PushTerms(push_id, self.clock, weight, ack, timeline, base if base is not None else self._base)
         try:
-            done = yield from transfer.push(
-                self._cluster, self.model, deadline, grads, terms, ranges=ranges, dtype=dtype
-            )
+            options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": how, "feedback": self.feedback}
+            done = yield from transfer.push(self._cluster, self.model, deadline, grads, terms, **options)
+            self.feedback.keep()
         except PsError as e:
             if not self._follows(e):
                 raise

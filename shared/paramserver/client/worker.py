@@ -13,6 +13,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.session import EVALUATE, Session, Task
 from paramserver.client.transfer import Pushed
 from paramserver.client.worker_view import WorkerView
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -32,9 +33,18 @@ class Worker(WorkerView):
     happens to the model (see `docs/sdk.md`).  It belongs to the process that opened it.
     """
 
-    def __init__(self, client: "Client", model: str, name: str | None, rank: int | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        client: "Client",
+        model: str,
+        name: str | None,
+        rank: int | None,
+        timeout: float | None,
+        codec: Codec | None = None,
+    ) -> None:
         self._client, self._timeout = client, timeout
-        self._session = Session(client.cluster, model, name, rank, client.timeout if timeout is None else timeout)
+        silence_s = client.timeout if timeout is None else timeout
+        self._session = Session(client.cluster, model, name, rank, silence_s, codec)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = -1
@@ -83,6 +93,7 @@ class Worker(WorkerView):
         weight: float = 1.0,
         ranges: Ranges | None = None,
         dtype: str | None = None,
+        codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
@@ -91,10 +102,8 @@ class Worker(WorkerView):
         `base` is what this worker pulled last unless given.  `state` is `dropped` when the model went back to an
         earlier clock meanwhile, or the worker had been given up for dead.
         """
-        call = self._session.push(
-            grads, self._deadline(timeout), base=base, weight=weight, ranges=ranges, dtype=dtype, ack=ack
-        )
-        return self._run(call)
+        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
+        return self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
 
     def pushpull(
         self,
@@ -104,10 +113,11 @@ class Worker(WorkerView):
         out: Params | None = None,
         weight: float = 1.0,
         dtype: str | None = None,
+        codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull; the clock stays where it is."""
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype}
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     def clock(self, *, timeout: float | None = None) -> int:
@@ -126,6 +136,7 @@ class Worker(WorkerView):
         base: Params | None = None,
         weight: float = 1.0,
         dtype: str | None = None,
+        codec: str | None = None,
         timeout: float | None = None,
         **metrics: float | None,
     ) -> Pushed:
@@ -136,9 +147,8 @@ class Worker(WorkerView):
         s = self._session
         if loss is not None:
             metrics["loss"] = loss
-        return self._run(
-            s.step(grads, metrics, self._deadline(timeout), timeout, base=base, weight=weight, dtype=dtype)
-        )
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        return self._run(s.step(grads, metrics, self._deadline(timeout), timeout, **options))
 
     def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
         """Report metrics of the present clock now: `report(accuracy=0.97)`."""
