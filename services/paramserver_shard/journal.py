@@ -50,13 +50,13 @@ for k = 1, #KEYS, 3 do
   else
     local newest = last
     for i = first, first + 3 * count - 1, 3 do
-      if tonumber(ARGV[i]) > newest then
+      if tonumber(ARGV[i]) == newest + 1 then
         redis.call('XADD', KEYS[k + 2], ARGV[i] .. '-0', 'h', ARGV[i + 1], 'd', ARGV[i + 2])
-        newest = tonumber(ARGV[i])
+        newest = newest + 1
       end
     end
     if newest > last then redis.call('SET', KEYS[k + 1], string.format('%d', newest)) end
-    out[#out + 1] = 0
+    out[#out + 1] = tonumber(ARGV[first + 3 * (count - 1)]) > newest and 3 or 0
   end
   at = first + 3 * count
 end

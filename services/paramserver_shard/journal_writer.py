@@ -37,6 +37,7 @@ class JournalWriter:
         """`owns` tells whether this shard still has a partition under a token; what it gave up is forgotten."""
         self._feed = feed
         self._reasons: dict[bool, str] = {}
+        self._settled = asyncio.Event()
         self._lanes = {fsync: _Lane(journal, fsync, self, owns) for fsync in (False, True)}
 
     def add(self, entries: Iterable[JournalEntry], fsync: bool) -> None:
@@ -49,6 +50,19 @@ class JournalWriter:
             for lane in self._lanes.values():
                 group.create_task(lane.run())
 
+    def suspect(self, reason: str) -> None:
+        """Redis did not answer somebody else: nothing is taken for durable until it does."""
+        self._lanes[False].suspect(reason)
+
+    async def written(self, key: PartitionKey, lsn: int, within_s: float) -> None:
+        """Waits until entries of the partition up to `lsn` are written, or cannot be for now."""
+        try:
+            async with asyncio.timeout(within_s):
+                while any(lane.writes(key, lsn) for lane in self._lanes.values()):
+                    await self._settled.wait()
+        except TimeoutError:
+            pass
+
     @property
     def waiting(self) -> bool:
         """Whether something is not written yet."""
@@ -60,6 +74,8 @@ class JournalWriter:
 
     def tell(self, event: Event) -> None:
         """Something has come of it."""
+        self._settled.set()
+        self._settled = asyncio.Event()
         self._feed(event)
 
     def storage(self, fsync: bool, reason: str) -> None:
@@ -131,8 +147,8 @@ class _Lane:
                 continue
             entries: list[JournalEntry] = []
             for entry in self.queues[ownership]:
-                if room <= 0:
-                    break
+                if room <= 0 or (entries and entry.lsn != entries[-1].lsn + 1):
+                    break  # what is missing stands in the other lane
                 entries.append(entry)
                 room -= entry.nbytes
             batches.append(Batch(*ownership, entries))
@@ -162,6 +178,18 @@ class _Lane:
     def _drop(self, ownership: Ownership) -> None:
         self.queues.pop(ownership, None)
         self._later.pop(ownership, None)
+
+    def writes(self, key: PartitionKey, lsn: int) -> bool:
+        """Whether entries of the partition up to `lsn` are on their way, and not held up."""
+        return not self._reason and any(
+            o[0] == key and queue[0].lsn <= lsn and o not in self._later for o, queue in self.queues.items()
+        )
+
+    def suspect(self, reason: str) -> None:
+        if not self._reason:
+            self._reason = reason
+            self._writer.storage(self._fsync, reason)
+            self._wake.set()
 
     async def _rest(self, now: float) -> None:
         """Waits for entries, for the time of those that are to be tried again, or for Redis to be back."""

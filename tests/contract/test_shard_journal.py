@@ -1,0 +1,333 @@
+"""Journals in a real Redis: the owner token decides, a write is repeatable, and no damage goes unnoticed."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from paramserver.core.journal import JournalEntry
+from paramserver.core.shard_io import Event, Journaled, JournalLost, JournalRefused, StorageChanged
+from paramserver.errors import CorruptState, RequestError
+from paramserver.types import AnyArray, ModelKey, PartitionKey, Token
+from paramserver_node import redis as node_redis
+from paramserver_node import redis_server
+from paramserver_shard.journal import Batch, Journal, Verdict
+from paramserver_shard.journal_writer import JournalWriter
+from paramserver_shard.scripts import ScriptRunner
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+KEY = PartitionKey(ModelKey("m", 3), 7)
+OTHER = PartitionKey(ModelKey("m", 3), 8)
+TOKEN = (1 << 32) | 5
+
+Stream = list[tuple[bytes, dict[bytes, bytes]]]
+"""A journal as Redis gives it: (entry id, fields)."""
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server for this module."""
+    folder: Path = tmp_path_factory.mktemp("redis")
+    with redis_server.running(folder) as url:
+        yield url
+
+
+@pytest_asyncio.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    """An empty Redis that says who owns the partitions."""
+    client = node_redis.connect(redis_url)
+    await client.flushall()
+    await own(client, TOKEN)
+    yield client
+    await client.aclose()
+
+
+async def own(redis: Redis, token: Token) -> None:
+    """Write an owner token, as the scheduler does."""
+    for key in (KEY, OTHER):
+        await redis.set(f"{{{key}}}:token", f"{token:020d}")
+
+
+def journal_of(redis: Redis) -> Journal:
+    return Journal(redis, ScriptRunner(redis))
+
+
+def entry(lsn: int, *arrays: AnyArray, key: PartitionKey = KEY, token: Token = TOKEN) -> JournalEntry:
+    head = {"version": lsn, "id": ["w", 1, lsn], "ranges": [[0, 3]], "rate": 0.1, "key": None}
+    return JournalEntry(key, token, lsn, "push", head, arrays or (np.full(3, lsn, np.float32),))
+
+
+def entries(first: int, last: int, **fields: object) -> list[JournalEntry]:
+    return [entry(lsn, **fields) for lsn in range(first, last + 1)]  # type: ignore[arg-type]
+
+
+async def append(redis: Redis, wanted: Sequence[JournalEntry], *, fsync: bool = False) -> Verdict:
+    batch = Batch(wanted[0].key, wanted[0].token, wanted)
+    return (await journal_of(redis).append([batch], fsync=fsync))[0]
+
+
+def same(a: JournalEntry, b: JournalEntry) -> bool:
+    """Whether two entries are the same, bit for bit."""
+    plain = (a.key, a.token, a.lsn, a.kind, dict(a.head)) == (b.key, b.token, b.lsn, b.kind, dict(b.head))
+    arrays = [(x.dtype, x.tobytes()) for x in a.arrays] == [(x.dtype, x.tobytes()) for x in b.arrays]
+    return plain and arrays
+
+
+async def test_what_is_written_is_read(redis: Redis) -> None:
+    """Entries of every dtype, of none and of several arrays come back bit for bit, and those after an lsn alone."""
+    wanted = [
+        entry(1, np.arange(5, dtype=np.float32)),
+        entry(2, np.arange(5, dtype=np.uint16), np.array([np.nan, -0.0], np.float64)),
+        JournalEntry(KEY, TOKEN, 3, "commit", {"version": 3, "contributions": [["w", 1, 0, 2, 0.5]], "rate": 1e-3}),
+        entry(4, np.empty(0, np.float16), np.random.default_rng(1).standard_normal(700_000).astype(np.float32)),
+    ]
+    assert await append(redis, wanted) == Verdict.WRITTEN
+    journal = journal_of(redis)
+    for after in range(5):
+        found = await journal.read(KEY, after)
+        assert all(map(same, found, wanted[after:]))
+        assert len(found) == 4 - after
+    assert await journal.read(OTHER, 0) == []
+
+
+async def test_many_and_big_entries_are_read_in_pages(redis: Redis) -> None:
+    """Three thousand small entries and ten of 2 MiB, in several scripts and pages, are complete and in order."""
+    big = np.zeros(1 << 19, np.float32)
+    wanted = entries(1, 3000) + [entry(lsn, big + lsn) for lsn in range(3001, 3011)]
+    assert await append(redis, wanted) == Verdict.WRITTEN
+    found = await journal_of(redis).read(KEY, 0)
+    assert [e.lsn for e in found] == list(range(1, 3011))
+    assert found[-1].arrays[0][-1] == 3010
+
+
+async def test_a_write_is_repeatable(redis: Redis) -> None:
+    """The same batch again, or one that overlaps with what is there, adds each entry once."""
+    for first, last in ((1, 4), (1, 4), (3, 6), (6, 6), (1, 2)):
+        assert await append(redis, entries(first, last)) == Verdict.WRITTEN
+    assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_the_owner_token_decides(redis: Redis) -> None:
+    """A newer token fences, an older or none means an emptied Redis; others in the same write are not concerned."""
+    await append(redis, entries(1, 2))
+    for stored, want in ((TOKEN + 1, Verdict.FENCED), (TOKEN - 1, Verdict.EMPTIED), (None, Verdict.EMPTIED)):
+        name = f"{{{KEY}}}:token"
+        await (redis.delete(name) if stored is None else redis.set(name, f"{stored:020d}"))
+        batches = [Batch(KEY, TOKEN, entries(3, 3)), Batch(OTHER, TOKEN, entries(1, 1, key=OTHER))]
+        assert await journal_of(redis).append(batches, fsync=False) == [want, Verdict.WRITTEN]
+    assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2]
+    assert [e.lsn for e in await journal_of(redis).read(OTHER, 0)] == [1]
+
+
+async def test_a_gap_is_not_written(redis: Redis) -> None:
+    """Entries that do not follow the last one are refused: Redis lost what was between them."""
+    await append(redis, entries(1, 2))
+    assert await append(redis, entries(4, 5)) == Verdict.GAP
+    assert await append(redis, [entry(2), entry(5)]) == Verdict.GAP
+    assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2]
+
+
+@pytest.mark.parametrize("more", [(), ("--rename-command", "WAITAOF", "without-it", "--appendfsync", "always")])
+async def test_fsync_waits_for_the_disk(tmp_path: Path, more: Sequence[str]) -> None:
+    """By WAITAOF or by `appendfsync always` the entries are written; a Redis without a file says that it cannot."""
+    with redis_server.running(tmp_path / "with", more=more) as url:
+        client = node_redis.connect(url)
+        await own(client, TOKEN)
+        assert await append(client, entries(1, 3), fsync=True) == Verdict.WRITTEN
+        await client.aclose()
+    with redis_server.running(tmp_path / "without", more=("--appendonly", "no")) as url:
+        client = node_redis.connect(url)
+        await own(client, TOKEN)
+        with pytest.raises(RequestError, match="fsynced"):
+            await append(client, entries(1, 3), fsync=True)
+        assert await append(client, entries(1, 3)) == Verdict.WRITTEN
+        await client.aclose()
+
+
+async def test_no_damage_is_read_silently(redis: Redis) -> None:
+    """500 random kinds of damage to a stored journal: each is CorruptState, whatever it hits; undone, all is well."""
+    rng = random.Random(20)
+    count = 12
+    wanted = [entry(n, np.arange(rng.randrange(1, 40), dtype=np.float32)) for n in range(1, count + 1)]
+    journal, stream, counter = journal_of(redis), f"{{{KEY}}}:journal", f"{{{KEY}}}:lsn"
+    await append(redis, wanted)
+    good: Stream = await redis.xrange(stream)  # type: ignore[assignment]
+
+    async def rewrite(changed: Stream) -> None:
+        await redis.delete(stream)
+        for name, fields in changed:
+            await redis.xadd(stream, fields, id=name)  # type: ignore[arg-type]
+
+    kinds: list[Callable[[Stream], object]] = [
+        lambda e: flip(rng, e, b"h"),
+        lambda e: flip(rng, e, b"d"),
+        lambda e: cut_short(rng, e, b"h"),
+        lambda e: cut_short(rng, e, b"d"),
+        lambda e: e.pop(rng.randrange(count)),
+        lambda e: exchange(rng, e),
+        lambda e: rng.choice(e)[1].pop(rng.choice([b"h", b"d"])),
+    ]
+    for i in range(500):
+        changed = [(name, dict(fields)) for name, fields in good]
+        kinds[i % len(kinds)](changed)
+        await rewrite(changed)
+        with pytest.raises(CorruptState, match="the journal of partition"):
+            await journal.read(KEY, 0)
+    await rewrite(good)
+    await redis.delete(counter)
+    with pytest.raises(CorruptState):
+        await journal.read(KEY, 3)
+    await redis.set(counter, count)
+    assert all(map(same, await journal.read(KEY, 0), wanted))
+
+
+def flip(rng: random.Random, stream: Stream, field: bytes) -> None:
+    """One bit of one entry is another."""
+    _, fields = rng.choice(stream)
+    data = bytearray(fields[field])
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    fields[field] = bytes(data)
+
+
+def cut_short(rng: random.Random, stream: Stream, field: bytes) -> None:
+    """The end of one entry is missing."""
+    _, fields = rng.choice(stream)
+    fields[field] = fields[field][: rng.randrange(len(fields[field]))]
+
+
+def exchange(rng: random.Random, stream: Stream) -> None:
+    """Two entries have each other's content."""
+    a, b = rng.sample(range(len(stream)), 2)
+    (name_a, fields_a), (name_b, fields_b) = stream[a], stream[b]
+    stream[a], stream[b] = (name_a, fields_b), (name_b, fields_a)
+
+
+class Shard:
+    """A writer, and what it told."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.events: list[Event] = []
+        self.owned: set[tuple[PartitionKey, Token]] = {(KEY, TOKEN), (OTHER, TOKEN)}
+        self.writer = JournalWriter(journal_of(redis), self.events.append, lambda *o: o in self.owned)
+
+    async def until(self, event: Event) -> None:
+        """Waits for that word."""
+        async with asyncio.timeout(20):
+            while event not in self.events:
+                await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture
+async def shard(redis: Redis) -> AsyncIterator[Shard]:
+    """A writer at work."""
+    shard = Shard(redis)
+    task = asyncio.create_task(shard.writer.run())
+    yield shard
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def scripts_run(redis: Redis) -> int:
+    stats = await redis.info("commandstats")
+    return int(stats.get("cmdstat_eval", {}).get("calls", 0))
+
+
+async def test_what_comes_during_a_write_goes_with_the_next(redis: Redis, shard: Shard) -> None:
+    """A thousand entries of two partitions take a few writes, in order, and the last word names the last of each."""
+    before = await scripts_run(redis)
+    for lsn in range(1, 501):
+        shard.writer.add([entry(lsn), entry(lsn, key=OTHER)], fsync=False)
+        if lsn % 100 == 0:
+            await asyncio.sleep(0)
+    await shard.until(Journaled(KEY, TOKEN, 500))
+    await shard.until(Journaled(OTHER, TOKEN, 500))
+    assert not shard.writer.waiting
+    assert await scripts_run(redis) - before < 20
+    assert len(await journal_of(redis).read(OTHER, 0)) == 500
+
+
+async def test_entries_wait_while_redis_is_away(redis: Redis, shard: Shard) -> None:
+    """The core hears that nothing can be written, and when it can again; what waited is written once."""
+    pid = int((await redis.info("server"))["process_id"])
+    shard.writer.add(entries(1, 2), fsync=False)
+    await shard.until(Journaled(KEY, TOKEN, 2))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        shard.writer.add(entries(3, 4), fsync=False)
+        async with asyncio.timeout(20):
+            while not any(isinstance(e, StorageChanged) and e.reason for e in shard.events):
+                await asyncio.sleep(0.05)
+        shard.writer.add(entries(5, 5), fsync=False)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await shard.until(Journaled(KEY, TOKEN, 5))
+    assert [e for e in shard.events if isinstance(e, StorageChanged)][-1] == StorageChanged("")
+    assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2, 3, 4, 5]
+
+
+async def test_an_owner_that_was_replaced_is_told(redis: Redis, shard: Shard) -> None:
+    """The entries of that partition are dropped with one word; those of others go on."""
+    await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
+    shard.writer.add([entry(1), entry(1, key=OTHER)], fsync=False)
+    await shard.until(JournalRefused(KEY, TOKEN))
+    await shard.until(Journaled(OTHER, TOKEN, 1))
+    assert not shard.writer.waiting
+
+
+async def test_an_emptied_redis_is_waited_for(redis: Redis, shard: Shard) -> None:
+    """Without a token nothing is written and nobody is fenced; entries of what was given up are forgotten."""
+    await redis.flushall()
+    shard.writer.add([entry(1), entry(1, key=OTHER)], fsync=False)
+    shard.owned.discard((OTHER, TOKEN))
+    async with asyncio.timeout(10):
+        while shard.writer.holds((OTHER, TOKEN), False):
+            await asyncio.sleep(0.01)
+    assert shard.events == []
+    await own(redis, TOKEN)
+    await shard.until(Journaled(KEY, TOKEN, 1))
+    assert await journal_of(redis).read(OTHER, 0) == []
+
+
+async def test_a_redis_that_came_back_shorter_is_told(redis: Redis, shard: Shard) -> None:
+    """When earlier entries are gone the core hears it, and once a snapshot says where the journal stands it goes on."""
+    shard.writer.add(entries(1, 3), fsync=False)
+    await shard.until(Journaled(KEY, TOKEN, 3))
+    await redis.delete(f"{{{KEY}}}:journal", f"{{{KEY}}}:lsn")
+    shard.writer.add(entries(4, 4), fsync=False)
+    await shard.until(JournalLost(KEY, TOKEN))
+    await redis.set(f"{{{KEY}}}:lsn", 3)  # as a snapshot's switch does
+    await shard.until(Journaled(KEY, TOKEN, 4))
+    assert [e.lsn for e in await journal_of(redis).read(KEY, 3)] == [4]
+
+
+async def test_a_change_of_level_keeps_the_order(redis: Redis, shard: Shard) -> None:
+    """Entries of one partition in both lanes are written in order, and the wait for each other is no loss."""
+    for lsn in range(1, 21):
+        shard.writer.add([entry(lsn)], fsync=lsn % 2 == 0)
+    await shard.until(Journaled(KEY, TOKEN, 20))
+    assert JournalLost(KEY, TOKEN) not in shard.events
+    assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == list(range(1, 21))
+
+
+async def test_a_disk_that_cannot_be_asked_stops_one_level_alone(redis: Redis, shard: Shard) -> None:
+    """With the append-only file switched off, `fsynced` entries wait with a reason; others are written meanwhile."""
+    await redis.config_set("appendonly", "no")
+    try:
+        shard.writer.add([entry(1)], fsync=True)
+        async with asyncio.timeout(20):
+            while not any(isinstance(e, StorageChanged) and e.fsync_refused for e in shard.events):
+                await asyncio.sleep(0.05)
+        shard.writer.add([entry(1, key=OTHER)], fsync=False)
+        await shard.until(Journaled(OTHER, TOKEN, 1))
+        assert shard.writer.holds((KEY, TOKEN), True)
+    finally:
+        await redis.config_set("appendonly", "yes")
+    await shard.until(Journaled(KEY, TOKEN, 1))
