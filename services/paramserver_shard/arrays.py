@@ -21,7 +21,7 @@ from paramserver.types import AnyArray, DType
 from paramserver.wire.tensor import from_f32
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
-from paramserver_shard.membership import SchedulerLink
+from paramserver_shard.link import SchedulerLink
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService, PullRequest, read_tensor
 

@@ -5,7 +5,7 @@ from typing import Final
 from paramserver.core.fields import check_model_name
 from paramserver.errors import NotFoundError, problem
 from paramserver_shard.directory import Directory, KnownModel
-from paramserver_shard.membership import SchedulerLink
+from paramserver_shard.link import SchedulerLink
 
 NEWS_S: Final = 2.0
 """How long a model that the scheduler knows may take to arrive by the feed."""
