@@ -19,6 +19,7 @@ class Driver:
         self.now, self.term = 100.0, 1
         self.hash: dict[str, str] = {}
         self.tokens: dict[str, int] = {}
+        self.fences: dict[str, int] = {}
         self.replies: dict[int, Any] = {}
         self.published: list[Any] = []
         self.work: list[io.Effect] = []
@@ -27,6 +28,8 @@ class Driver:
         self.open: dict[int, io.Event] = {}
         self.shards: dict[str, int] = {}
         """Name -> epoch of those that send heartbeats."""
+        self.durable = True
+        """Whether all that shards serve is durable."""
         self.core = SchedulerCore.restore({}, self.now, self.term, 1e9)
 
     def send(self, make: Callable[[int], io.Event], perform: int | None = None) -> int:
@@ -55,6 +58,9 @@ class Driver:
             for key, token in effect.tokens:
                 assert token > self.tokens.get(str(key), 0), "owner tokens only grow"
                 self.tokens[str(key)] = token
+            for shard, epoch in effect.fences:
+                assert epoch == 0 or epoch >= self.fences.get(shard, 0), "fences only rise"
+                self.fences[shard] = epoch
         elif isinstance(effect, io.Publish):
             json.dumps(effect.document, allow_nan=False)
             if effect.document["type"] == "commit":
@@ -99,22 +105,48 @@ class Driver:
         self.shards[name] = body["epoch"]
         self.beat(name)
 
-    def beat(self, name: str, stored: bool = True) -> None:
-        """A heartbeat of a shard that serves all it owns and, unless told otherwise, has stored all cuts."""
+    def beat(self, name: str, stored: bool = True, releases: bool = True, **fields: Any) -> str:
+        """A heartbeat of a shard that serves all it owns; the state that the answer says.
+
+        Unless told otherwise it has stored all cuts, and holds and has stored what it is to hand over.
+        """
         partitions, cuts = [], []
+        released: list[Any] = []
         for model in self.core._c.models.values():
             for i, o in enumerate(model.owners):
                 if o.shard == name:
                     row = [model.name, model.generation, i, o.token]
-                    partitions.append([*row, model.gate.clock if model.gate.sync else o.version, 0])
+                    version = model.gate.clock if model.gate.sync else o.version
+                    partitions.append([*row, version, version if self.durable else 0, model.revision])
+                    if o.release and releases:
+                        released.append([*row, version, o.release])
                     if model.pending_cut is not None and stored:
                         cuts.append([*row, model.pending_cut])
-        self.ask(lambda n: io.ShardHeartbeat(n, name, self.shards[name], {}, partitions, cuts))
+        epoch = self.shards[name]
+        fields = {"released": released} | fields
+        beat = self.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, partitions, cuts, **fields))
+        return str(beat["state"])
 
     def beats(self) -> None:
         """All shards send one."""
         for name in self.shards:
             self.beat(name)
+
+    def empty_redis(self) -> None:
+        """Redis has lost everything; the scheduler notices and begins a new term."""
+        self.hash.clear()
+        self.tokens.clear()
+        self.fences.clear()
+        self.term += 1
+        self.do(io.RedisEmptied(self.term))
+
+    def owners(self, model: str = "m") -> list[str | None]:
+        """Who owns each partition."""
+        return [p["shard"] for p in self.core.read.model(model)["partitions"]]
+
+    def document(self, model: str = "m") -> Any:
+        """The newest document of that model that shards have seen."""
+        return next(d for d in reversed(self.published) if d["type"] == "model" and d["name"] == model)
 
     def wait(self, seconds: float, shards: bool = True) -> None:
         """Time passes, with ticks and the shards' heartbeats."""

@@ -50,13 +50,12 @@ class ShardDesk:
     def leave(self, e: LeaveShard, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
         shard.left = True
-        self.bury(shard, now)
+        self.bury([shard], now)
         self.c.answer(e.request, None, 204)
 
     def expire(self, now: float) -> None:
         """Shards whose lease has run out, and those that have been gone for so long that nobody looks for them."""
-        for shard in expired(self.c.shards.values(), now):
-            self.bury(shard, now)
+        self.bury(expired(self.c.shards.values(), now), now)
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
             if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
@@ -64,14 +63,16 @@ class ShardDesk:
                 self.c.save_shard(shard)
                 self.c.map_changed()
 
-    def bury(self, shard: Shard, now: float) -> None:
-        """That incarnation is dead."""
-        shard.alive, shard.gone_s = False, now
-        self.c.save_shard(shard)
-        self.c.fence(shard.name, shard.epoch)
-        self.c.map_changed()
-        self.moves.gone(shard.name)
-        self.replace(shard.name, now)
+    def bury(self, shards: Sequence[Shard], now: float) -> None:
+        """Those incarnations are dead."""
+        for shard in shards:
+            shard.alive, shard.gone_s = False, now
+            self.c.save_shard(shard)
+            self.c.fence(shard.name, shard.epoch)
+            self.c.map_changed()
+            self.moves.gone(shard.name)
+        for shard in shards:
+            self.replace(shard.name, now)
 
     def _forget_names(self) -> None:
         """Names of shards long gone are bounded; what is kept of them is that their epochs are not given out again."""

@@ -1,0 +1,519 @@
+"""Partitions move, shards drain, come and go, Redis is emptied: what the scheduler decides, event by event."""
+
+from typing import Any
+
+import pytest
+
+from paramserver import limits
+from paramserver.core import scheduler_io as io
+from paramserver.core.models import Model
+from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError
+from paramserver.types import make_token
+
+from .scheduling import Driver
+
+EIGHT = {"partitions": 8}
+JOURNALED = {"consistency": {"mode": "sync"}}
+
+
+def drain(d: Driver, shard: str, state: str = "draining", epoch: int | None = None) -> Any:
+    """The answer to a change of that shard's state."""
+    return d.ask(lambda n: io.SetShardState(n, shard, state, epoch))
+
+
+def wishes(d: Driver, model: str = "m") -> dict[int, int]:
+    """Partition -> number of the wish to have it handed over, as shards were told last."""
+    owners = d.document(model)["owners"]
+    return {i: o[2]["release"] for i, o in enumerate(owners) if len(o) > 2 and "release" in o[2]}
+
+
+def row(d: Driver, index: int, number: int) -> list[Any]:
+    """What the owner says once it has stored that partition as a whole."""
+    model = d.core.read.model("m")
+    return ["m", model["generation"], index, model["partitions"][index]["incarnation"], 7, number]
+
+
+def test_a_shard_that_joins_gets_its_share_while_the_others_keep_theirs() -> None:
+    """Eight partitions on two shards: a third gets two or three, each under a new token and from its snapshot."""
+    d = Driver()
+    before = d.model(**EIGHT)["partitions"]
+    d.shard("s2")
+    assert d.owners() == [p["shard"] for p in before]
+    d.wait(10)
+    counts = [d.owners().count(s) for s in ("s0", "s1", "s2")]
+    assert sorted(counts) == [2, 3, 3]
+    after = d.core.read.model("m")
+    assert after["timeline"] == 0
+    assert after["served"]
+    for old, new, owner in zip(before, after["partitions"], d.document()["owners"], strict=True):
+        if old["shard"] == new["shard"]:
+            assert old["incarnation"] == new["incarnation"]
+            assert len(owner) == 2
+        else:
+            assert new["incarnation"] > old["incarnation"]
+            assert owner[2] == {"source": "snapshot"}
+
+
+def test_the_owner_keeps_a_partition_until_it_has_said_that_all_of_it_is_stored() -> None:
+    """A wish changes nothing but the document; the word of another wish, token or shard changes nothing at all."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    asked = wishes(d)
+    index, number = min(asked.items())
+    owner = d.owners()[index] or ""
+    other = next(s for s in ("s0", "s1") if s != owner)
+    before = d.owners()
+    d.beat(owner, releases=False)
+    d.beat(owner, released=[row(d, index, number + 1)])
+    d.beat(owner, released=[[*row(d, index, number)[:3], 5, 7, number]])
+    d.beat(other, released=[row(d, index, number)])
+    assert d.owners() == before
+    d.beat(owner, released=[row(d, index, number)])
+    assert d.owners()[index] == "s2"
+
+
+def test_a_late_word_of_a_withdrawn_wish_hands_nothing_over() -> None:
+    """The owner has changed the partition since; only the present wish's number counts."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    index, number = min(wishes(d).items())
+    owner = d.owners()[index] or ""
+    late = row(d, index, number)
+    drain(d, "s2")
+    assert wishes(d) == {}
+    drain(d, "s2", "active")
+    again = wishes(d)[index]
+    assert again != number
+    d.beat(owner, released=[late])
+    assert d.owners()[index] == owner
+    d.beat(owner, released=[row(d, index, again)])
+    assert d.owners()[index] == "s2"
+
+
+def test_a_new_leader_knows_nothing_of_its_predecessors_wishes() -> None:
+    """Its first documents ask for nothing, so owners go on; then it asks anew, under numbers of its own."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    index, number = min(wishes(d).items())
+    owner = d.owners()[index] or ""
+    d.restart()
+    documents = d.ask(lambda n: io.OpenFeed(n))["documents"]
+    assert all(len(o) == 2 for o in documents[1]["owners"])
+    d.beat(owner, released=[row(d, index, number)])
+    assert d.owners()[index] == owner
+    d.wait(10)
+    assert sorted(d.owners().count(s) for s in ("s0", "s1", "s2")) == [2, 3, 3]
+
+
+def test_a_target_that_dies_gets_nothing_and_the_owner_goes_on() -> None:
+    """The wish is gone from the document, and the partition stays where it is."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    before = d.owners()
+    assert wishes(d)
+    d.ask(lambda n: io.LeaveShard(n, "s2", d.shards.pop("s2")))
+    assert wishes(d) == {}
+    d.wait(5)
+    assert d.owners() == before
+
+
+def test_an_owner_that_does_not_hand_over_is_let_be_for_a_while() -> None:
+    """After half a minute it keeps the partition; it is asked again after as long."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    first = wishes(d)
+    for _ in range(int(limits.MOVE_S) + 1):
+        d.now += 1
+        for s in d.shards:
+            d.beat(s, releases=False)
+        d.do(io.Tick())
+    now = wishes(d)
+    assert now
+    assert not set(now) & set(first)
+
+
+def test_a_draining_shard_ends_with_nothing_and_gets_nothing() -> None:
+    """Its heartbeats say so; a model made meanwhile goes to the others; its name is active again when it joins anew."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    d.wait(10)
+    assert d.beat("s1") == "active"
+    answer = drain(d, "s1")
+    assert (answer["state"], answer["targets"]) == ("draining", 2)
+    assert answer["partitions"] > 0
+    assert d.beat("s1") == "draining"
+    d.wait(10)
+    assert "s1" not in d.owners()
+    assert drain(d, "s1")["partitions"] == 0
+    d.model(**EIGHT, name="n")
+    assert "s1" not in d.owners("n")
+    d.restart()
+    assert d.beat("s1") == "draining"
+    d.shard("s1")
+    assert d.beat("s1") == "active"
+    d.wait(10)
+    assert "s1" in d.owners() + d.owners("n")
+
+
+def test_a_drain_that_is_called_off_leaves_the_rest_where_it_is() -> None:
+    """`active` withdraws what was asked for."""
+    d = Driver()
+    d.model(**EIGHT)
+    drain(d, "s1")
+    assert len(wishes(d)) == limits.MOVES_AT_ONCE
+    drain(d, "s1", "active")
+    assert wishes(d) == {}
+    assert d.owners().count("s1") == 4
+
+
+def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
+    """Unless a limit is unknown, or the shard goes in any case."""
+    d = Driver()
+    d.model(**EIGHT, optimizer={"name": "adam"})
+    drain(d, "s1")
+    drain(d, "s1", "active")
+    d.beat("s0", memory={"limit_bytes": 1000, "used_bytes": 900})
+    with pytest.raises(ConflictError) as e:
+        drain(d, "s1")
+    assert e.value.code == "not_enough_memory"
+    assert e.value.members["needed_bytes"] == 4 * 8 * 4 * 3
+    assert e.value.members["free_bytes"] == 100
+    assert d.beat("s1") == "active"
+    assert drain(d, "s1", epoch=d.shards["s1"])["state"] == "draining"
+    with pytest.raises(FencedError):
+        drain(d, "s1", epoch=d.shards["s1"] - 1)
+    with pytest.raises(NotFoundError):
+        drain(d, "s9")
+    with pytest.raises(RequestError, match="state"):
+        drain(d, "s1", "tired")
+
+
+def test_the_last_shard_may_drain_and_keeps_what_it_has() -> None:
+    """There is nobody to take it; what has no owner goes to a draining one rather than to nobody."""
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    d.model(**EIGHT)
+    for s in ("s0", "s1"):
+        drain(d, s)
+    assert drain(d, "s0")["targets"] == 0
+    d.wait(5)
+    assert d.owners().count("s0") == 4
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    assert set(d.owners()) == {"s0"}
+
+
+def test_nothing_moves_while_redis_is_away() -> None:
+    """Wishes are withdrawn, so that owners serve; they come back with Redis."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    assert wishes(d)
+    d.do(io.StorageChanged("timed out"))
+    assert wishes(d) == {}
+    d.do(io.Tick())
+    assert wishes(d) == {}
+    d.do(io.StorageChanged(""))
+    assert wishes(d)
+
+
+def test_cuts_and_moves_do_not_meet() -> None:
+    """While a cut is being stored nothing moves, and while something moves no cut begins."""
+    d = Driver()
+    d.model(**EIGHT, consistency={"mode": "sync"})
+    a = d.join("a")
+    d.clock(a, 1)
+    assert d.commits()[-1]["cut"]
+    d.shard("s2")
+    assert wishes(d) == {}
+    d.beats()
+    assert d.core.read.model("m")["cut"] == 1
+    d.now += limits.SNAPSHOT_INTERVAL_S - 0.1
+    for s in d.shards:
+        d.beat(s, releases=False)
+    d.do(io.Tick())
+    assert wishes(d)
+    d.now += 1
+    d.clock(a, 2)
+    assert not d.commits()[-1]["cut"]
+    d.wait(4)
+    assert wishes(d) == {}
+    d.clock(a, 3)
+    assert d.commits()[-1]["cut"]
+    assert d.core.read.model("m")["timeline"] == 0
+    assert "s2" in d.owners()
+
+
+def test_load_moves_partitions_when_bytes_are_level() -> None:
+    """The two busy ones of one shard are parted."""
+    d = Driver()
+    d.model()
+    assert d.owners() == ["s0", "s1", "s0", "s1"]
+    busy: list[list[Any]] = [["m", 1, i, 60e6] for i in (0, 2)]
+    for _ in range(40):
+        d.now += 0.5
+        for s in d.shards:
+            d.beat(s, loads=[r for r in busy if d.owners()[r[2]] == s])
+        d.do(io.Tick())
+    assert d.owners()[0] != d.owners()[2]
+    assert sorted(str(s) for s in d.owners()) == ["s0", "s0", "s1", "s1"]
+
+
+# --- shards that are gone
+
+
+def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> None:
+    """By lease, by goodbye and by a newer incarnation of the name."""
+    d = Driver()
+    d.model()
+    d.wait(6, shards=False)
+    assert d.fences == {"s0": 1, "s1": 1}
+    assert set(d.owners()) == {None}
+    d = Driver()
+    d.model()
+    epoch = d.shards["s1"]
+    effects = d.core.handle(io.LeaveShard(99, "s1", epoch), d.now)
+    (tokens,) = [e for e in effects if isinstance(e, io.SetTokens)]
+    assert dict(tokens.fences) == {"s1": epoch}
+    assert len(tokens.tokens) == 2
+    d.shard("s1")
+    d.shard("s1")
+    assert d.fences["s1"] == epoch + 1
+    assert d.shards["s1"] == epoch + 2
+
+
+def test_a_shard_that_was_scaled_away_leaves_the_lists_after_a_minute() -> None:
+    """A dead one stays longer; its epochs go on either way."""
+    d = Driver()
+    for name in ("s0", "s1", "s2"):
+        d.shard(name)
+    d.ask(lambda n: io.LeaveShard(n, "s2", d.shards.pop("s2")))
+    del d.shards["s1"]
+    d.wait(10)
+    states = {s["name"]: s["state"] for s in d.core.read.shards(d.now)}
+    assert states == {"s0": "active", "s1": "dead", "s2": "left"}
+    d.wait(limits.SHARD_LEFT_LISTED_S)
+    assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s1"}
+    assert set(d.core.read.map()["shards"]) == {"s0", "s1"}
+    d.restart()
+    assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s1"}
+    d.wait(limits.SHARD_DEAD_LISTED_S)
+    assert [s["name"] for s in d.core.read.shards(d.now)] == ["s0"]
+    d.shard("s2")
+    assert d.shards["s2"] == 2
+    assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s2"}
+
+
+def test_names_of_the_dead_are_bounded_and_their_epochs_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a restart; the fence of a forgotten name goes with it."""
+    monkeypatch.setattr(limits, "SHARD_NAMES_MAX", 4)
+    d = Driver()
+    for i in range(10):
+        d.shard(f"pod-{i}")
+        d.shard(f"pod-{i}")
+        d.ask(lambda n, i=i: io.LeaveShard(n, f"pod-{i}", d.shards.pop(f"pod-{i}")))  # type: ignore[misc]
+    assert len([k for k in d.hash if k.startswith("shard:")]) <= 5
+    assert len([f for f in d.fences.values() if f]) <= 5
+    d.restart()
+    d.shard("pod-0")
+    assert d.shards["pod-0"] > 2
+
+
+def test_shards_that_come_back_one_by_one_share_again() -> None:
+    """After all have gone the first gets everything, and the others their part of it."""
+    d = Driver()
+    d.model(**EIGHT)
+    for s in ("s0", "s1"):
+        d.ask(lambda n, s=s: io.LeaveShard(n, s, d.shards.pop(s)))  # type: ignore[misc]
+    d.restart()
+    d.shard("s0")
+    assert set(d.owners()) == {"s0"}
+    d.wait(1)
+    d.shard("s1")
+    d.wait(10)
+    assert d.owners().count("s1") == 4
+
+
+# --- an emptied Redis
+
+
+def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() -> None:
+    """All fields, fences and new tokens of the new term, with the token under which each was held."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.join("a")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", size=10, task_size=5))
+    d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))
+    d.ask(lambda n: io.JoinPool(n, None, ["a"]))
+    d.shard("s1")
+    d.wait(1)
+    stored, owned = dict(d.hash), [p["incarnation"] for p in d.core.read.model("m")["partitions"]]
+    d.empty_redis()
+    assert set(d.hash) == set(stored) | {"series:m"}
+    assert d.fences == {"s1": 1}
+    owners = d.document()["owners"]
+    assert [o[2]["from"] for o in owners] == owned
+    assert all(o[1] > make_token(d.term, 0) for o in owners)
+    assert sorted(d.tokens.values()) == sorted(o[1] for o in owners)
+    # Emptied again before anybody has heard of it: what they hold is older still.
+    d.empty_redis()
+    assert [o[2]["from"] for o in d.document()["owners"]] == owned
+    # And a leader that takes over now says the same.
+    d.restart()
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert [o[2]["from"] for o in document["owners"]] == owned
+    d.beats()
+    assert d.core.read.model("m")["served"]
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert all(len(o) == 2 for o in document["owners"])
+
+
+def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
+    """Nobody rolls back; the next commit is a cut, since the old ones are gone."""
+    d = Driver()
+    d.model(consistency={"mode": "sync"})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.wait(1)
+    assert d.core.read.model("m")["cut"] == 1
+    d.empty_redis()
+    d.beats()
+    assert d.core.read.model("m")["cut"] is None
+    number = d.clock(a, 2)
+    assert d.result(number)["released"]
+    assert d.commits()[-1]["cut"]
+    assert d.commits()[-1]["contributions"] == [["m/a", 1, 0, 1, 1.0]]
+    d.beats()
+    model = d.core.read.model("m")
+    assert (model["cut"], model["timeline"]) == (2, 0)
+
+
+def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
+    """The owners keep what they have, under new tokens; then the moves are begun anew."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    index, number = min(wishes(d).items())
+    owner, late = d.owners()[index] or "", row(d, index, number)
+    d.empty_redis()
+    d.beat(owner, released=[late])
+    assert d.owners()[index] == owner
+    d.wait(10)
+    assert sorted(d.owners().count(s) for s in ("s0", "s1", "s2")) == [2, 3, 3]
+
+
+# --- levels
+
+
+def test_a_journaled_sync_model_never_rolls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard's death gives its partitions to others from snapshot and journal; the clocks go on."""
+    monkeypatch.setattr(Model, "durable", True)
+    d = Driver()
+    d.model(**JOURNALED)
+    a = d.join("a")
+    d.clock(a, 1)
+    before = d.core.read.model("m")
+    del d.shards["s1"]
+    d.wait(6)
+    after = d.core.read.model("m")
+    assert (after["timeline"], after["clock"]) == (0, 1)
+    assert d.document()["source"] == "snapshot"
+    kept = [i for i, p in enumerate(before["partitions"]) if p["shard"] == "s0"]
+    assert [
+        i for i in range(4) if after["partitions"][i]["incarnation"] == before["partitions"][i]["incarnation"]
+    ] == kept
+
+
+def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long that takes and however often the leader dies, a new owner finds each commit it lacks."""
+    monkeypatch.setattr(Model, "durable", True)
+    d = Driver()
+    d.durable = False
+    d.model(**JOURNALED)
+    a = d.join("a")
+    for t in range(1, 101):
+        d.clock(a, t)
+    d.wait(40, shards=False)
+    d.restart()
+    for name in ("s0", "s1"):
+        d.shard(name)
+    a = d.join("a")
+    d.clock(a, 101)
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert [c["t"] for c in document["commits"]] == list(range(101))
+    d.durable = True
+    d.beats()
+    d.clock(a, 102)
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert [c["t"] for c in document["commits"]] == [101]
+    assert len([k for k in d.hash if k.startswith("commit:")]) == 1
+
+
+# --- values that nobody stored
+
+
+def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() -> None:
+    """The owner died before its first snapshot: what is lost is missing, an upload brings it back, the rest stays."""
+    params = {"w": {"shape": [32], "init": {"kind": "upload"}}, "b": {"shape": [32], "init": {"kind": "zeros"}}}
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "secret"))
+    d.beats()
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    assert d.core.read.model("m")["state"] == "ready"
+    del d.shards["s0"]
+    d.wait(6)
+    model = d.core.read.model("m")
+    mine = [
+        i
+        for i, p in enumerate(model["partitions"])
+        if p["shard"] == "s1" and p["incarnation"] == max(q["incarnation"] for q in model["partitions"])
+    ]
+    lost = [["m", 1, i, model["partitions"][i]["incarnation"]] for i in (0, *mine) if i < 2]
+    d.beat("s1", lost=lost)
+    after = d.core.read.model("m")
+    assert after["state"] == "initializing"
+    assert after["missing"] == ["w"]
+    assert d.document()["owners"][0][2] == {"source": "init"}
+    d.beat("s1", lost=lost)  # Said again of a token that is over: nothing happens.
+    number = d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "another"))
+    d.beats()
+    assert d.result(number)["upload_token"] == "another"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another"))
+    assert d.core.read.model("m")["state"] == "ready"
+
+
+def test_runs_are_listed_newest_first() -> None:
+    """Whoever asks wants to see what happened last."""
+    d = Driver()
+    d.model()
+    d.model(name="n")
+    first = d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))["id"]
+    second = d.ask(lambda n: io.CreateRun(n, "n", "a.b:c"))["id"]
+    assert [r["id"] for r in d.core.read.runs()] == [second, first]
+
+
+def test_heartbeats_that_make_no_sense_are_refused() -> None:
+    """Every list is checked before anything is changed."""
+    d = Driver()
+    d.model()
+    for wrong in (
+        {"released": [["m", 1, 0, 1, 2]]},
+        {"lost": [["m", 1, 0]]},
+        {"loads": [["m", 1, 0, "much"]]},
+        {"loads": [["m", 1, 0, float("nan")]]},
+        {"memory": {"limit_bytes": -1}},
+        {"memory": {"used_bytes": 0.5}},
+    ):
+        with pytest.raises(PsError) as e:
+            d.beat("s0", **wrong)
+        assert e.value.code == "invalid_field"
