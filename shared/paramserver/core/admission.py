@@ -21,6 +21,8 @@ _NUMPY = {
     "float32": (np.float32,),
     "float64": (np.float64,),
 }
+_WHOLE = ("int8", "topk")
+"""Codecs: their bytes are the kernels' affair, and that they fit their partition the runtime's."""
 
 
 def check_push(event: PushReceived, spec: ModelSpec, layout: Layout) -> None:
@@ -72,6 +74,11 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
         if part.partition in seen:
             raise problem("invalid_range", f"partition {part.partition} is named twice")
         seen.add(part.partition)
+        if isinstance(part, PushPart) and part.dtype in _WHOLE:
+            if part.ranges is not None:
+                raise problem("invalid_encoding", f"partition {part.partition}: {part.dtype} takes all of it, no ranges")
+            assert part.data.dtype == np.uint8, "the runtime has checked the bytes of a codec"
+            continue
         if part.dtype not in _NUMPY:
             raise problem("invalid_dtype", f"dtype '{part.dtype}' is not one of {', '.join(_NUMPY)}")
         assert part.data.ndim == 1, "the runtime decodes to flat arrays"
