@@ -1,0 +1,59 @@
+"""What goes in and out of each partition here, for the scheduler to balance by."""
+
+from collections.abc import Callable
+from typing import Final
+
+from paramserver.core.shard_io import PullDone, PushDone, PushReceived
+from paramserver.types import ModelKey
+
+INTERVAL_S: Final = 0.9
+"""Rates are taken anew after so long, a little less than the time between two heartbeats."""
+KEPT_PER_S: Final = 0.9
+"""What a rate keeps of itself in a second: it follows a change within some ten seconds, and no single burst."""
+LOW_BYTES_PER_S: Final = 1.0
+
+
+class Loads:
+    """Bytes per second of each partition, smoothed."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._bytes: dict[tuple[ModelKey, int], int] = {}
+        self._rates: dict[tuple[ModelKey, int], float] = {}
+
+    def pushed(self, event: PushReceived, done: PushDone) -> None:
+        """A push was accepted."""
+        for part in event.parts:
+            self._add(done.model, part.partition, part.data.nbytes)
+
+    def pulled(self, done: PullDone) -> None:
+        """A pull was answered."""
+        for part in done.parts:
+            self._add(done.model, part.partition, part.state.values.nbytes)
+
+    def _add(self, model: ModelKey, partition: int, size_bytes: int) -> None:
+        key = (model, partition)
+        self._bytes[key] = self._bytes.get(key, 0) + size_bytes
+
+    def rates(self) -> list[list[str | int | float]]:
+        """[model, generation, index, bytes per second] of each partition that carries anything."""
+        now = self._clock()
+        passed_s = now - self._since
+        if passed_s >= INTERVAL_S:
+            kept = KEPT_PER_S**passed_s
+            rates: dict[tuple[ModelKey, int], float] = {}
+            for key in self._rates.keys() | self._bytes.keys():
+                rate = kept * self._rates.get(key, 0.0) + (1 - kept) * self._bytes.get(key, 0) / passed_s
+                if rate >= LOW_BYTES_PER_S:
+                    rates[key] = rate
+            self._since, self._bytes, self._rates = now, {}, rates
+        return [
+            [m.name, m.generation, index, round(rate, 1)]
+            for (m, index), rate in sorted(self._rates.items(), key=_order)
+        ]
+
+
+def _order(item: tuple[tuple[ModelKey, int], float]) -> tuple[str, int, int]:
+    (model, index), _ = item
+    return model.name, model.generation, index

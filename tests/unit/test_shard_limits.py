@@ -1,0 +1,88 @@
+"""How a shard learns what memory it may take, and how it tells what its partitions carry."""
+
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from paramserver.core.shard_io import PushDone, PushPart, PushReceived
+from paramserver.errors import RequestError
+from paramserver.types import ModelKey
+from paramserver_shard.loads import Loads
+from paramserver_shard.memory import Memory, limit_of, size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("1073741824", 1 << 30),
+        ("512MiB", 512 << 20),
+        ("2 GiB", 2 << 30),
+        ("2g", 2 << 30),
+        ("1.5GB", 3 << 29),
+        ("100K", 100 << 10),
+    ],
+)
+def test_a_size_as_people_write_it(text: str, want: int) -> None:
+    """Plain bytes and powers of 1024 with any of the usual endings."""
+    assert size_bytes(text) == want
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "0", "5 apples", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(RequestError):
+        size_bytes(text)
+
+
+def test_the_container_limits_what_the_machine_has(tmp_path: Path) -> None:
+    """The lowest limit of the control groups around the process, of both versions; 'max' is none; a setting wins."""
+    total = int(psutil.virtual_memory().total)
+    own = tmp_path / "own"
+    groups = tmp_path / "cgroup"
+    assert limit_of("", groups, own) == total, "no control groups at all"
+    own.write_text("0::/kubepods/pod7/c1\n")
+    inner = groups / "kubepods" / "pod7" / "c1"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    assert limit_of("", groups, own) == total
+    (inner.parent / "memory.max").write_text("700000000\n")
+    assert limit_of("", groups, own) == 700_000_000
+    (inner / "memory.max").write_text("600000000\n")
+    assert limit_of("", groups, own) == 600_000_000
+    (groups / "memory.max").write_text("500000000\n")
+    assert limit_of("", groups, own) == 500_000_000, "what a container sees as its own root"
+    own.write_text("12:cpu:/x\n7:hugetlb,memory:/docker/ab\n")
+    old = groups / "memory" / "docker" / "ab"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("400000000\n")
+    assert limit_of("", groups, own) == 400_000_000
+    assert limit_of("2GiB", groups, own) == 2 << 30
+
+
+def test_memory_in_use_is_told() -> None:
+    """The document has the limit and what this very process takes."""
+    document = Memory(1 << 40).document()
+    assert document["limit_bytes"] == 1 << 40
+    assert 10 << 20 < document["used_bytes"] < psutil.virtual_memory().total
+
+
+def test_loads_follow_the_traffic_and_fade() -> None:
+    """A steady stream of 1 MB/s shows within ten seconds; half a minute after its end it is a twentieth, then gone."""
+    now = [0.0]
+    loads = Loads(lambda: now[0])
+    model = ModelKey("m", 2)
+    part = PushPart(3, np.zeros(250_000, np.float32), "float32", 0, True)
+    done = PushDone(model, 0, "applied", False, 1, 0, 1, ())
+    for _ in range(20):
+        loads.pushed(PushReceived(1, "m", (part,)), done)
+        now[0] += 1.0
+        loads.rates()
+    ((name, generation, index, rate),) = loads.rates()
+    assert (name, generation, index) == ("m", 2, 3)
+    assert 800_000 < float(rate) <= 1_000_000
+    now[0] += 30.0
+    assert 0 < float(loads.rates()[0][3]) < 50_000
+    now[0] += 200.0
+    assert loads.rates() == []
