@@ -15,8 +15,8 @@ import numpy as np
 from paramserver import limits
 from paramserver.types import AnyArray
 
-RESOLUTIONS: Final = ((1, 900), (10, 1080), (60, 1440))
-"""(seconds of a slot, slots): a quarter of an hour, three hours, a day."""
+RESOLUTIONS: Final = ((1, 960), (10, 1140), (60, 1500))
+"""(seconds of a slot, slots): a quarter of an hour, three hours and a day, and a little more for who asks late."""
 FRESH_S: Final = 60.0
 """A series written within this time is never let go of for a new one."""
 

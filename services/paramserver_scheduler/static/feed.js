@@ -1,0 +1,68 @@
+// The status of the cluster, once a second, over one long answer; found again by itself when it breaks off.
+
+const SILENCE_MS = 6000;
+const RETRY_MS = 1000;
+
+/** A JSON answer of the node; a page without a token goes to ask for one. */
+export async function get(path) {
+  const answer = await fetch(path, {headers: {accept: "application/json"}, cache: "no-store"});
+  check(answer);
+  return answer.json();
+}
+
+function check(answer) {
+  if (answer.status === 401 || answer.status === 403) location.assign("login");
+  if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
+}
+
+/** Calls `onStatus` with each status and `onLost` when the connection breaks; for ever. */
+export async function follow(path, onStatus, onLost) {
+  for (;;) {
+    const silence = new Silence();
+    try {
+      const answer = await fetch(path, {
+        headers: {accept: "text/event-stream"}, cache: "no-store", signal: silence.signal,
+      });
+      check(answer);
+      for await (const text of events(answer.body, silence)) onStatus(JSON.parse(text));
+    } catch (error) {
+      // Said on the page; the next try tells more.
+    }
+    silence.end();
+    onLost();
+    await new Promise(resolve => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+/** Breaks the connection off when nothing has come for a while. */
+class Silence {
+  #abort = new AbortController();
+  #timer = 0;
+
+  constructor() { this.heard(); }
+
+  get signal() { return this.#abort.signal; }
+
+  heard() {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#abort.abort(), SILENCE_MS);
+  }
+
+  end() { clearTimeout(this.#timer); }
+}
+
+async function* events(body, silence) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {done, value} = await reader.read();
+    if (done) return;
+    silence.heard();
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter(l => l.startsWith("data: ")).map(l => l.slice(6)).join("\n");
+      if (data) yield data;
+    }
+  }
+}

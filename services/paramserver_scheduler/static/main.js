@@ -1,0 +1,137 @@
+// The page: follows the cluster's status, and hands each second of it to the panels.
+
+import {bar, el, pill, show, table, tone} from "./dom.js";
+import {follow} from "./feed.js";
+import {clock, duration, fixed, percent, short} from "./format.js";
+import {ModelPanel} from "./model.js";
+import {NodePanel, shardColours} from "./nodes.js";
+import {drawProblems, drawTiles} from "./tiles.js";
+
+const SPANS = [["5 min", 300], ["15 min", 900], ["1 h", 3600], ["6 h", 21600], ["24 h", 86400]];
+const THEMES = ["auto", "dark", "light"];
+const TABS_MAX = 8;
+const EVENTS = 30;
+
+const $ = id => document.getElementById(id);
+const kept = {get: name => localStorage.getItem(`paramserver.${name}`), set: (name, v) => localStorage.setItem(`paramserver.${name}`, v)};
+const model = new ModelPanel(), nodes = new NodePanel();
+let status = null, lost = true, spanS = Number(kept.get("span")) || 900, chosen = decodeURIComponent(location.hash.slice(1));
+
+function onStatus(found) {
+  const back = lost;
+  status = found;
+  lost = false;
+  if (back) reload();
+  draw();
+}
+
+function onLost() {
+  lost = true;
+  $("state").textContent = "no answer";
+  $("state").className = "pill bad";
+  $("live").classList.add("lost");
+}
+
+/** Read the past again. */
+function reload() {
+  if (status === null) return;
+  Promise.all([model.reload(spanS, status.cluster.now), nodes.reload(spanS, status.cluster.now)]).then(draw);
+}
+
+function draw() {
+  if (status === null) return;
+  const {cluster, models, runs, events} = status, colours = shardColours(status.nodes);
+  drawHeader(cluster);
+  drawProblems(cluster.problems);
+  nodes.draw(status, spanS, colours);
+  drawTiles(status, nodes.series);
+  const shown = models.find(m => m.name === chosen) ?? busiest(models, runs);
+  drawTabs(models, shown);
+  $("model").classList.toggle("none", shown === undefined);
+  if (shown === undefined) {
+    model.clear();
+    show($("model-head"), noModel());
+  } else model.draw(shown, runs, cluster.now, spanS, colours);
+  show($("runs"), runRows(runs));
+  show($("events"), eventRows(events));
+}
+
+function drawHeader(cluster) {
+  $("state").textContent = cluster.state;
+  $("state").className = `pill ${tone(cluster.state)}`;
+  $("facts").textContent = `${cluster.version} · up ${duration(cluster.uptime_s)} · term ${cluster.term} · map ${cluster.map_epoch}`;
+  $("live").textContent = clock(cluster.now);
+  $("live").classList.toggle("lost", lost);
+}
+
+/** The model that most is going on in: one with a run that runs, else the one pushed to most, else the newest. */
+function busiest(models, runs) {
+  const running = new Set(runs.filter(r => r.state === "running").map(r => r.model));
+  const rank = m => [running.has(m.name) ? 1 : 0, m.pushes_per_s, m.created_s];
+  return [...models].sort((a, b) => rank(b).map((v, i) => v - rank(a)[i]).find(d => d !== 0) ?? 0)[0];
+}
+
+function drawTabs(models, shown) {
+  const named = [...models].sort((a, b) => b.created_s - a.created_s);
+  if (named.length <= 1) return show($("models"));
+  if (named.length > TABS_MAX) {
+    // Options are made only when they differ: a list that is open must not change under the pointer.
+    const options = named.map(m => el("option", {value: m.name, selected: m === shown}, m.name));
+    return show($("models"), el("select", {"aria-label": "model"}, options), el("span.dim", {}, `${named.length} models`));
+  }
+  show($("models"), named.map(m => el("button", {type: "button", "aria-pressed": String(m === shown), "data-model": m.name},
+    el(`i.dot.${tone(m.state)}`), m.name, m.updates_per_s > 0 && el("span.dim.num", {}, ` ${short(m.updates_per_s)}/s`))));
+}
+
+function noModel() {
+  const line = `curl ${location.origin}/models --json '{"name":"demo","params":{"w":{"shape":[64,10]}}}'`;
+  return el("div.dim", {}, "No model yet. Create one:", el("pre", {}, line));
+}
+
+function runRows(runs) {
+  if (runs.length === 0) return el("p.dim", {}, "No run yet: psctl train starts one.");
+  return table(["run", "model", "state", "", ">ran", ">workers", ""], runs.map(r => ({cells: [
+    r.name || r.id, r.model, pill(r.state),
+    r.progress === null ? "" : [bar(r.progress), " ", el("span.num.dim", {}, percent(r.progress))],
+    duration(r.ran_s), `${fixed(r.placed)} of ${r.workers}`, el("span.reason.dim", {}, r.reason.trim().split("\n").at(-1)),
+  ]})));
+}
+
+function eventRows(events) {
+  if (events.length === 0) return el("p.dim", {}, "Nothing has happened yet.");
+  return el("ul.events", {}, events.slice(0, EVENTS).map(e => el("li", {},
+    el("span.dim.num", {}, clock(e.at)), el(`i.dot.${e.level}`), el("span", {}, e.text))));
+}
+
+function setTheme(theme) {
+  kept.set("theme", theme);
+  $("theme").textContent = theme;
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  draw();
+}
+
+function setSpan(seconds) {
+  spanS = seconds;
+  kept.set("span", seconds);
+  show($("ranges"), SPANS.map(([name, s]) => el("button", {type: "button", "data-span": s, "aria-pressed": String(s === spanS)}, name)));
+  reload();
+}
+
+function choose(name) {
+  chosen = name;
+  history.replaceState(null, "", "#" + encodeURIComponent(name));
+  draw();
+}
+
+$("ranges").addEventListener("click", e => e.target.dataset.span && setSpan(Number(e.target.dataset.span)));
+$("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf($("theme").textContent) + 1) % THEMES.length]));
+$("models").addEventListener("click", e => {
+  const tab = e.target.closest("[data-model]");
+  if (tab) choose(tab.dataset.model);
+});
+$("models").addEventListener("change", e => choose(e.target.value));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+setTheme(THEMES.includes(kept.get("theme")) ? kept.get("theme") : "auto");
+setSpan(spanS);
+follow("status/stream", onStatus, onLost);

@@ -1,0 +1,183 @@
+// One model: how far it is, its charts, its workers, and which shard owns which partition.
+
+import {Chart, colour} from "./charts.js";
+import {bar, el, pill, show, table} from "./dom.js";
+import {age, bytes, duration, fixed, percent, seconds, short, unit} from "./format.js";
+import {Series, line} from "./series.js";
+
+const REPORTED_MAX = 6;
+const FIRST = ["loss", "accuracy"];
+const OWN = ["updates_per_s", "pushes_per_s", "pulls_per_s", "push_p50_s", "push_p99_s", "pull_p50_s", "pull_p99_s",
+  "in_bytes_per_s", "out_bytes_per_s"];
+
+/** How a reported metric is written: an accuracy is a fraction. */
+const unitOf = name => /acc|precision|recall/i.test(name) ? "fraction" : "";
+const title = name => name.charAt(0).toUpperCase() + name.slice(1).replaceAll("_", " ");
+
+/** The panel of the model that is looked at. */
+export class ModelPanel {
+  #model = null;
+  #series = null;
+  #charts = new Map();
+  #reported = [];
+  #seen = {};
+  #host = document.getElementById("model-charts");
+
+  /** Look at that model from now on. */
+  async choose(model, spanS, nowS) {
+    this.#model = model.name;
+    this.#reported = reportedNames(model);
+    this.#seen = {};
+    for (const chart of this.#charts.values()) chart.remove();
+    this.#charts.clear();
+    this.#series = new Series({
+      metric: [...OWN.map(n => "model." + n), "model.durable_behind", "worker.lag", ...this.#reported.map(n => "reported." + n)],
+      model: model.name,
+    }, "worker");
+    await this.reload(spanS, nowS);
+  }
+
+  /** Read the past again: another span, or a connection that had been lost. */
+  async reload(spanS, nowS) {
+    if (this.#series !== null) await this.#series.load(spanS, nowS).catch(() => {});  // the stream tells of troubles
+  }
+
+  /** Show this second. */
+  draw(model, runs, nowS, spanS, colours) {
+    const names = reportedNames(model);
+    if (this.#model !== model.name || names.join() !== this.#reported.join()) this.choose(model, spanS, nowS);
+    this.#series.add(nowS, spanS, this.#values(model));
+    show(document.getElementById("model-head"), head(model, runs));
+    show(document.getElementById("workers"), workers(model));
+    show(document.getElementById("partitions"), partitions(model, colours));
+    this.#drawCharts(model, nowS, spanS);
+  }
+
+  /** Nothing to look at. */
+  clear() {
+    this.#model = null;
+    for (const chart of this.#charts.values()) chart.remove();
+    this.#charts.clear();
+    for (const id of ["model-head", "workers", "partitions"]) show(document.getElementById(id));
+  }
+
+  #values(model) {
+    const values = {"model.durable_behind": behind(model)};
+    for (const name of OWN) values["model." + name] = model[name];
+    for (const w of model.workers) if (w.state !== "dead") values[line("worker.lag", w.worker)] = w.lag;
+    for (const name of this.#reported) {
+      const [at, value] = model.latest[name];
+      if (this.#seen[name] !== at) values["reported." + name] = value;  // told once, at its time
+      this.#seen[name] = at;
+    }
+    return values;
+  }
+
+  #drawCharts(model, nowS, spanS) {
+    const from = Math.max(nowS - spanS, model.created_s);
+    for (const {id, lines, ...options} of this.#panels()) {
+      if (!this.#charts.has(id)) {
+        const chart = new Chart(options);
+        this.#charts.set(id, chart);
+        this.#host.append(chart.host);
+      }
+      const drawn = lines.map((l, i) => ({...l, colour: colour(l.nth ?? i), values: this.#series.of(l.of)}));
+      this.#charts.get(id).draw(this.#series.times, drawn, from, nowS);
+    }
+  }
+
+  #panels() {
+    const lags = this.#series.named("worker.lag").slice(0, 10);
+    const reported = this.#reported.map((name, i) => ({
+      id: name, title: title(name), unit: unitOf(name), zero: false, gaps: false,
+      lines: [{of: "reported." + name, label: "", nth: name === "accuracy" ? 2 : i}],
+    }));
+    return [
+      ...reported,
+      {id: "rates", title: "Rates", unit: "1/s", note: "versions applied, pushes and pulls per second", lines: [
+        {of: "model.updates_per_s", label: "versions"}, {of: "model.pushes_per_s", label: "pushes"},
+        {of: "model.pulls_per_s", label: "pulls", dash: [4, 3]}]},
+      {id: "push", title: "Push time", unit: "s", note: "at the slowest shard, over ten seconds", lines: [
+        {of: "model.push_p50_s", label: "p50"}, {of: "model.push_p99_s", label: "p99"}]},
+      {id: "pull", title: "Pull time", unit: "s", note: "at the slowest shard, over ten seconds", lines: [
+        {of: "model.pull_p50_s", label: "p50"}, {of: "model.pull_p99_s", label: "p99"}]},
+      {id: "lag", title: "Version lag", unit: "versions", note: "versions applied between a worker's pull and its push",
+        lines: lags.map(l => ({of: l, label: shortWorker(l.split("|")[1])}))},
+      {id: "bytes", title: "Traffic", unit: "B/s", note: "bytes of gradients and of values, over all shards", lines: [
+        {of: "model.in_bytes_per_s", label: "gradients in", nth: 5}, {of: "model.out_bytes_per_s", label: "values out", nth: 6, dash: [4, 3]}]},
+      {id: "durable", title: "Not yet durable", unit: "versions", note: "versions that a loss of the shard would undo",
+        lines: [{of: "model.durable_behind", label: "", nth: 4}]},
+    ];
+  }
+}
+
+function reportedNames(model) {
+  const rank = n => FIRST.indexOf(n) < 0 ? FIRST.length : FIRST.indexOf(n);
+  const names = Object.keys(model.latest).filter(n => n !== "lag");  // the shards' own measure is drawn
+  return names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b)).slice(0, REPORTED_MAX);
+}
+
+const behind = model => Math.max(0, model.version - model.durable_version);
+const shortWorker = name => name.split("/").at(-1);
+
+function head(model, runs) {
+  const run = runs.find(r => r.model === model.name && !["finished", "failed", "stopped"].includes(r.state));
+  const facts = [
+    ["version", fixed(model.version)], ["clock", fixed(model.clock)],
+    ...reportedNames(model).map(n => [n, unit(unitOf(n))(model.latest[n][1])]),
+    ["versions/s", short(model.updates_per_s)], ["pushes/s", short(model.pushes_per_s)],
+    ["push p99", seconds(model.push_p99_s)], ["version lag", short(model.lag)], ["not durable", fixed(behind(model))],
+  ];
+  return [
+    el("div.row", {}, el("strong.name", {}, model.name), pill(model.state),
+      el("span.dim", {}, [model.mode, model.optimizer + (model.lr === null ? "" : ` lr ${short(model.lr)}`),
+        `${short(model.elements)} values in ${model.parameters} parameters (${bytes(4 * model.elements)})`].join(" · "))),
+    run && progress(run),
+    el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd.num", {}, value)))),
+  ];
+}
+
+function progress(run) {
+  const parts = [run.placed === run.workers ? `${run.workers} workers` : `${run.placed} of ${run.workers} workers`];
+  if (run.stop.minutes) parts.push(`${duration(run.ran_s)} of ${duration(60 * run.stop.minutes)}`);
+  else parts.push(duration(run.ran_s));
+  if (run.stop.clocks) parts.push(`${fixed(run.clocks)} of ${fixed(run.stop.clocks)} clocks`);
+  if (run.stop.metric) {
+    const {name, at_least: least, at_most: most} = run.stop.metric;
+    parts.push(`until ${name} is ${least === undefined ? "at most " + short(most) : "at least " + short(least)}`);
+  }
+  return el("div.row.progress", {}, el("span", {}, run.name || run.id), pill(run.state),
+    run.progress !== null && bar(run.progress, "wide"), run.progress !== null && el("span.num", {}, percent(run.progress)),
+    el("span.dim.num", {}, parts.join(" · ")));
+}
+
+function workers(model) {
+  if (model.workers.length === 0) return el("p.dim", {}, "No worker has joined this model.");
+  const top = Math.max(1, ...model.workers.map(w => w.clock));
+  return table(["worker", "state", ">clock", "", ">lag", ">loss", ">heartbeat"], model.workers.map(w => ({
+    kind: w.state === "dead" ? "gone" : null,
+    cells: [
+      w.worker,
+      [pill(w.state), model.waiting_for.includes(w.worker) && el("span.pill.warn", {title: "the others wait for it"}, "waited for")],
+      el("span.num", {}, fixed(w.clock)), bar(w.clock / top), short(w.lag), short(w.metrics.loss), age(w.heartbeat_age_s),
+    ],
+  })));
+}
+
+function partitions(model, colours) {
+  const loading = new Set(model.loading), moving = new Set(model.moving);
+  const counts = model.shards.map(() => 0);
+  const cells = model.owners.map((owner, i) => {
+    if (owner >= 0) counts[owner]++;
+    const kind = owner < 0 ? ".orphan" : moving.has(i) ? ".moving" : loading.has(i) ? ".loading" : "";
+    const says = owner < 0 ? "no owner" : model.shards[owner] + (kind && `, ${kind.slice(1)}`);
+    return el("i.cell" + kind, {title: `partition ${i}: ${says}`, vars: owner < 0 ? {} : {"--c": colour(colours(model.shards[owner]))}});
+  });
+  const missing = model.owners.filter(o => o < 0).length;
+  const legend = model.shards.map((s, i) => el("span", {vars: {"--c": colour(colours(s))}}, el("i"), `${s} `, el("b", {}, String(counts[i]))));
+  return [
+    el("div.legend", {}, legend, missing > 0 && el("span.bad", {}, `no owner ${missing}`),
+      loading.size > 0 && el("span.warn", {}, `loading ${loading.size}`), moving.size > 0 && el("span.info", {}, `moving ${moving.size}`)),
+    el("div.cells" + (cells.length > 256 ? ".many" : ""), {role: "img", "aria-label": `${model.partitions} partitions by owner`}, cells),
+  ];
+}

@@ -1,0 +1,76 @@
+// Every process that is part of the cluster, with what it takes of its machine, and what it did lately.
+
+import {Chart, colour} from "./charts.js";
+import {bar, el, pill, show, table} from "./dom.js";
+import {age, bytes, short, unit} from "./format.js";
+import {Series, line} from "./series.js";
+
+const DRAWN_MAX = 10;
+const METRICS = ["cpu_cores", "rss_bytes", "in_bytes_per_s", "out_bytes_per_s"];
+const TOTALS = ["updates_per_s", "bytes_per_s"];
+const rate = unit("B/s");
+
+/** Which colour a shard has: its place among all shards. */
+export function shardColours(nodes) {
+  const names = nodes.filter(n => n.role === "shard").map(n => n.name).sort();
+  return name => Math.max(0, names.indexOf(name));
+}
+
+/** The table of nodes and their charts. */
+export class NodePanel {
+  series = new Series({metric: [...METRICS.map(m => "node." + m), ...TOTALS.map(m => "cluster." + m)]}, "node");
+  #charts = [
+    ["cpu_cores", new Chart({title: "Load", unit: "processors", note: "processors kept busy"})],
+    ["rss_bytes", new Chart({title: "Memory", unit: "B"})],
+    ["in_bytes_per_s", new Chart({title: "Gradients in", unit: "B/s"})],
+    ["out_bytes_per_s", new Chart({title: "Values out", unit: "B/s"})],
+  ];
+
+  constructor() {
+    document.getElementById("node-charts").append(...this.#charts.map(([, chart]) => chart.host));
+  }
+
+  /** Read the past. */
+  reload(spanS, nowS) { return this.series.load(spanS, nowS).catch(() => {}); }
+
+  /** Show this second. */
+  draw({nodes, models, cluster}, spanS, colours) {
+    const values = {
+      "cluster.updates_per_s": sum(models, m => m.updates_per_s),
+      "cluster.bytes_per_s": sum(models, m => m.in_bytes_per_s + m.out_bytes_per_s),
+    };
+    const drawn = nodes.filter(n => n.role !== "pool");
+    for (const n of drawn) for (const m of METRICS) if (n.alive) values[line("node." + m, n.name)] = n[m];
+    this.series.add(cluster.now, spanS, values);
+    show(document.getElementById("nodes"), rows(nodes, colours));
+    const from = Math.max(cluster.now - spanS, cluster.now - cluster.uptime_s);
+    for (const [metric, chart] of this.#charts) {
+      const names = drawn.filter(n => n.role === "shard" || !metric.endsWith("_per_s")).slice(0, DRAWN_MAX);
+      chart.draw(this.series.times, names.map(n => ({
+        label: n.name, colour: nodeColour(n, colours), values: this.series.of(line("node." + metric, n.name)),
+      })), from, cluster.now);
+    }
+  }
+}
+
+const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
+const nodeColour = (n, colours) => n.role === "shard" ? colour(colours(n.name)) : colour(8);
+
+function rows(nodes, colours) {
+  const most = Math.max(1, ...nodes.map(n => n.cpu_cores ?? 0));
+  const busiest = Math.max(1, ...nodes.map(n => n.rss_bytes ?? 0));
+  const heads = ["node", "role", "state", ">heartbeat", ">load", "", ">memory", "", ">in", ">out", ">partitions", ">parameters", "address"];
+  return table(heads, nodes.map(n => ({
+    kind: n.alive ? null : "gone",
+    cells: [
+      el("span.node", {vars: n.role === "pool" ? {} : {"--c": nodeColour(n, colours)}}, n.role !== "pool" && el("i"), n.name),
+      n.role === "pool" ? "worker" : n.role, pill(n.alive ? n.state : "dead"), age(n.heartbeat_age_s),
+      n.cpu_cores === null ? "" : short(n.cpu_cores), n.cpu_cores === null ? "" : bar(n.cpu_cores / most),
+      n.rss_bytes === null ? "" : bytes(n.rss_bytes),
+      n.rss_bytes === null ? "" : bar(n.rss_bytes / (n.memory_limit_bytes ?? busiest), n.memory_limit_bytes ? "" : "soft"),
+      n.in_bytes_per_s === null ? "" : rate(n.in_bytes_per_s), n.out_bytes_per_s === null ? "" : rate(n.out_bytes_per_s),
+      n.role === "shard" ? String(n.partitions) : "", n.role === "shard" ? bytes(n.bytes) : "",
+      n.role === "pool" ? (n.metrics.run ? `${n.metrics.run}, place ${n.metrics.place}` : "") : n.addresses.join(" "),
+    ],
+  })));
+}

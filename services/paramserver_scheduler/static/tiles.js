@@ -1,0 +1,37 @@
+// The cluster in six numbers, and what is wrong in words.
+
+import {colour, spark} from "./charts.js";
+import {el, show} from "./dom.js";
+import {bytes, fixed, seconds, short} from "./format.js";
+
+const most = values => values.reduce((high, v) => v !== null && (high === null || v > high) ? v : high, null);
+
+/** Draw the tiles; `series` has the cluster's totals over time. */
+export function drawTiles({nodes, models, cluster}, series) {
+  const shards = nodes.filter(n => n.role === "shard"), alive = shards.filter(n => n.alive);
+  const workers = models.flatMap(m => m.workers).filter(w => w.state !== "dead");
+  const waited = new Set(models.flatMap(m => m.waiting_for));
+  const traffic = models.reduce((sum, m) => sum + m.in_bytes_per_s + m.out_bytes_per_s, 0);
+  const updates = models.reduce((sum, m) => sum + m.updates_per_s, 0);
+  const slow = most(models.map(m => m.push_p99_s)), half = most(models.map(m => m.push_p50_s));
+  const behind = Math.max(0, ...models.map(m => m.version - m.durable_version));
+  show(document.getElementById("tiles"),
+    tile("Shards alive", `${alive.length} / ${shards.length}`, alive.length < shards.length || !alive.length ? "bad" : "good",
+      alive.length < shards.length ? shards.filter(n => !n.alive).map(n => n.name).join(", ") + " dead" : "all answer"),
+    tile("Workers", fixed(workers.length), workers.length ? "good" : "",
+      waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "nobody waits" : "none has joined"),
+    tile("Versions per second", short(updates), "", null, spark(series.of("cluster.updates_per_s").slice(-120), colour(0))),
+    tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `half take less than ${seconds(half)}`),
+    tile("Traffic", `${bytes(traffic)}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), colour(2))),
+    tile("Redis", cluster.redis === "ok" ? "answers" : "away", cluster.redis === "ok" ? "good" : "bad",
+      models.length ? `${fixed(behind)} versions not yet durable` : ""));
+}
+
+function tile(name, value, kind, note, picture = null) {
+  return el("div.tile", {}, el("span.dim", {}, name), el(`b.num${kind && "." + kind}`, {}, value), note && el("small.dim", {}, note), picture);
+}
+
+/** What is wrong, if anything. */
+export function drawProblems(problems) {
+  show(document.getElementById("problems"), problems.length > 0 && el("div.card.problems", {role: "alert"}, problems.map(p => el("div", {}, p))));
+}
