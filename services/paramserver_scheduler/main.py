@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import CorruptState, PsError, Unavailable, problem
 from paramserver_node.access import Access, credentials
+from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
@@ -74,7 +75,9 @@ async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
 async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
     """Reads the state, then decides.  Raises Deposed, or Resigned when told to stop; CorruptState from the reading."""
     store = StateStore(redis, lease)
+    crash_point("scheduler.lease_taken")
     documents = await store.open()
+    crash_point("scheduler.state_read")
     checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     await asyncio.to_thread(checkpoints.sweep)
     core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())

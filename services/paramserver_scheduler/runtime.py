@@ -20,6 +20,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError, problem
 from paramserver.types import PartitionKey, Token
+from paramserver_node.crash import crash_point
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.lease import Deposed, Emptied
 from paramserver_scheduler.store import StateStore
@@ -165,7 +166,12 @@ class Runtime:
             case io.Reply(request, outcome, status):
                 self._answer(request, outcome, status)
             case io.Publish(document):
+                commit = document["type"] == "commit"
+                if commit:
+                    crash_point("scheduler.commit_stored")
                 self.hub.publish(document)
+                if commit:
+                    crash_point("scheduler.commit_published")
             case _:
                 assert self.jobs is not None
                 self.jobs.start(effect)
@@ -243,9 +249,11 @@ class Runtime:
         for batch in itertools.islice(self._queue, count):
             fields.update(batch.fields)
             tokens.update(batch.tokens)
+        crash_point("scheduler.before_store")
         try:
             if fields or tokens or self._store.anew:
                 await self._store.write(fields, tokens.items())
+                crash_point("scheduler.after_tokens" if tokens else "scheduler.after_store")
         except Deposed as e:
             self.close(problem("no_leader", str(e)))
             raise

@@ -17,6 +17,7 @@ from paramserver.core.shard_io import Event, Journaled, JournalLost, JournalRefu
 from paramserver.errors import PsError
 from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token
+from paramserver_node.crash import crash_point
 from paramserver_shard.journal import Batch, Journal, Verdict
 
 log = logging.getLogger("paramserver.shard")
@@ -123,8 +124,10 @@ class _Lane:
             if not batches:
                 await self._rest(clock())
                 continue
+            crash_point("shard.before_journal")
             try:
                 verdicts = await self._journal.append(batches, fsync=self._fsync)
+                crash_point("shard.after_journal")
             except (RedisError, OSError, PsError) as error:
                 self._failed(error)
                 await asyncio.sleep(RETRY_S)

@@ -44,6 +44,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.errors import PsError, problem
 from paramserver.limits import QUEUED_REQUESTS_MAX
+from paramserver_node.crash import crash_point
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, task_elements
 from paramserver_shard.directory import Directory
@@ -177,6 +178,8 @@ class Runtime:
             case Reply(request, outcome):
                 future = self._open.get(request)
                 if future is not None and not future.done():
+                    if isinstance(outcome, PushDone):
+                        crash_point("shard.before_reply")
                     future.set_result(outcome)
             case Apply(job, tasks):
                 if sum(map(task_elements, tasks)) <= INLINE_ELEMENTS_MAX:
@@ -204,8 +207,10 @@ class Runtime:
         return await self._loop.run_in_executor(self._executor, work)
 
     def _apply_here(self, job: int, tasks: tuple[Task, ...]) -> None:
+        crash_point("shard.before_apply")
         try:
             self._events.append(Applied(job, compute(tasks, self.pool)))
+            crash_point("shard.after_apply")
         except Exception as error:
             # A job without a result would hold its partitions for ever; a new process starts from their snapshots.
             self._spawn(_end(error))
@@ -220,7 +225,9 @@ class Runtime:
     async def _load(self, effect: LoadPartition) -> None:
         key, token = effect.key, effect.token
         try:
+            crash_point("shard.before_load")
             loaded = await self._loader.load(effect)
+            crash_point("shard.after_load")
         except PsError as error:
             log.warning("partition %s cannot be loaded: %s", key, error)
             self.feed(LoadFailed(key, token, error))
@@ -260,6 +267,8 @@ class Runtime:
             self.degraded = "Redis was emptied" if saved == Saved.EMPTIED else ""
             if saved is not Saved.STORED:
                 log.warning("partition %s: snapshot of version %d: %s", key, version, saved.name.lower())
+        if effect.urgent:
+            crash_point("shard.release_stored")
         done = SnapshotStored if saved is Saved.STORED else SnapshotFailed
         self.feed(done(key, token, version))
 

@@ -24,6 +24,7 @@ from zlib_ng import zlib_ng
 from paramserver.errors import problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES, SNAPSHOT_BYTES_PER_S
 from paramserver.types import AnyArray, PartitionKey, Token
+from paramserver_node.crash import crash_point
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.stored import (
@@ -152,6 +153,7 @@ class SnapshotStore:
                 await self._budget.spend(len(block), urgent=urgent)
                 await self._redis.set(_key(key, f"snap:{name}:{len(checksums)}"), block)
                 checksums.append(checksum)
+                crash_point("shard.snapshot_block_stored")
             entry = {
                 "format": FORMAT,
                 "version": version,
@@ -168,7 +170,9 @@ class SnapshotStore:
             names = ("token", "manifest", "pending", "saved", "lsn", "journal")
             keys = [_key(key, n) for n in names] + [_key(key, f"snap:{name}:{i}") for i in range(count)]
             args = [_token_text(token), pack_manifest(kept), f"{name}:{count}", version, lsn, keep_from]
+            crash_point("shard.snapshot_before_switch")
             (result,) = await self._scripts.run([Script(_SWITCH, keys, args)], fsync=fsync)
+            crash_point("shard.snapshot_after_switch")
             if result != Saved.STORED:
                 await self._delete_blocks(key, name, count)
                 return Saved(result)
