@@ -167,6 +167,10 @@ class ShardHeartbeat(Body):
     metrics: dict[str, Any] = {}
     partitions: list[list[Any]] = Field([], description="[model, generation, index, token, version, durable_version]")
     cuts: list[list[Any]] = Field([], description="[model, generation, index, token, version]")
+    released: list[list[Any]] = Field([], description="[model, generation, index, token, version, release]")
+    lost: list[list[Any]] = Field([], description="[model, generation, index, token]")
+    memory: dict[str, Any] = Field({}, examples=[{"limit_bytes": 8589934592, "used_bytes": 734003200}])
+    loads: list[list[Any]] = Field([], description="[model, generation, index, bytes per second]")
 
 
 class Uploaded(Body):

@@ -42,7 +42,8 @@ async def join_shard(request: Request) -> Response:
 async def shard_heartbeat(request: Request, name: str) -> Response:
     """A sign of life with what is served and stored; 409 `fenced`: join anew, with nothing owned."""
     b = await read(request, bodies.ShardHeartbeat)
-    return await reply(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, b.metrics, b.partitions, b.cuts))
+    told = b.metrics, b.partitions, b.cuts, b.released, b.lost, b.memory, b.loads
+    return await reply(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *told))
 
 
 @router.delete("/shards/{name}", status_code=204, responses=gives(204, "Left"))
