@@ -1,0 +1,367 @@
+"""Codecs: their bytes, what is lost and kept, what is refused, and that kernels read the same numbers from them."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver import kernels
+from paramserver.client.encoding import Encoded, Feedback, codec_of, ready
+from paramserver.codecs import (
+    Codec,
+    check_content,
+    check_whole,
+    decode_whole,
+    encode_whole,
+    int8_bytes,
+    topk_count,
+    topk_count_max,
+)
+from paramserver.codecs.stage import pack, packed_bytes_max, unpack
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec, OptimizerSpec
+from paramserver.errors import RequestError
+from paramserver.types import F32, AnyArray
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
+WHOLE = ("int8", "topk:0.05", "topk:0.5")
+
+
+def _generator() -> Any:
+    spec = importlib.util.spec_from_file_location("golden_codecs", GOLDEN / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate: Any = _generator()
+
+
+@pytest.fixture(scope="module")
+def golden() -> Iterator[Any]:
+    with np.load(GOLDEN / "codecs.npz") as stored:
+        yield stored
+
+
+def noise(size: int, seed: int = 0) -> F32:
+    return np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
+
+
+def encoded(text: str, values: F32) -> tuple[AnyArray, F32]:
+    """(bytes, what they decode to)."""
+    codec = Codec.parse(text)
+    data, _ = encode_whole(codec, values, None, None)
+    return data, decode_whole(codec.coding, data, values.size)
+
+
+@pytest.mark.parametrize("text", generate.CODECS)
+def test_bytes_are_those_that_were_written_down(text: str, golden: Any) -> None:
+    """Encoding the stored gradients with error feedback gives the stored bytes, and leaves the stored rest."""
+    parts, left = generate.encoded(text)
+
+    for i, part in enumerate(parts):
+        assert np.array_equal(golden[f"gradient.{i}"], generate.gradients()[i])
+        assert part.tobytes() == golden[f"{text}.{i}"].tobytes()
+    assert left.tobytes() == golden[f"{text}.left"].tobytes()
+
+
+@pytest.mark.parametrize("stage", generate.STAGES)
+@pytest.mark.parametrize("text", generate.CODECS)
+def test_stored_second_stages_are_read(text: str, stage: str, golden: Any) -> None:
+    """What a zstd or LZ4 of today wrote is read back; their own bytes may change with their versions."""
+    raw = golden[f"{text}.0"]
+
+    assert unpack(stage, golden[f"{text}+{stage}"], raw.size).tobytes() == raw.tobytes()
+
+
+def test_the_bytes_of_int8_are_those_of_the_page() -> None:
+    """Scales first, then numbers; a scale is the largest magnitude times 1/127, numbers are rounded to even."""
+    values = np.array([127.0, -63.5, 0.5, 1.5, 0.0], np.float32)
+
+    data, decoded = encoded("int8", values)
+
+    assert (
+        data.tobytes()
+        == np.float32(127.0 * np.float32(1 / 127)).tobytes() + np.array([127, -64, 0, 2, 0], "i1").tobytes()
+    )
+    assert np.array_equal(decoded, np.array([127, -64, 0, 2, 0], np.float32))
+
+
+def test_the_bytes_of_topk_are_those_of_the_page() -> None:
+    """Ascending indices, then values; of equal magnitudes the first ones are taken."""
+    values = np.array([0.0, -3.0, 2.0, 3.0, 2.0, 0.0, 0.0, 0.0], np.float32)
+
+    data, decoded = encoded("topk:0.3", values)
+
+    assert data.tobytes() == np.array([1, 2, 3], "<u4").tobytes() + np.array([-3, 2, 3], "<f4").tobytes()
+    assert np.array_equal(decoded, np.array([0, -3, 2, 3, 0, 0, 0, 0], np.float32))
+
+
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 5000])
+@pytest.mark.parametrize("text", WHOLE)
+def test_what_is_left_out_is_exactly_the_rest(text: str, size: int) -> None:
+    """Values = decoded + left out, to the bit for topk and to float32 rounding for int8; sizes are as announced."""
+    codec, values, left = Codec.parse(text), noise(size), np.empty(size, np.float32)
+
+    data, norm = encode_whole(codec, values, None, left)
+    decoded = decode_whole(codec.coding, data, size)
+
+    check_whole(codec, data.size, size)
+    check_content(codec.coding, data, size)
+    assert np.array_equal(left, values - decoded)
+    assert norm == pytest.approx(float(np.linalg.norm(decoded.astype(np.float64))), rel=1e-6)
+    if codec.coding == "int8":
+        assert data.size == int8_bytes(size) <= 4 * size + 4
+        assert np.abs(left).max() <= np.abs(values).max() / 127 * 0.5001
+    else:
+        assert data.size == 8 * topk_count(size, codec.fraction) <= max(8, 4 * size)
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_error_feedback_loses_nothing_over_time(text: str) -> None:
+    """The sum of what was decoded and what is left equals the sum of the gradients."""
+    codec, total, sent = Codec.parse(text), np.zeros(3000), np.zeros(3000)
+    residual: F32 | None = None
+    for i in range(20):
+        g, left = noise(3000, i), np.empty(3000, np.float32)
+        data, _ = encode_whole(codec, g, residual, left)
+        total += g
+        sent += decode_whole(codec.coding, data, 3000)
+        residual = left
+
+    assert residual is not None
+    assert np.allclose(sent + residual, total, atol=1e-4)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=600))
+def test_any_finite_gradient_can_be_encoded(numbers: list[float]) -> None:
+    """Whatever the values, sizes are right and what decodes is finite and no larger than the largest value."""
+    values = np.array(numbers, np.float32)
+    for text in WHOLE:
+        data, decoded = encoded(text, values)
+        check_whole(Codec.parse(text), data.size, values.size)
+        check_content(Codec.parse(text).coding, data, values.size)
+        assert np.isfinite(decoded).all()
+        assert kernels.all_finite(data, Codec.parse(text).coding) or np.abs(values).max() > 1e38
+        assert np.abs(decoded).max() <= np.abs(values).max() * 1.000001
+
+
+# ------------------------------------------------------------------------------------------------ in the kernels
+
+
+@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("name", ["sgd", "adam", "ftrl"])
+def test_a_fused_step_equals_decoding_first(text: str, name: str) -> None:
+    """Applying encoded bytes gives the bytes of applying the decoded gradient, over segments at odd places."""
+    size = 10_007
+    optimizer = OptimizerSpec(name, lr=0.1)
+    w, (data, g) = noise(size, 3), encoded(text, noise(size, 4))
+    slots = kernels.initial_slots(optimizer, w)
+    steps = [
+        kernels.SegmentStep(0, 301, 0.1),
+        kernels.SegmentStep(301, 999, 0.1, active=False),
+        kernels.SegmentStep(999, size, 0.05, 0.01, 3, 0.5, 2.0),
+    ]
+    results = []
+    for grad, coding in ((data, Codec.parse(text).coding), (g, "float32")):
+        out, after = np.empty(size, np.float32), [np.empty(size, np.float32) for _ in slots]
+        assert kernels.apply(optimizer, steps, w, slots, grad, coding, out, after)
+        results.append(b"".join(a.tobytes() for a in (out, *after)))
+
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_a_mean_takes_encoded_and_plain_parts_together(text: str) -> None:
+    """A piece of a partition gets the mean of what encoded whole parts and plain elements say of it."""
+    size, a, b = 70_000, 1_234, 69_001
+    data, g = encoded(text, noise(size, 1))
+    plain = noise(b - a, 2)
+    out, want = np.empty(b - a, np.float32), np.empty(b - a, np.float32)
+
+    kernels.mean([(data, Codec.parse(text).coding, 0.5), (plain, "float32", 2.0)], 3.0, out, a)
+    kernels.mean([(np.ascontiguousarray(g[a:b]), "float32", 0.5), (plain, "float32", 2.0)], 3.0, want)
+
+    assert out.tobytes() == want.tobytes()
+    assert kernels.norm2(data, Codec.parse(text).coding) == pytest.approx(float(np.linalg.norm(g.astype(np.float64))))
+
+
+def test_kernels_refuse_bytes_of_another_partition() -> None:
+    """Encoded bytes that do not fit the length of the values are our own bug: ValueError, nothing written."""
+    w, out = noise(100), np.zeros(100, np.float32)
+    steps = [kernels.SegmentStep(0, 100, 0.1)]
+    for text in ("int8", "topk:0.5"):
+        data, _ = encoded(text, noise(300))
+        with pytest.raises(ValueError, match="lengths differ"):
+            kernels.apply(OptimizerSpec("sgd"), steps, w, (), data, Codec.parse(text).coding, out, ())
+    with pytest.raises(ValueError, match="none at"):
+        kernels.mean([(encoded("int8", noise(90))[0], "int8", 1.0)], 1.0, out, 10)
+    with pytest.raises(ValueError, match="does not hold"):
+        kernels.accumulate(out, w, "int8")
+    assert not out.any()
+
+
+def test_scales_that_overflow_are_not_finite() -> None:
+    """A scale whose largest number would be infinite, or that is NaN, makes the gradient not finite."""
+    data, _ = encoded("int8", noise(300))
+    for wrong in (np.inf, np.nan, 3e38, -3e38):
+        bad = data.copy()
+        bad[:4] = np.array([wrong], np.float32).view(np.uint8)
+        assert not kernels.all_finite(bad, "int8")
+    assert kernels.all_finite(data, "int8")
+
+
+# ------------------------------------------------------------------------------------------------ names and refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "coding", "stage", "frame"),
+    [
+        ("fp32", "float32", None, "fp32"),
+        ("float16", "float16", None, "fp16"),
+        ("bf16+zstd", "bfloat16", "zstd", "bf16+zstd"),
+        ("int8+lz4", "int8", "lz4", "int8+lz4"),
+        ("topk:0.02+zstd", "topk", "zstd", "topk+zstd"),
+    ],
+)
+def test_names_say_coding_and_stage(text: str, coding: str, stage: str | None, frame: str) -> None:
+    """A name is read into its parts, and a frame carries all but the fraction."""
+    codec = Codec.parse(text)
+
+    assert (codec.coding, codec.stage, codec.text) == (coding, stage, frame)
+    assert Codec.of_frame(frame).coding == coding
+
+
+@pytest.mark.parametrize(
+    "text", ["", "int4", "int8+", "int8+gzip", "+zstd", "fp32:0.1", "zstd", "INT8", "int8+zstd+lz4"]
+)
+def test_unknown_names_are_415(text: str) -> None:
+    """What is no codec is refused with the list of those there are."""
+    with pytest.raises(RequestError, match="topk") as e:
+        Codec.parse(text)
+
+    assert (e.value.code, e.value.status) == ("unknown_codec", 415)
+
+
+@pytest.mark.parametrize("text", ["topk:", "topk:0", "topk:0.6", "topk:nan", "topk:-1", "topk:x"])
+def test_fractions_are_between_0_and_a_half(text: str) -> None:
+    """With more than half of its elements a partition would be larger than as float32."""
+    with pytest.raises(RequestError) as e:
+        Codec.parse(text)
+
+    assert e.value.code == "invalid_field"
+    with pytest.raises(RequestError):
+        Codec.of_frame("topk:0.1")
+
+
+@pytest.mark.parametrize(
+    ("coding", "size_bytes", "elements"),
+    [("int8", 263, 256), ("int8", 1300, 1304), ("topk", 0, 10), ("topk", 12, 10), ("topk", 48, 10), ("topk", 80, 10)],
+)
+def test_lengths_that_cannot_be_are_refused(coding: str, size_bytes: int, elements: int) -> None:
+    """A part of the wrong length, or larger than the partition as float32, is 422."""
+    with pytest.raises(RequestError) as e:
+        check_whole(Codec.parse(coding), size_bytes, elements)
+
+    assert (e.value.code, e.value.status) == ("invalid_encoding", 422)
+    assert topk_count_max(10) == 5
+
+
+@pytest.mark.parametrize("at", [[3, 3], [4, 2], [0, 100], [0, 0xFFFFFFFF]])
+def test_indices_that_do_not_ascend_within_the_partition_are_refused(at: list[int]) -> None:
+    """A topk part names each element at most once, in order, and none beyond the partition."""
+    data = np.concatenate((np.array(at, "<u4").view(np.uint8), np.ones(2, np.float32).view(np.uint8)))
+
+    with pytest.raises(RequestError, match="ascend"):
+        check_content("topk", data, 100)
+
+
+@pytest.mark.parametrize("stage", ["zstd", "lz4"])
+def test_second_stages_are_undone_within_their_bound(stage: str) -> None:
+    """A part that is cut, damaged, or holds another number of bytes than announced is 422."""
+    raw = np.zeros(1 << 20, np.uint8)
+    packed = pack(stage, raw)
+    assert packed.size < 10_000
+
+    assert np.array_equal(unpack(stage, packed, raw.size), raw)
+    for wrong, size in (
+        (packed, 1000),
+        (packed, raw.size + 1),
+        (packed[:-1], raw.size),
+        (packed[::-1].copy(), raw.size),
+    ):
+        with pytest.raises(RequestError) as e:
+            unpack(stage, wrong, size)
+        assert e.value.code == "invalid_encoding"
+    assert pack(stage, np.random.default_rng(0).integers(0, 256, 100_000, np.uint8)).size <= packed_bytes_max(100_000)
+
+
+def test_a_zstd_frame_may_not_ask_for_a_big_window() -> None:
+    """A frame without its size that wants a window of 64 MiB is refused before that is allocated."""
+    params = zstandard.ZstdCompressionParameters(window_log=26, compression_level=1)
+    writer = zstandard.ZstdCompressor(compression_params=params).compressobj()
+    packed = np.frombuffer(writer.compress(bytes(1 << 20)) + writer.flush(), np.uint8)
+
+    with pytest.raises(RequestError) as e:
+        unpack("zstd", packed, 1 << 20)
+
+    assert e.value.code == "invalid_encoding"
+
+
+# ------------------------------------------------------------------------------------------------ at the worker
+
+
+def layout() -> Layout:
+    return Layout(
+        ModelSpec.parse({"name": "m", "params": {"w": {"shape": [700]}, "b": {"shape": [33]}}, "partitions": 3})
+    )
+
+
+def test_a_push_that_was_not_accepted_leaves_the_memory_as_it_was() -> None:
+    """Only `keep` makes a draft count: the same gradient again gives the same bytes, after it other ones."""
+    feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
+
+    def push() -> bytes:
+        made = ready(layout(), 1, grads, None, None, Codec.parse("int8"), feedback)
+        assert isinstance(made, Encoded)
+        return b"".join(data.tobytes() for data, _ in made.parts.values())
+
+    first, again = push(), push()
+    assert feedback.norm() == 0.0
+    feedback.keep()
+    assert feedback.norm() > 0.0
+
+    assert first == again != push()
+    feedback.keep()
+    ready(layout(), 2, grads, None, None, Codec.parse("int8"), feedback)  # the model was created anew
+    assert feedback.norm() == 0.0
+
+
+def test_codecs_of_whole_partitions_take_nothing_less() -> None:
+    """int8 and topk refuse a push that leaves out parameters, and one of a sender without a memory."""
+    codec = Codec.parse("int8")
+    with pytest.raises(RequestError, match="whole partitions"):
+        ready(layout(), 1, {"b": noise(33)}, None, None, codec, Feedback())
+    with pytest.raises(RequestError, match="only a worker remembers"):
+        ready(layout(), 1, {"w": noise(700), "b": noise(33)}, None, None, codec, None)
+    with pytest.raises(RequestError, match="'b' holds NaN"):
+        ready(layout(), 1, {"w": noise(700), "b": np.full(33, np.nan)}, None, None, codec, Feedback())
+
+
+def test_a_calls_codec_goes_before_the_default() -> None:
+    """codec= beats dtype= beats the worker's own; both at once are refused."""
+    default = Codec.parse("int8")
+
+    assert codec_of(None, None, default) is default
+    assert codec_of(None, "float16", default) is None
+    assert codec_of("fp32", None, default) == Codec.parse("fp32")
+    with pytest.raises(RequestError, match="exclude"):
+        codec_of("fp32", "float16", None)
