@@ -1,0 +1,46 @@
+"""Named crash points: only the one that is asked for counts, and each name stands at one place of the code."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paramserver.errors import RequestError
+from paramserver_node.crash import POINTS, Fuse
+
+SERVICES = Path(__file__).parents[2] / "services"
+
+
+def test_every_point_is_somewhere_in_the_services() -> None:
+    """Names and places agree, and every name stands at one place."""
+    text = "".join(p.read_text() for p in SERVICES.rglob("*.py") if p.name != "crash.py")
+    placed = [n for call in re.findall(r"crash_point\(([^)]*)\)", text) for n in re.findall(r'"([^"]+)"', call)]
+
+    assert sorted(placed) == sorted(POINTS)
+    assert len(POINTS) >= 12
+
+
+def test_a_process_dies_at_its_point_and_nowhere_else() -> None:
+    """The process is killed by SIGKILL, at the pass that the environment names."""
+    first, second = sorted(POINTS)[:2]
+    code = (
+        f"from paramserver_node.crash import crash_point as p\np({second!r})\nfor i in range(3): print(i); p({first!r})"
+    )
+    env = os.environ | {"PARAMSERVER_CRASH_AT": f"{first}:2", "PYTHONUNBUFFERED": "1"}
+
+    died = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=30)
+
+    assert died.returncode == -signal.SIGKILL
+    assert died.stdout.split() == ["0", "1"]
+    assert first in died.stderr
+
+
+@pytest.mark.parametrize("setting", ["nowhere", "shard.before_apply:0", "shard.before_apply:soon"])
+def test_a_point_that_does_not_exist_is_refused(setting: str) -> None:
+    """A test that names no point must not pass for want of a crash."""
+    with pytest.raises(RequestError, match="PARAMSERVER_CRASH_AT"):
+        Fuse(setting)
