@@ -19,6 +19,7 @@ from paramserver_shard import openapi
 from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, FrameReader, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
+from paramserver_shard.inflight import InFlight, InFlightMiddleware
 from paramserver_shard.internal import router as internal_router
 from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
@@ -53,6 +54,7 @@ def make_app(services: Services) -> FastAPI:
         title="paramserver shard", version=__version__, summary="Pushes and pulls of parameters", docs_url="/docs"
     )
     problems.install(app)
+    app.add_middleware(InFlightMiddleware, in_flight=InFlight(s.membership.memory.limit_bytes))
     app.add_middleware(NodeMiddleware, guard=None if s.access is None else Guard(app, s.access))
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
         asgi = endpoint(s.membership, s.reader, s.frames, s.names, s.telemetry)
@@ -74,6 +76,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         s.membership.check_serving()
         head = request.method == "HEAD"
         answer = await s.arrays.get(model, name, request.headers.get("if-none-match", ""), head=head)
+        s.membership.check_serving()
         headers = {
             "etag": answer.etag,
             "x-paramserver-version": str(answer.version),
@@ -104,6 +107,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         else:
             value = await negotiate.read(request, JSON_BODY_BYTES_MAX)
         done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"))
+        s.membership.check_serving()
         return negotiate.respond(request, push_document(done))
 
 

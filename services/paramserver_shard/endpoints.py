@@ -6,7 +6,6 @@ says, is refused without a trace.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgpack
@@ -23,7 +22,6 @@ from paramserver.limits import (
     JSON_BODY_BYTES_MAX,
     JSON_ELEMENTS_MAX,
     RECEIVE_S,
-    RECEIVING_BYTES_MAX,
 )
 from paramserver.types import AnyArray
 from paramserver.wire.frame import (
@@ -39,6 +37,7 @@ from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
+from paramserver_shard.inflight import Account, account
 from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
@@ -52,12 +51,11 @@ class FrameReader:
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
-        self._receiving = 0
 
-    async def read(self, receive: Receive, sized: Sized[T]) -> tuple[T, AnyArray]:
+    async def read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, AnyArray]:
         """What `sized` makes of the header, and the body, of exactly the length that `sized` says.
 
-        Raises RequestError for a body that breaks off or has another length, Unavailable when too many arrive at once.
+        Raises RequestError for a body that breaks off or has another length, Unavailable when `account` has no room.
         """
         ended = False
 
@@ -70,7 +68,7 @@ class FrameReader:
         try:
             async with asyncio.timeout(RECEIVE_S):
                 try:
-                    return await self._read(tracked, sized)
+                    return await self._read(tracked, sized, account)
                 except PsError:
                     # The answer would be lost if it came before the end of a body, however big.
                     while not ended:
@@ -79,18 +77,7 @@ class FrameReader:
         except TimeoutError:
             raise problem("malformed", f"the body did not arrive within {RECEIVE_S:g} s") from None
 
-    @contextmanager
-    def room(self, size_bytes: int) -> Iterator[None]:
-        """Counts a body against the bound on what is being received; raises Unavailable when it is reached."""
-        if self._receiving + size_bytes > RECEIVING_BYTES_MAX:
-            raise problem("too_many_requests", "this shard is receiving as much as it can hold")
-        self._receiving += size_bytes
-        try:
-            yield
-        finally:
-            self._receiving -= size_bytes
-
-    async def _read(self, receive: Receive, sized: Sized[T]) -> tuple[T, AnyArray]:
+    async def _read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, AnyArray]:
         data, more = await _next(receive)
         while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
             chunk, more = await _next(receive)
@@ -99,19 +86,19 @@ class FrameReader:
         frame, size = await sized(header)
         if size > BODY_BYTES_MAX:
             raise problem("too_large", f"the body has {size} bytes; at most {BODY_BYTES_MAX} are taken")
-        with self.room(size):
-            body = self._pool.take_bytes(size)
-            view = body.data
-            chunk, at = data[offset:], 0
-            while True:
-                end = at + len(chunk)
-                if end > size:
-                    raise problem("malformed", f"the body is longer than the {size} bytes that its header announces")
-                view[at:end] = chunk
-                at = end
-                if not more:
-                    break
-                chunk, more = await _next(receive)
+        account.grow(size)
+        body = self._pool.take_bytes(size)
+        view = body.data
+        chunk, at = data[offset:], 0
+        while True:
+            end = at + len(chunk)
+            if end > size:
+                raise problem("malformed", f"the body is longer than the {size} bytes that its header announces")
+            view[at:end] = chunk
+            at = end
+            if not more:
+                break
+            chunk, more = await _next(receive)
         if at != size:
             raise problem("malformed", f"the body has {at} bytes, its header announces {size}")
         return frame, body
@@ -146,20 +133,27 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = self._telemetry.clock()
         self._membership.check_serving()
+
+        async def checked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._membership.check_serving()  # this process may have been stopped since the request came
+            await send(message)
+
+        opened = account(scope)
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == MEDIA_TYPE.encode():
-                    await self.by_frame(receive, send, began_s)
+                    await self.by_frame(receive, checked, opened, began_s)
                     return
                 break
         request = Request(scope, receive)
         negotiate.check_accept(request)
-        with self._reader.room(min(_length(request), JSON_BODY_BYTES_MAX)):
-            body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
-            response = await self.by_name(request, body, began_s)
-        await response(scope, receive, send)
+        opened.grow(min(_length(request), JSON_BODY_BYTES_MAX))
+        body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
+        response = await self.by_name(request, body, began_s)
+        await response(scope, receive, checked)
 
-    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
+    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
         """Answers a frame with a frame."""
         raise NotImplementedError
 
@@ -179,8 +173,8 @@ class _Endpoint:
 class Push(_Endpoint):
     """POST /push"""
 
-    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
-        (known, frame), body = await self._reader.read(receive, self._frames.sized_push)
+    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
+        (known, frame), body = await self._reader.read(receive, self._frames.sized_push, opened)
         done = await self._frames.push(known, frame, body)
         self._pushed_frame(done, frame, body.size, began_s)
         await _send(send, 200 if done.state == "applied" else 202, encode_header(push_reply(done).to_header()))
@@ -196,8 +190,8 @@ class Pull(_Endpoint):
 
     paramserver_role = "reader"
 
-    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
-        frame, _ = await self._reader.read(receive, _sized_pull)
+    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
+        frame, _ = await self._reader.read(receive, _sized_pull, opened)
         answer = await self._frames.pull(frame)
         await _send_body(send, 200, answer)
         self._telemetry.pulled(frame.model, answer.body_bytes, began_s)
@@ -211,8 +205,8 @@ class Pull(_Endpoint):
 class PushPull(_Endpoint):
     """POST /pushpull"""
 
-    async def by_frame(self, receive: Receive, send: Send, began_s: float) -> None:
-        (known, frame), body = await self._reader.read(receive, self._frames.sized_push)
+    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
+        (known, frame), body = await self._reader.read(receive, self._frames.sized_push, opened)
         done, answer = await self._frames.pushpull(known, frame, body)
         self._pushed_frame(done, frame, body.size, began_s)
         await _send_body(send, 200, answer)

@@ -18,6 +18,7 @@ from paramserver_node.roles import role
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.endpoints import ChunkedResponse, FrameReader
 from paramserver_shard.frames import push_reply
+from paramserver_shard.inflight import account
 from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
 from paramserver_shard.runtime import Runtime
@@ -37,6 +38,7 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
         capture = await runtime.capture(
             lambda request: CaptureReceived(request, model, index, known.key.generation, cut)
         )
+        membership.check_serving()
         values, slots = capture.state.values, capture.state.slots
         frame = StateFrame(
             model,
@@ -63,9 +65,10 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
             check_frame(known, frame)
             return (known, frame), frame.body_bytes()
 
-        (known, frame), body = await reader.read(request.receive, sized)
+        (known, frame), body = await reader.read(request.receive, sized, account(request.scope))
         command = SetReceived(0, model, assignments(frame, body), known.key.generation, frame.restore)
         done = await runtime.push(lambda number: replace(command, request=number))
+        membership.check_serving()
         return Response(encode_header(push_reply(done).to_header()), media_type=MEDIA_TYPE)
 
     return routes

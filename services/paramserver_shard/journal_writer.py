@@ -118,6 +118,8 @@ class _Lane:
 
     async def run(self) -> None:
         clock = asyncio.get_running_loop().time
+        if self._fsync:
+            await self._probe()  # whether this Redis can do it at all is asked for before it is needed
         while True:
             self._wake.clear()
             batches = self._group(clock())

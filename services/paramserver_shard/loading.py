@@ -50,7 +50,8 @@ class Loader:
         wanted = [e for e in manifest if not isinstance(source, int) or e["cut"] == source]
         if not wanted and not (manifest and isinstance(source, int)):
             if set_later(effect.spec, effect.layout, key.index):
-                raise problem("corrupt_state", f"partition {key}: its first values were never stored")
+                reason = f"partition {key}: its first values were never stored"
+                raise problem("corrupt_state", reason, never_stored=True)
             return await self._first(effect)
         for entry in wanted:
             stored = await self._store.read(key, entry)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -29,12 +30,16 @@ from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
+from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import KEPT, LENT, PARTITIONS, Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
 RETRY_S: Final = 0.3
+TERM_KEY: Final = "ps:term"
+FENCE_KEY: Final = "ps:fence"
+"""Hash of the highest epoch of each shard that must not serve any more; the leader writes both."""
 
 
 class Membership:
@@ -50,6 +55,7 @@ class Membership:
         directory: Directory,
         runtime: Runtime,
         telemetry: Telemetry,
+        memory: Memory | None = None,
     ) -> None:
         self.name = name
         self.epoch = 0
@@ -57,6 +63,8 @@ class Membership:
         self.state = "joining"
         self.followed = asyncio.Event()
         """Set once the feed has been read for the first time."""
+        self.stopping = False
+        """Whether this process is about to end: no longer ready, though it serves what it still owns."""
         self._addresses = list(addresses)
         self._version = version
         self.link = link
@@ -64,7 +72,7 @@ class Membership:
         self._directory = directory
         self._runtime = runtime
         self._telemetry = telemetry
-        self._loop = asyncio.get_running_loop()
+        self.memory = memory or Memory(limit_of(""))
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
         self._views: dict[str, ModelView] = {}
@@ -75,13 +83,19 @@ class Membership:
     # -- the serving rule
 
     def check_serving(self) -> None:
-        """Raises Unavailable unless a scheduler or Redis has said yes within the last 3 s (semantics 6)."""
+        """Raises Unavailable unless a scheduler or Redis has said yes within the last 3 s (semantics 6).
+
+        To be asked when a request comes and again before its answer leaves: the process may have been stopped between.
+        """
         seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
-        if self.epoch == 0 or self._loop.time() - seen_at > SERVE_WITHOUT_CONTACT_S:
+        # The loop's own time stands still within a turn, and a process may be stopped in the middle of one.
+        if self.epoch == 0 or monotonic() - seen_at > SERVE_WITHOUT_CONTACT_S:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
 
     def unready(self) -> str:
         """Why no requests should be sent here yet; empty when they may.  Does not ask Redis."""
+        if self.stopping:
+            return "this shard is stopping"
         if not self.epoch:
             return "not a member of the cluster yet"
         return "" if self.followed.is_set() else "the cluster map has not arrived yet"
@@ -108,30 +122,29 @@ class Membership:
 
     async def run(self) -> None:
         """Joins, and joins again whenever this membership ends; until it is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch_redis())
-            while True:
-                try:
-                    await self._join()
-                except PsError as error:
-                    log.warning("cannot join: %s", error)
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                joined_at = self._loop.time()
-                try:
-                    async with asyncio.TaskGroup() as member:
-                        member.create_task(self._heartbeats())
-                        member.create_task(self._follow())
-                except* FencedError as errors:
-                    self._disown()
-                    self._check_rivals(joined_at, errors.exceptions[0])
+        while True:
+            try:
+                await self._join()
+            except PsError as error:
+                log.warning("cannot join: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            joined_at = monotonic()
+            try:
+                async with asyncio.TaskGroup() as member:
+                    member.create_task(self._heartbeats())
+                    member.create_task(self._follow())
+                    member.create_task(self._watch_fence())
+            except* FencedError as errors:
+                self._disown()
+                self._check_rivals(joined_at, errors.exceptions[0])
 
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
         answer = await self.link.request("POST", "/internal/shards", body)
         self.epoch = int(answer["epoch"])
         self.state = "active"
-        self._scheduler_seen_at = self._loop.time()
+        self._scheduler_seen_at = monotonic()
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
     def _disown(self) -> None:
@@ -145,7 +158,7 @@ class Membership:
 
     def _check_rivals(self, joined_at: float, reason: Exception) -> None:
         """Fenced again so soon after joining: another process has this name, and two would fence each other."""
-        if self._loop.time() - joined_at < LEASE_S and self._fenced:
+        if monotonic() - joined_at < LEASE_S and self._fenced:
             raise RuntimeError(f"another process serves under the name '{self.name}'; this one gives way")
         self._fenced = True
         log.warning("no longer a member, joining anew: %s", reason)
@@ -153,7 +166,7 @@ class Membership:
     async def _heartbeats(self) -> None:
         while True:
             self._kick.clear()
-            sent_at = self._loop.time()
+            sent_at = monotonic()
             try:
                 answer = await self.link.request("PUT", f"/internal/shards/{self.name}", self._heartbeat())
             except FencedError:
@@ -167,7 +180,7 @@ class Membership:
             self._scheduler_seen_at = sent_at  # the yes is as old as the question
             self.state = str(answer.get("state", "active"))
             try:
-                async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - self._loop.time())):
+                async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - monotonic())):
                     await self._kick.wait()
             except TimeoutError:
                 pass
@@ -181,6 +194,10 @@ class Membership:
             "metrics": self._metrics(),
             "partitions": partitions,
             "cuts": [list(c) for c in core.cuts()],
+            "released": [list(r) for r in getattr(core, "released", tuple)()],
+            "lost": [[k.model.name, k.model.generation, k.index, token] for k, token in self._runtime.lost.items()],
+            "memory": self.memory.document(),
+            "loads": self._runtime.loads.rates(),
         }
 
     def _metrics(self) -> dict[str, Any]:
@@ -192,14 +209,23 @@ class Membership:
             metrics["degraded"] = self._runtime.degraded[:300]
         return metrics
 
-    async def _watch_redis(self) -> None:
+    async def _watch_fence(self) -> None:
+        """Asks Redis each second whether this incarnation is to serve; raises FencedError when it says no."""
         while True:
-            asked_at = self._loop.time()
+            asked_at = monotonic()
             try:
-                await self._redis.ping()
-                self._redis_seen_at = asked_at
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.get(TERM_KEY)
+                    pipe.hget(FENCE_KEY, self.name)
+                    term, fence = await pipe.execute()
             except (RedisError, OSError) as error:
-                log.debug("Redis does not answer: %s", error)
+                self._runtime.redis_away(error)
+            else:
+                self._runtime.redis_here()
+                if fence is not None and int(fence) >= self.epoch:
+                    raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
+                if term is not None:  # one that was emptied has no fences either, so it cannot say yes
+                    self._redis_seen_at = asked_at
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _follow(self) -> None:

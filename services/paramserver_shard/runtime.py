@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -23,12 +23,14 @@ from paramserver.core.shard_io import (
     Capture,
     Effect,
     Event,
+    Journal,
     LoadFailed,
     LoadPartition,
     Outcome,
     PartitionLoaded,
     PullDone,
     PushDone,
+    PushReceived,
     Reply,
     Report,
     Request,
@@ -44,17 +46,23 @@ from paramserver.core.shard_io import (
 )
 from paramserver.errors import PsError, problem
 from paramserver.limits import QUEUED_REQUESTS_MAX
+from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, task_elements
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal as JournalStore
+from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.loading import Loader
+from paramserver_shard.loads import Loads
 from paramserver_shard.snapshots import to_stored
 from paramserver_shard.store import Saved, SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
+
+JOURNAL_AHEAD_S: Final = 10.0
+"""How long a snapshot waits for the journal of what it holds: written first, it leaves no hole in the journal."""
 
 
 class Peers(Protocol):
@@ -86,13 +94,16 @@ class Runtime:
         self.pool = pool
         self.peers: Peers
         """Set before the first event."""
-        self.degraded = ""
-        """Why snapshots cannot be written now; empty when all is well."""
+        self.lost: dict[PartitionKey, Token] = {}
+        """Owned partitions whose values were uploaded and of which nothing was ever stored."""
+        self._refused = ""
+        self._away = ""
         self._directory = directory
         self._store = store
         self._loader = Loader(store, journal, pool, self.offload)
         self._group = group
         self._loop = asyncio.get_running_loop()
+        self.loads = Loads(self._loop.time)
         self._threads = os.cpu_count() or 1
         self._executor = ThreadPoolExecutor(self._threads, "compute")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,34 +113,50 @@ class Runtime:
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
+        self.writer = JournalWriter(journal, self.feed, self._owns)
+        self._spawn(self.writer.run())
+
+    @property
+    def degraded(self) -> str:
+        """Why nothing can be made durable now; empty when all is well."""
+        return self._away or self._refused
+
+    def _owns(self, key: PartitionKey, token: Token) -> bool:
+        model = self.core.models.get(key.model.name)
+        held = model.partitions.get(key.index) if model is not None and model.key == key.model else None
+        return held is not None and held.token == token
 
     # -- requests and events
 
     async def push(self, event: Callable[[Request], Event]) -> PushDone:
         """The outcome of a push or an assignment; `event` makes it from the request's number.  Raises PsError."""
-        outcome = await self._ask(event)
+        made, outcome = await self._ask(event)
         assert isinstance(outcome, PushDone)
+        if isinstance(made, PushReceived):
+            self.loads.pushed(made, outcome)
         return outcome
 
     async def pull(self, event: Callable[[Request], Event]) -> PullDone:
         """The outcome of a pull.  Raises PsError."""
-        outcome = await self._ask(event)
+        _, outcome = await self._ask(event)
         assert isinstance(outcome, PullDone)
+        self.loads.pulled(outcome)
         return outcome
 
     async def capture(self, event: Callable[[Request], Event]) -> Capture:
         """The outcome of a `CaptureReceived`.  Raises PsError."""
-        outcome = await self._ask(event)
+        _, outcome = await self._ask(event)
         assert isinstance(outcome, Capture)
         return outcome
 
-    async def _ask(self, event: Callable[[Request], Event]) -> Outcome:
+    async def _ask(self, event: Callable[[Request], Event]) -> tuple[Event, Outcome]:
         if len(self._open) >= QUEUED_REQUESTS_MAX:
             raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")
         self._last_request += 1
         request = self._last_request
         future = self._open[request] = self._loop.create_future()
-        self.feed(event(request))
+        made = event(request)
+        self.feed(made)
         try:
             outcome: Outcome = future.result() if future.done() else await future
         except asyncio.CancelledError:
@@ -139,7 +166,7 @@ class Runtime:
             self._open.pop(request, None)
         if isinstance(outcome, PsError):
             raise outcome
-        return outcome
+        return made, outcome
 
     def feed(self, event: Event) -> None:
         """Hands one event to the core and performs what comes of it, before it returns."""
@@ -190,6 +217,8 @@ class Runtime:
                 self._spawn(self._load(effect))
             case StoreSnapshot():
                 self._spawn(self._store_snapshot(effect))
+            case Journal(entries, fsync):
+                self.writer.add(entries, fsync)
             case AskWorker(request):
                 self._spawn(self._ask_worker(effect))
             case Report():
@@ -230,16 +259,21 @@ class Runtime:
             crash_point("shard.after_load")
         except PsError as error:
             log.warning("partition %s cannot be loaded: %s", key, error)
+            if error.members.get("never_stored"):
+                self.lost[key] = token
+                self.peers.report()
             self.feed(LoadFailed(key, token, error))
         except (RedisError, OSError) as error:
-            self._storage_failed(error)
+            self.redis_away(error)
             self.feed(LoadFailed(key, token, problem("storage_unavailable", f"Redis does not answer: {error}")))
         else:
+            self.lost.pop(key, None)
             self.feed(PartitionLoaded(key, token, loaded))
 
     async def _store_snapshot(self, effect: StoreSnapshot) -> None:
         capture = effect.capture
         key, token, version = capture.key, capture.token, capture.version
+        await self.writer.written(key, capture.lsn, JOURNAL_AHEAD_S)
         head, arrays = to_stored(capture)
         cut = capture.clock if effect.cut else None
         known = self._directory.models.get(key.model.name)
@@ -260,11 +294,11 @@ class Runtime:
             )
         except PsError as error:
             log.error("partition %s cannot be snapshotted: %s", key, error)
-            self.degraded = str(error)
+            self._refused = str(error)
         except (RedisError, OSError) as error:
-            self._storage_failed(error)
+            self.redis_away(error)
         else:
-            self.degraded = "Redis was emptied" if saved == Saved.EMPTIED else ""
+            self._refused = "Redis was emptied" if saved == Saved.EMPTIED else ""
             if saved is not Saved.STORED:
                 log.warning("partition %s: snapshot of version %d: %s", key, version, saved.name.lower())
         if effect.urgent:
@@ -272,10 +306,16 @@ class Runtime:
         done = SnapshotStored if saved is Saved.STORED else SnapshotFailed
         self.feed(done(key, token, version))
 
-    def _storage_failed(self, error: Exception) -> None:
-        if not self.degraded:
-            log.warning("Redis does not answer, snapshots wait: %s", error)
-        self.degraded = f"Redis does not answer: {error}"
+    def redis_away(self, error: Exception) -> None:
+        """Redis did not answer somebody."""
+        if not self._away:
+            log.warning("Redis does not answer, nothing is made durable: %s", error)
+        self._away = f"Redis does not answer: {error}"
+        self.writer.suspect(self._away)
+
+    def redis_here(self) -> None:
+        """Redis has answered."""
+        self._away = ""
 
     async def _ask_worker(self, effect: AskWorker) -> None:
         self.feed(await self.peers.ask_worker(effect))

@@ -57,8 +57,10 @@ QUEUED_REQUESTS_MAX: Final = 4096
 """Pushes and pulls that wait in one shard (for a busy partition, a load, a version)."""
 STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard."""
+CLIENT_REQUESTS_MAX: Final = 1024
+"""Requests of one address that are in flight in one shard."""
 RECEIVING_BYTES_MAX: Final = 2 << 30
-"""Bytes of request bodies that one shard is receiving at one time."""
+"""Bytes of request bodies that are in flight in one shard; less where memory is short, half of it for one address."""
 JOURNAL_QUEUE_BYTES_MAX: Final = 256 * MIB
 """Bytes of journal entries in one shard that are not durable yet; above it pushes that need the journal get 503."""
 JOURNAL_GROUP_BYTES: Final = 64 * MIB

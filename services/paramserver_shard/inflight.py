@@ -1,0 +1,114 @@
+"""What is being worked on, in all and for each client: nobody takes the whole shard, and nothing grows without end.
+
+A client is the address that a connection comes from.  What is over a bound is refused at once, before its body is read:
+429 where the client alone has too much in flight, 503 where the shard has; both say when to come again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paramserver.errors import problem
+from paramserver.limits import CLIENT_REQUESTS_MAX, QUEUED_REQUESTS_MAX, RECEIVING_BYTES_MAX
+
+PROBES: Final = ("/livez", "/readyz", "/version", "/metrics")
+"""Answered however full the shard is."""
+MEMORY_SHARE: Final = 4
+"""Bodies in flight take at most one part in so many of the memory there is."""
+
+
+class InFlight:
+    """Requests and bytes of bodies that are not answered yet."""
+
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        """`memory_bytes` is what the process may take; None: nobody knows."""
+        limit = RECEIVING_BYTES_MAX if memory_bytes is None else memory_bytes // MEMORY_SHARE
+        self.bytes_max = min(RECEIVING_BYTES_MAX, limit)
+        self.client_bytes_max = self.bytes_max // 2
+        self.requests = 0
+        self.size_bytes = 0
+        self._clients: dict[str, _Client] = {}
+
+    @contextmanager
+    def request(self, address: str) -> Iterator["Account"]:
+        """One request from its first byte to its answer; raises Unavailable: `too_many_requests` or `queue_full`."""
+        client = self._clients.get(address) or _Client()
+        if client.requests >= CLIENT_REQUESTS_MAX:
+            raise problem(
+                "too_many_requests", f"{client.requests} requests of this client are in flight; that is its part"
+            )
+        if self.requests >= QUEUED_REQUESTS_MAX:
+            raise problem("queue_full", f"{self.requests} requests are in flight in this shard")
+        self._clients[address] = client
+        account = Account(self, client)
+        self.requests += 1
+        client.requests += 1
+        try:
+            yield account
+        finally:
+            self.requests -= 1
+            client.requests -= 1
+            self.size_bytes -= account.size_bytes
+            client.size_bytes -= account.size_bytes
+            if not client.requests:
+                del self._clients[address]
+
+
+class _Client:
+    __slots__ = ("requests", "size_bytes")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.size_bytes = 0
+
+
+class Account:
+    """What one request has in flight."""
+
+    __slots__ = ("_client", "_whole", "size_bytes")
+
+    def __init__(self, whole: InFlight, client: _Client) -> None:
+        self._whole = whole
+        self._client = client
+        self.size_bytes = 0
+
+    def grow(self, size_bytes: int) -> None:
+        """A body of that size is about to be read; raises as `InFlight.request` does.
+
+        One body is taken however big it is when nothing else is in flight.
+        """
+        whole, client = self._whole, self._client
+        if client.size_bytes and client.size_bytes + size_bytes > whole.client_bytes_max:
+            raise problem(
+                "too_many_requests", f"{client.size_bytes} bytes of this client are in flight; that is its part"
+            )
+        if whole.size_bytes and whole.size_bytes + size_bytes > whole.bytes_max:
+            raise problem("queue_full", f"{whole.size_bytes} bytes are in flight in this shard")
+        self.size_bytes += size_bytes
+        whole.size_bytes += size_bytes
+        client.size_bytes += size_bytes
+
+
+class InFlightMiddleware:
+    """ASGI layer that opens an account for every request; endpoints find it by `account`."""
+
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
+        self.app = app
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in PROBES:
+            await self.app(scope, receive, send)
+            return
+        client = scope.get("client")
+        with self._in_flight.request(client[0] if client else "") as opened:
+            scope.setdefault("state", {})["account"] = opened
+            await self.app(scope, receive, send)
+
+
+def account(scope: Scope) -> Account:
+    """The account of a request."""
+    found: Account = scope["state"]["account"]
+    return found
