@@ -1,0 +1,201 @@
+"""Who may come in, around a small app: every mark against every role, cookies, what a node says of its callers."""
+
+import shutil
+import ssl
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from paramserver.client.credentials import Credentials
+from paramserver.errors import RequestError
+from paramserver_node import problems, roles, tokens
+from paramserver_node.access import COOKIE, Access, Guard, credentials
+from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.roles import ROLES
+from paramserver_node.server import Tls
+from paramserver_node.settings import ShardSettings
+
+KEY = b"k" * 43
+SECRET = KEY.decode()
+
+
+def served() -> NodeMiddleware:
+    app = FastAPI(redirect_slashes=False)
+    problems.install(app)
+    for name in ROLES:
+
+        @app.post(f"/{name}", include_in_schema=False)
+        @app.get(f"/{name}")
+        @roles.role(name)
+        async def endpoint(request: Request) -> dict[str, Any]:
+            return {"role": request.scope["state"]["role"]}
+
+    @app.get("/forgotten")
+    async def forgotten() -> None:
+        """Nobody gave it a role."""
+
+    return NodeMiddleware(app, Guard(app, Access([KEY], ["lost"])))
+
+
+async def ask(path: str, token: str = "", method: str = "GET", **headers: str) -> httpx.Response:
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    transport = httpx.ASGITransport(served())
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        return await client.request(method, path, headers=headers)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_each_role_may_do_what_those_below_it_may(method: str) -> None:
+    """Without a token 401, with too low a one 403, else in, told who asks; an open route asks nobody."""
+    for need in ROLES:
+        for have in ROLES:
+            answer = await ask(f"/{need}", "" if have == "open" else tokens.make(KEY, have), method)
+            in_it_is = ROLES.index(have) >= ROLES.index(need)
+            expected = 200 if in_it_is else 401 if have == "open" else 403
+            assert answer.status_code == expected, (need, have, answer.text)
+            if in_it_is:
+                assert answer.json()["role"] == ("open" if need == "open" else have)
+
+
+@pytest.mark.asyncio
+async def test_a_route_that_nobody_classified_is_not_open() -> None:
+    """It takes an admin; a path without a route, OpenAPI's pages and a wrong method take any token."""
+    assert [(await ask("/forgotten", t)).status_code for t in ("", tokens.make(KEY, "node"))] == [401, 403]
+    for path, method, status in (("/nothing", "GET", 404), ("/openapi.json", "GET", 200), ("/reader", "PUT", 405)):
+        assert (await ask(path, method=method)).status_code == 401
+        assert (await ask(path, tokens.make(KEY, "reader"), method)).status_code == status
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "Bearer nonsense",
+        "Bearer",
+        "",
+        f"Basic {tokens.make(KEY, 'admin')}",
+        f"Bearer {tokens.make(b'o' * 43, 'admin')}",
+        f"Bearer {tokens.make(KEY, 'admin', 'lost')}",
+        f"Bearer {tokens.make(KEY, 'admin', 'late', 1)}",
+    ],
+)
+async def test_a_token_that_does_not_count_is_told_so(authorization: str) -> None:
+    """Forged, revoked, expired or in another scheme: 401 with a challenge that says the token was the reason."""
+    answer = await ask("/reader", authorization=authorization)
+    without = await ask("/reader")
+
+    assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
+    assert answer.headers["www-authenticate"] == 'Bearer realm="paramserver", error="invalid_token"'
+    assert without.headers["www-authenticate"] == 'Bearer realm="paramserver"'
+
+
+@pytest.mark.asyncio
+async def test_a_cookie_reads_and_does_nothing_else() -> None:
+    """The page's cookie is taken for GET up to a reader's routes; a forged or mangled one is none."""
+    access = Access([KEY], secure=True)
+    cookie = access.cookie(60)
+    value = cookie.partition(";")[0]
+
+    assert {"HttpOnly", "SameSite=Strict", "Secure", "Path=/", "Max-Age=60"} <= set(cookie.split("; "))
+    assert "Secure" not in Access([KEY]).cookie(60)
+    assert (await ask("/reader", cookie=f"other=1; {value}")).status_code == 200
+    assert (await ask("/worker", cookie=value)).status_code == 403
+    assert (await ask("/reader", method="POST", cookie=value)).status_code == 401
+    admin = f"{COOKIE}={tokens.make(KEY, 'admin')}"
+    assert (await ask("/admin", cookie=admin)).status_code == 403
+    for bad in (f"{COOKIE}=x", f"{COOKIE}=", "\x7f=;;", value + "x"):
+        assert (await ask("/reader", cookie=bad)).status_code == 401
+    expired = tokens.make(KEY, "reader", "page", int(time.time()) - 1)
+    assert (await ask("/reader", cookie=f"{COOKIE}={expired}")).status_code == 401
+
+
+@pytest.mark.asyncio
+async def test_only_a_node_speaks_for_others() -> None:
+    """A node's request for a client has the client's role, whichever way that differs; a client's own word is void."""
+    node, reader = tokens.make(KEY, "node"), tokens.make(KEY, "reader")
+    said = {"x-paramserver-role": "admin"}
+
+    assert (await ask("/admin", node, **said)).json() == {"role": "admin"}
+    assert (await ask("/node", node, **{"x-paramserver-role": "worker"})).status_code == 403
+    for nobody in ("open", "boss", ""):
+        assert (await ask("/reader", node, **{"x-paramserver-role": nobody})).status_code == 401
+    assert (await ask("/admin", reader, **said)).status_code == 403
+    assert (await ask("/admin", **said)).status_code == 401
+
+
+def test_only_loopback_is_open(caplog: pytest.LogCaptureFixture) -> None:
+    """Any other address takes a secret or an explicit word, and says which lines help."""
+    for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
+        assert Access.of(ShardSettings(host=host)) is None
+    for host in ("0.0.0.0", "::", "10.0.0.1", "fd00::5", "ps.example.org", ""):
+        with pytest.raises(RequestError) as refused:
+            Access.of(ShardSettings(host=host))
+        for line in ("psctl secret", "PARAMSERVER_SECRET_FILE", "--host 127.0.0.1", "--insecure"):
+            assert line in str(refused.value)
+        assert Access.of(ShardSettings(host=host, secret=SECRET)) is not None
+    assert "whoever reaches" not in caplog.text
+    assert Access.of(ShardSettings(host="0.0.0.0", insecure=True)) is None
+    assert "whoever reaches this node may read, change and delete" in caplog.text
+
+
+def test_a_secret_closes_loopback_too() -> None:
+    """Where a secret is set it is used, wherever the node listens; names that are revoked come as one text."""
+    access = Access.of(ShardSettings(secret=SECRET, insecure=True, revoked="ci, laptop,"))
+
+    assert access is not None
+    assert access.revoked == {"ci", "laptop"}
+    assert credentials(ShardSettings(secret=SECRET)).headers == {"authorization": f"Bearer {tokens.make(KEY, 'node')}"}
+    assert credentials(ShardSettings()) == Credentials()
+
+
+def test_tls_takes_two_files_that_fit(tmp_path: Path) -> None:
+    """One file alone, a missing one, or a key of another certificate is refused before anything listens."""
+    pairs = [self_signed(tmp_path / name) for name in ("a", "b")]
+    (certificate, key), (_, other) = pairs
+    missing = tmp_path / "none.pem"
+
+    assert Tls.of(ShardSettings()) is None
+    assert Tls.of(ShardSettings(tls_certificate=str(certificate), tls_key=str(key))) == Tls(certificate, key)
+    for one, two in ((certificate, ""), ("", key), (certificate, other), (missing, key), (key, certificate)):
+        with pytest.raises(RequestError, match=r"TLS takes two files|no certificate with its key"):
+            Tls.of(ShardSettings(tls_certificate=str(one), tls_key=str(two)))
+
+
+def test_clients_find_their_credentials(tmp_path: Path) -> None:
+    """An argument wins over the environment, that over a file; a bundle's certificates are all trusted."""
+    certificates = [self_signed(tmp_path / name)[0] for name in ("a", "b")]
+    bundle, file = tmp_path / "bundle.pem", tmp_path / "token"
+    bundle.write_text("# ours\n" + "".join(c.read_text() for c in certificates))
+    file.write_text("from-file\n")
+    env = {"PARAMSERVER_TOKEN_FILE": str(file), "PARAMSERVER_CA": str(bundle)}
+
+    found = Credentials.found(None, None, env)
+    assert (found.token, len(found.authorities)) == ("from-file", 2)
+    assert found.context().cert_store_stats()["x509"] >= 2
+    assert Credentials.found(None, None, env | {"PARAMSERVER_TOKEN": "from-env"}).token == "from-env"
+    assert Credentials.found("given", certificates[0], env).headers == {"authorization": "Bearer given"}
+    assert Credentials.found(None, None, {}) == Credentials()
+    assert "given" not in repr(Credentials.found("given", None, {}))
+    for token, ca in (("two words", None), ("new\nline", None), ("é", None), (None, file), (None, tmp_path / "none")):
+        with pytest.raises(RequestError):
+            Credentials.found(token, ca, {})
+
+
+def self_signed(stem: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate: apt install openssl")
+    certificate, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "1", "-subj", "/CN=ps", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    assert ssl.PEM_cert_to_DER_cert(certificate.read_text())
+    return certificate, key
