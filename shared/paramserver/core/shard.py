@@ -49,6 +49,7 @@ from paramserver.core.shard_io import (
     SetReceived,
     SnapshotFailed,
     SnapshotStored,
+    StorageChanged,
     Tick,
     WorkerAnswered,
 )
@@ -96,6 +97,7 @@ class ShardCore:
             SnapshotStored: self._snapshot_done,
             SnapshotFailed: self._snapshot_done,
             Tick: lambda event, now: None,
+            StorageChanged: lambda event, now: None,
         }
 
     def handle(self, event: Event, now: float) -> list[Effect]:
