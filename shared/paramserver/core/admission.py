@@ -10,6 +10,7 @@ from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import slot_count
 from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
+from paramserver.core.watermark import LEVELS
 from paramserver.core.window import PushMemory, fenced
 from paramserver.errors import problem
 from paramserver.types import PushId
@@ -29,8 +30,8 @@ def check_push(event: PushReceived, spec: ModelSpec, layout: Layout) -> None:
     """Raises RequestError when no partition of the push could take it, whatever the state."""
     if not event.parts:
         raise problem("empty_push", "the push holds no gradients")
-    if event.ack not in (None, "applied"):
-        raise problem("not_built", f"ack '{event.ack}' is not offered", hint="use ack 'applied'")
+    if event.ack is not None and event.ack not in LEVELS:
+        raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {event.ack!r:.40}")
     if not isfinite(event.weight) or abs(event.weight) > 1e38:
         raise problem("invalid_field", f"weight: must be a finite number, not {event.weight!r}")
     if event.push_id is not None:
@@ -42,6 +43,19 @@ def check_push(event: PushReceived, spec: ModelSpec, layout: Layout) -> None:
     if event.norm is not None and not (isfinite(event.norm) and event.norm >= 0.0):
         raise problem("non_finite", "the gradient's norm is not a finite number")
     _check_parts(event.parts, layout)
+
+
+def check_level(level: int, own: int, mode: str) -> None:
+    """Raises RequestError for a push that asks for more than a synchronous model's level.
+
+    What is staged becomes durable with its clock's cut, which does not come before the push is acknowledged.
+    """
+    if level > own and mode == "sync":
+        raise problem(
+            "invalid_field",
+            "ack: a model in mode sync acknowledges at its own level",
+            hint="create the model with the ack level it needs",
+        )
 
 
 def _check_id(push_id: PushId) -> None:
@@ -76,7 +90,9 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
         seen.add(part.partition)
         if isinstance(part, PushPart) and part.dtype in _WHOLE:
             if part.ranges is not None:
-                raise problem("invalid_encoding", f"partition {part.partition}: {part.dtype} takes all of it, no ranges")
+                raise problem(
+                    "invalid_encoding", f"partition {part.partition}: {part.dtype} takes all of it, no ranges"
+                )
             assert part.data.dtype == np.uint8, "the runtime has checked the bytes of a codec"
             continue
         if part.dtype not in _NUMPY:

@@ -20,11 +20,16 @@ Heads hold plain msgpack values.  Every head has `version`, the partition's vers
 - `drop`: `slots` [[worker, epoch, clock], ...] of staged contributions whose worker's epoch has ended.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paramserver.types import AnyArray, PartitionKey, Token
+
+if TYPE_CHECKING:
+    from paramserver.core.layout import Range
+    from paramserver.core.partition_state import HeldPart
+    from paramserver.core.shard_events import AssignPart, CommitDecided, PushPart, PushReceived
 
 KINDS: Final = ("push", "hold", "commit", "flush", "config", "set", "drop")
 _HEAD_BYTES: Final = 256  # about what a head takes; ranges come on top
@@ -49,3 +54,69 @@ class JournalEntry:
     def nbytes(self) -> int:
         """About the bytes it takes, which is what bounds count."""
         return _HEAD_BYTES + 18 * len(self.head.get("ranges") or ()) + sum(a.nbytes for a in self.arrays)
+
+
+Step = tuple[float, list[float]]
+"""(learning rate, weight of each part) of one mean that was applied."""
+
+
+def push_head(event: "PushReceived", part: "PushPart", version: int, rate: float, scale: float) -> dict[str, Any]:
+    """The head of a push that was applied at once."""
+    return _accepted(event, part, version) | {"rate": rate, "scale": scale}
+
+
+def hold_head(event: "PushReceived", part: "PushPart", version: int, held: "HeldPart", late: bool) -> dict[str, Any]:
+    """The head of a push that was staged, buffered, or came too late for its clock."""
+    base = None if held.base is None else list(held.base)
+    numbers = {"scale": held.scale, "clock": held.clock, "seq": held.seq, "base": base, "late": late}
+    return _accepted(event, part, version) | numbers
+
+
+def _accepted(event: "PushReceived", part: "PushPart", version: int) -> dict[str, Any]:
+    push_id = event.push_id
+    return {
+        "version": version,
+        "id": None if push_id is None else [push_id.worker, push_id.epoch, push_id.seq],
+        "key": event.key,
+        "crc": part.crc,
+        "dtype": part.dtype,
+        "ranges": _ranges(part.ranges),
+    }
+
+
+def commit_head(commit: "CommitDecided", version: int, step: Step | None) -> dict[str, Any]:
+    """The head of a commit; `step` is None where it changed no value."""
+    listed = [[c.worker, c.epoch, c.rank, c.clock, c.weight] for c in commit.contributions]
+    return {"version": version, "t": commit.t, "contributions": listed} | _step(step)
+
+
+def flush_head(version: int, step: Step | None) -> dict[str, Any]:
+    """The head of a flush; `step` is None where the result was not finite, so that the values stayed."""
+    return {"version": version} | _step(step)
+
+
+def _step(step: Step | None) -> dict[str, Any]:
+    return {"applied": False} if step is None else {"applied": True, "rate": step[0], "weights": step[1]}
+
+
+def config_head(
+    settings: Mapping[str, Any], version: int, clock: int, *, fresh: bool, unstage: bool = False
+) -> dict[str, Any]:
+    """The head of a change of settings."""
+    return {"version": version, "settings": dict(settings), "clock": clock, "fresh": fresh, "unstage": unstage}
+
+
+def set_head(part: "AssignPart", version: int, restore: bool) -> dict[str, Any]:
+    """The head of an assignment."""
+    steps = None if part.steps is None else list(part.steps)
+    ranges = _ranges(part.ranges)
+    return {"version": version, "dtype": part.dtype, "ranges": ranges, "steps": steps, "restore": restore}
+
+
+def drop_head(slots: Iterable[tuple[str, int, int]], version: int) -> dict[str, Any]:
+    """The head of a removal of staged contributions."""
+    return {"version": version, "slots": [list(s) for s in slots]}
+
+
+def _ranges(ranges: "tuple[Range, ...] | None") -> list[list[int]] | None:
+    return None if ranges is None else [list(r) for r in ranges]

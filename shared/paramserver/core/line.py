@@ -42,9 +42,8 @@ class Lines:
                     self._candidates.append(partition.operations[0])
 
     def withdraw(self, partition: Partition) -> list[Operation]:
-        """Empty the line of a partition; returns those that were not running, taken out of every other line too."""
+        """Take what is not running out of the line of a partition, and out of every other line it stands in."""
         waiting = [op for op in partition.operations if not op.running]
-        partition.operations.clear()
         for operation in waiting:
             for other in operation.partitions:
                 if operation in other.operations:

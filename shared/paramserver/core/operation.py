@@ -11,6 +11,8 @@ from typing import Protocol
 
 from paramserver import limits
 from paramserver.core import admission
+from paramserver.core.durability import Durability
+from paramserver.core.journal import Step, commit_head, config_head, flush_head, hold_head, push_head, set_head
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import (
@@ -43,6 +45,8 @@ class Shard(Protocol):
     not_finite: int
     """Commits and flushes that changed nothing because their result was not finite."""
 
+    durability: Durability
+
     def reply(self, request: Request, outcome: Outcome) -> None:
         """Answer a request."""
 
@@ -60,6 +64,9 @@ class Shard(Protocol):
 
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
         """The partition has taken a commit, or begins a synchronous phase."""
+
+    def remembers(self, partition: Partition, now: float) -> None:
+        """The partition has changed otherwise than by a version, so that a snapshot of it is due."""
 
     def settings_changed(self, partition: Partition, now: float) -> None:
         """The partition has other settings now."""
@@ -96,8 +103,12 @@ class PushOperation(Operation):
     """What the scheduler said about its worker, if it was asked."""
     expires: float = 0.0
     """Until when it waits for partitions to be loaded."""
+    level: int = 0
+    """What its reply says is durable (`watermark.LEVELS`)."""
     _seen: list[Seen | None] = field(default_factory=list)
     _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
+    _numbers: list[tuple[float, float]] = field(default_factory=list)
+    """(learning rate, factor) of each fresh part."""
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         try:
@@ -114,21 +125,25 @@ class PushOperation(Operation):
         if any(p.spec.consistency.mode != mode for p in self.partitions):
             raise problem("loading", "the model's settings are just changing")
         admission.check_worker(event, mode, self.model.workers, self.answer)
+        if self.level:
+            admission.check_level(self.level, self.partitions[0].level, mode)
+            shard.durability.admit(self.level, sum(part.data.nbytes for part in event.parts))
         pairs = list(zip(self.partitions, event.parts, strict=True))
         self._seen = [p.memory.judge(event.push_id, event.key, part.crc) for p, part in pairs]
         self._fresh = [pair for pair, seen in zip(pairs, self._seen, strict=True) if seen is None]
         immediate = mode in ("async", "ssp") or (mode == "buffered" and spec.consistency.count == 1)
         state: PushState = "applied" if immediate else "staged" if mode == "sync" else "buffered"
         if not self._fresh:
-            self._reply(shard, state)
+            self._reply(shard, state, now)
             return ()
         scale = event.weight * admission.clip_factor(event, spec)
         for partition, part in self._fresh:
             _check_lag(partition, part.base)
         if immediate:
+            self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
             return [
-                single_task(p.basis(), part.data, part.dtype, part.ranges, scale, p.lag_factor(part.base))
-                for p, part in self._fresh
+                single_task(p.basis(), part.data, part.dtype, part.ranges, factor, rate)
+                for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
             ]
         if mode == "sync" and event.clock is None:
             raise problem("invalid_field", "clock: is needed in mode sync", hint="the iteration it belongs to, from 0")
@@ -137,7 +152,7 @@ class PushOperation(Operation):
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
         for partition, part in self._fresh:
             self._hold(shard, partition, part, scale, now)
-        self._reply(shard, state)
+        self._reply(shard, state, now)
         return ()
 
     def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
@@ -147,13 +162,18 @@ class PushOperation(Operation):
         clock = event.clock if sync and event.clock is not None else -1
         late = sync and clock < p.clock and rule.late == "drop"
         p.memory.record(event.push_id, event.key, part.crc, p.version, late)
-        if late:
-            return
         worker, epoch, seq = "", 0, p.arrivals
         if event.push_id is not None:
             worker, epoch = event.push_id.worker, event.push_id.epoch
             seq = event.push_id.seq if sync else seq
         held = HeldPart(worker, epoch, clock, seq, part.base, scale, part.ranges, part.data, part.dtype)
+        p.lsn += 1
+        if p.level:
+            head = hold_head(event, part, p.version, held, late)
+            shard.durability.executed(p, "hold", head, () if late else (part.data,))
+            shard.remembers(p, now)
+        if late:
+            return
         shard.held_bytes += part.data.nbytes
         if sync:
             p.stage(held)
@@ -172,16 +192,19 @@ class PushOperation(Operation):
             error = problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
             self.refuse(shard, error)
             return
-        for (p, part), result in zip(self._fresh, results, strict=True):
+        for i, ((p, part), result) in enumerate(zip(self._fresh, results, strict=True)):
             assert result.state is not None
             p.memory.record(self.event.push_id, self.event.key, part.crc, p.version + 1)
             shard.flip(p, result.state, now)
-        self._reply(shard, "applied")
+            if p.level:
+                head = push_head(self.event, part, p.version, *self._numbers[i])
+                shard.durability.executed(p, "push", head, (part.data,))
+        self._reply(shard, "applied", now)
 
     def refuse(self, shard: Shard, error: PsError) -> None:
         shard.reply(self.event.request, error)
 
-    def _reply(self, shard: Shard, state: PushState) -> None:
+    def _reply(self, shard: Shard, state: PushState, now: float) -> None:
         pairs = list(zip(self.partitions, self._seen, strict=True))
         parts = tuple(p.stand(None if seen is None else seen.version) for p, seen in pairs)
         rule, clock = self.partitions[0].spec.consistency, self.event.clock
@@ -193,21 +216,22 @@ class PushOperation(Operation):
             part.base is not None and part.base[1] != p.token
             for p, part in zip(self.partitions, self.event.parts, strict=True)
         )
-        shard.reply(
-            self.event.request,
-            PushDone(
-                self.model.key,
-                self.model.timeline,
-                state,
-                all(seen is not None for seen in self._seen),
-                min(p.version for p in parts),
-                min(p.durable_version for p in parts),
-                max(p.incarnation for p in parts),
-                parts,
-                late,
-                unknown,
-            ),
+        done = PushDone(
+            self.model.key,
+            self.model.timeline,
+            state,
+            all(seen is not None for seen in self._seen),
+            min(p.version for p in parts),
+            min(p.durable_version for p in parts),
+            max(p.incarnation for p in parts),
+            parts,
+            late,
+            unknown,
         )
+        if self.level:
+            shard.durability.acknowledge(self.event.request, done, self.partitions, self.level, now)
+        else:
+            shard.reply(self.event.request, done)
 
 
 def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:
@@ -233,6 +257,9 @@ class SetOperation(Operation):
         tasks: list[Task] = []
         try:
             self.model.check(self.event.generation, None)
+            level = self.partitions[0].level
+            if level:
+                shard.durability.admit(level, sum(part.data.nbytes for part in self.event.parts))
             for p, part in zip(self.partitions, self.event.parts, strict=True):
                 assert p.state is not None
                 if part.slots is not None and len(part.slots) != len(p.state.slots):
@@ -254,22 +281,24 @@ class SetOperation(Operation):
                 shard.flip(p, state, now)
             else:
                 p.state = state  # still version 0: the initial values are not complete yet
+                p.lsn += 1
             if self.event.restore:
                 shard.held_bytes -= p.drop_staged() + sum(h.data.nbytes for h in p.take_buffered())
+            if p.level:
+                arrays = (part.data, *(part.slots or ()))
+                shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)
         parts = tuple(p.stand() for p in self.partitions)
-        shard.reply(
-            self.event.request,
-            PushDone(
-                self.model.key,
-                self.model.timeline,
-                "applied",
-                False,
-                min(p.version for p in parts),
-                min(p.durable_version for p in parts),
-                max(p.incarnation for p in parts),
-                parts,
-            ),
+        done = PushDone(
+            self.model.key,
+            self.model.timeline,
+            "applied",
+            False,
+            min(p.version for p in parts),
+            min(p.durable_version for p in parts),
+            max(p.incarnation for p in parts),
+            parts,
         )
+        shard.durability.acknowledge(self.event.request, done, self.partitions, self.partitions[0].level, now)
 
     def refuse(self, shard: Shard, error: PsError) -> None:
         shard.reply(self.event.request, error)
@@ -280,6 +309,8 @@ class CommitOperation(Operation):
     """One decided clock of a synchronous model, on one partition: version + 1 whatever it touches."""
 
     commit: CommitDecided = field(kw_only=True)
+    _step: Step | None = None
+    """The numbers of the step that is computed."""
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         (p,) = self.partitions
@@ -289,11 +320,14 @@ class CommitOperation(Operation):
             return ()
         revision, spec = settings
         if spec.consistency.mode == "sync":
-            p.adopt(spec, revision, self.commit.live_workers)
+            changed, fresh = revision != p.revision, p.adopt(spec, revision, self.commit.live_workers)
+            if changed:
+                configured(shard, p, now, fresh=fresh)
         parts = p.weighted(p.listed(self.commit.contributions))
         divisor = sum(c.weight for c in self.commit.contributions)
         if parts and divisor > 0.0:
-            return [mean_task(p.basis(), parts, divisor)]
+            self._step = (p.rate(), [weight for _, weight in parts])
+            return [mean_task(p.basis(), parts, divisor, self._step[0])]
         assert p.state is not None
         self._finish(shard, p.state, now)
         return ()
@@ -301,7 +335,9 @@ class CommitOperation(Operation):
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
         assert p.state is not None
-        shard.not_finite += results[0].state is None
+        if results[0].state is None:
+            shard.not_finite += 1
+            self._step = None
         self._finish(shard, results[0].state or p.state, now)
 
     def _finish(self, shard: Shard, state: PartitionState, now: float) -> None:
@@ -310,6 +346,8 @@ class CommitOperation(Operation):
         shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
         p.clock = self.commit.t + 1
         shard.flip(p, state, now)
+        if p.level:
+            shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
         if self.commit.cut:
             shard.cut(p)
         shard.committed(self.model, p, now)
@@ -321,6 +359,7 @@ class FlushOperation(Operation):
 
     early: bool = False
     """Whether it is applied though it is neither full nor old enough."""
+    _step: Step | None = None
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         (p,) = self.partitions
@@ -328,15 +367,22 @@ class FlushOperation(Operation):
         full = rule.mode != "buffered" or len(p.buffered) >= rule.count or self.early
         if not p.buffered or not (full or (p.flush_at is not None and now >= p.flush_at)):
             return ()
-        return [mean_task(p.basis(), p.weighted(p.buffered), float(len(p.buffered)))]
+        parts = p.weighted(p.buffered)
+        self._step = (p.rate(), [weight for _, weight in parts])
+        return [mean_task(p.basis(), parts, float(len(parts)), self._step[0])]
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         (p,) = self.partitions
         shard.held_bytes -= sum(h.data.nbytes for h in p.take_buffered())
         if results[0].state is None:
             shard.not_finite += 1
+            p.lsn += 1
+            self._step = None
         else:
             shard.flip(p, results[0].state, now)
+        if p.level:
+            shard.durability.executed(p, "flush", flush_head(p.version, self._step))
+            shard.remembers(p, now)
 
 
 @dataclass(slots=True, eq=False)
@@ -351,6 +397,8 @@ class SettingsOperation(Operation):
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         (p,) = self.partitions
+        if self.revision <= p.revision:
+            return ()
         old, new = p.spec.consistency, self.spec.consistency
         if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
             # Commits decided before the change come first.
@@ -363,11 +411,14 @@ class SettingsOperation(Operation):
             shard.precede(p, self._again())
             shard.precede(p, FlushOperation(self.model, [p], early=True))
             return ()
-        if old.mode == "sync" and new.mode != "sync":
+        leaves, enters = (x.mode == "sync" and y.mode != "sync" for x, y in ((old, new), (new, old)))
+        if leaves:
             shard.held_bytes -= p.drop_staged()
-        p.adopt(self.spec, self.revision, self.live_workers)
-        if new.mode == "sync" and old.mode != "sync":
+        fresh = p.adopt(self.spec, self.revision, self.live_workers)
+        if enters:
             p.clock = self.clock
+        configured(shard, p, now, fresh=fresh, unstage=leaves)
+        if enters:
             shard.cut(p)
             shard.committed(self.model, p, now)
         if p.buffered:
@@ -385,3 +436,12 @@ class SettingsOperation(Operation):
             live_workers=self.live_workers,
             clock=self.clock,
         )
+
+
+def configured(shard: Shard, p: Partition, now: float, *, fresh: bool, unstage: bool = False) -> None:
+    """The partition has other settings in force."""
+    p.lsn += 1
+    if p.level:
+        head = config_head(p.settings(), p.version, p.clock, fresh=fresh, unstage=unstage)
+        shard.durability.executed(p, "config", head)
+        shard.remembers(p, now)

@@ -3,10 +3,12 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paramserver.core.layout import Segment
+from paramserver.core.layout import Layout, Segment
 from paramserver.core.optimizer import ftrl_z, initial_slots, slot_names
+from paramserver.core.schedule import learning_rate
+from paramserver.core.settings import restored, settings_document
 from paramserver.core.shard_io import (
     AssignPart,
     Capture,
@@ -19,6 +21,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import Basis
+from paramserver.core.watermark import LEVELS, Watermark
 from paramserver.core.window import PushMemory
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
@@ -53,6 +56,11 @@ class Partition:
     clock: int = 0
     """sync: the next commit's `t`."""
     durable_version: int = 0
+    level: int = 0
+    """The model's acknowledgement level (`watermark.LEVELS`); above 0 every command is journaled."""
+    lsn: int = 0
+    """Commands executed, over all owners."""
+    mark: Watermark = field(default_factory=Watermark)
     memory: PushMemory = field(default_factory=PushMemory)
     staged: dict[Slot, list[HeldPart]] = field(default_factory=dict)
     buffered: list[HeldPart] = field(default_factory=list)
@@ -70,40 +78,83 @@ class Partition:
     """The newest cut, held for checkpoints."""
     cut_stored: int | None = None
     """The clock of the newest cut in Redis."""
+    held: int = 0
+    """The number of the wish by which it is handed over: what is new waits, so that its state stands still; 0: none."""
+    released: bool = False
+    """Its whole state is stored and nothing has changed since: another shard may have it."""
+
+    @classmethod
+    def of(
+        cls, key: PartitionKey, token: Token, layout: Layout, spec: ModelSpec, revision: int, live_workers: int
+    ) -> "Partition":
+        """A partition that is still to be loaded."""
+        size, segments = layout.partition_size(key.index), layout.segments[key.index]
+        return cls(key, token, size, segments, spec, revision, live_workers, level=LEVELS[spec.ack])
 
     @property
     def index(self) -> int:
         """Its number within the model."""
         return self.key.index
 
+    @property
+    def ready(self) -> bool:
+        """Whether operations may begin."""
+        return self.state is not None and not self.held
+
     def load(self, loaded: LoadedState) -> None:
-        """Begin with that state."""
+        """Begin with that state; raises CorruptState, and changes nothing, for settings that cannot be read."""
+        if loaded.settings is not None:
+            self.spec, self.revision = restored(self.spec, loaded.settings, self.segments)
         self.state, self.version, self.start_version = loaded.state, loaded.version, loaded.version
-        self.clock = loaded.clock
+        self.clock, self.lsn = loaded.clock, loaded.lsn
         self.durable_version = loaded.version if loaded.stored else 0
+        durable = loaded.lsn if loaded.stored else 0
+        # A snapshot of a model at level `journaled` is in Redis, and not known to be on disk.
+        self.mark = Watermark(durable, durable, durable if self.level == LEVELS["fsynced"] else -1)
         self.memory = PushMemory.restore(loaded.memory)
-        self.buffered, self.arrivals = list(loaded.held), len(loaded.held)
+        self.buffered, self.arrivals = list(loaded.held), max((h.seq + 1 for h in loaded.held), default=0)
+        for part in loaded.staged:
+            self.stage(part)
         names = list(slot_names(self.spec.optimizer))
         same = len(loaded.state.slots) == len(names) and loaded.memory.get("slots", names) == names
         if not same or (not loaded.stored and self.spec.optimizer.name == "ftrl"):
-            self._fresh_slots()
+            self.fresh_slots()
 
-    def adopt(self, spec: ModelSpec, revision: int, live_workers: int) -> None:
-        """Other settings from now on; another optimizer starts with fresh state."""
+    def adopt(self, spec: ModelSpec, revision: int, live_workers: int) -> bool:
+        """Other settings from now on; another optimizer starts with fresh state (true)."""
         other = slot_names(spec.optimizer) != slot_names(self.spec.optimizer)
         self.spec, self.revision, self.live_workers = spec, revision, live_workers
         if other and self.state is not None:
-            self._fresh_slots()
+            self.fresh_slots()
+        return other
 
-    def _fresh_slots(self) -> None:
+    def fresh_slots(self) -> None:
+        """The optimizer's state begins anew."""
         assert self.state is not None
         values = self.state.values
         self.state = PartitionState(values, initial_slots(self.spec.optimizer, values), (0,) * len(self.segments))
 
+    def settings(self) -> dict[str, Any]:
+        """The settings in force, as snapshots and journals carry them."""
+        return settings_document(self.spec, self.revision, self.segments)
+
     def basis(self) -> Basis:
         """What the next update starts from."""
         assert self.state is not None
-        return Basis(self.key, self.state, self.version, self.spec, self.segments, self.live_workers)
+        return Basis(self.key, self.state, self.spec, self.segments)
+
+    def rate(self) -> float:
+        """The learning rate of the next update: the schedule counts the partition's own versions."""
+        return learning_rate(self.spec.optimizer, self.version, self.live_workers)
+
+    def numbers(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
+        """(learning rate, factor of the gradient) of a push that is applied by itself now."""
+        rate = self.rate()
+        if self.spec.consistency.lag != "scale":
+            return rate, scale
+        factor = self.lag_factor(base)
+        # `sum` has no learning rate that could be scaled.
+        return rate * factor, scale * factor if self.spec.optimizer.name == "sum" else scale
 
     def lag(self, base: tuple[int, int] | None) -> int:
         """Versions applied since the gradient's base; 0 where that base is of another incarnation or unknown."""
@@ -150,18 +201,19 @@ class Partition:
         gone = {(c.worker, c.epoch, c.clock) for c in contributions}
         if self.spec.consistency.late == "drop":
             gone |= {slot for slot in self.staged if slot[2] <= t}
-        return self._drop(gone)
+        return self.drop(gone)
 
-    def drop_ended(self, live: dict[str, int]) -> int:
-        """Drop overdue parts of epochs that have ended, which no later commit will list; returns the bytes let go."""
-        return self._drop({s for s in self.staged if s[2] < self.clock and live.get(s[0]) != s[1]})
+    def ended(self, live: dict[str, int]) -> list[Slot]:
+        """Whose overdue parts are of epochs that have ended, so that no later commit will list them."""
+        return [s for s in self.staged if s[2] < self.clock and live.get(s[0]) != s[1]]
 
-    def _drop(self, slots: Iterable[Slot]) -> int:
+    def drop(self, slots: Iterable[Slot]) -> int:
+        """Drop these contributions; returns the bytes let go."""
         return sum(h.data.nbytes for slot in slots for h in self.staged.pop(slot, ()))
 
     def drop_staged(self) -> int:
         """Drop every synchronous contribution; returns the bytes let go."""
-        return self._drop(tuple(self.staged))
+        return self.drop(tuple(self.staged))
 
     def take_buffered(self) -> Sequence[HeldPart]:
         """Empty the buffer, in order of arrival."""
@@ -174,11 +226,27 @@ class Partition:
         staged = sum(h.data.nbytes for parts in self.staged.values() for h in parts)
         return staged + sum(h.data.nbytes for h in self.buffered)
 
-    def capture(self) -> Capture:
-        """The partition as it is now."""
+    def capture(self, *, cut: bool = False) -> Capture:
+        """The partition as it is now; a cut of a model at level `applied` leaves out what is staged, which a recovery
+        to that cut discards."""
         assert self.state is not None
-        memory = self.memory.export() | {"slots": list(slot_names(self.spec.optimizer))}
-        return Capture(self.key, self.token, self.version, self.clock, self.state, memory, tuple(self.buffered))
+        staged = () if cut and not self.level else tuple(h for parts in self.staged.values() for h in parts)
+        return Capture(
+            self.key,
+            self.token,
+            self.version,
+            self.clock,
+            self.state,
+            self.remembered(),
+            tuple(self.buffered),
+            self.lsn,
+            staged,
+            self.settings(),
+        )
+
+    def remembered(self) -> dict[str, Any]:
+        """Windows and keys, with the names of the optimizer's state arrays."""
+        return self.memory.export() | {"slots": list(slot_names(self.spec.optimizer))}
 
     def captured(self, cut: int | None) -> Capture:
         """The partition as it is now (None) or at that cut; raises `loading`, or `conflict` for a cut not held."""

@@ -8,8 +8,9 @@ from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import CommitDecided, ModelView
 from paramserver.core.spec import ModelSpec
+from paramserver.core.watermark import LEVELS
 from paramserver.errors import PsError, problem
-from paramserver.types import ModelKey
+from paramserver.types import ModelKey, Token
 
 if TYPE_CHECKING:
     from paramserver.core.operation import Operation
@@ -39,6 +40,8 @@ class ServedModel:
     partitions: dict[int, Partition] = field(default_factory=dict)
     parked: list["Operation"] = field(default_factory=list)
     """Requests that wait for a partition to be loaded."""
+    refused: dict[int, Token] = field(default_factory=dict)
+    """Ownerships that another one has replaced in Redis, whatever the feed still says."""
     resync_at: float = 0.0
     """Not before then the feed is asked to tell everything again."""
 
@@ -55,6 +58,11 @@ class ServedModel:
             view.live_workers,
             ready=False,
         )
+
+    @property
+    def level(self) -> int:
+        """The acknowledgement level (`watermark.LEVELS`); it never changes."""
+        return LEVELS[self.spec.ack]
 
     @property
     def sync(self) -> bool:

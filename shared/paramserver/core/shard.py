@@ -6,10 +6,12 @@ of arrival, and what a push may do is decided when it starts, not when it arrive
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from paramserver import limits
-from paramserver.core import admission
+from paramserver.core.durability import Durability
+from paramserver.core.handover import Handover, released
+from paramserver.core.journal import drop_head
 from paramserver.core.line import Lines
 from paramserver.core.operation import (
     CommitOperation,
@@ -18,18 +20,22 @@ from paramserver.core.operation import (
     PushOperation,
     SetOperation,
     SettingsOperation,
+    configured,
 )
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
+from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
 from paramserver.core.shard_io import (
     Applied,
     Apply,
-    AskWorker,
     CaptureReceived,
     CommitDecided,
     Effect,
     Event,
+    Journaled,
+    JournalLost,
+    JournalRefused,
     LoadFailed,
     LoadPartition,
     MapChanged,
@@ -49,6 +55,7 @@ from paramserver.core.shard_io import (
     SetReceived,
     SnapshotFailed,
     SnapshotStored,
+    Source,
     StorageChanged,
     Tick,
     WorkerAnswered,
@@ -73,10 +80,11 @@ class ShardCore:
         self._lines = Lines()
         self._jobs: dict[int, Operation] = {}
         self._last_job = 0
-        self._asking: dict[Request, PushOperation] = {}
         self._timers = Timers()
+        self.durability = Durability(self, self._timers)
         self._pulls = PullDesk(self, self._timers)
-        self._open: set[Request] = set()
+        self._requests = RequestDesk(self, self._lines, self._timers, self._pulls, self._perform)
+        self._handover = Handover(self, self._lines)
         self._woken: list[Partition] = []
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -87,17 +95,20 @@ class ShardCore:
             ModelGone: self._gone,
             PartitionLoaded: self._loaded,
             LoadFailed: self._load_failed,
-            PushReceived: self._push,
-            PullReceived: self._pull,
-            SetReceived: self._set,
-            CaptureReceived: self._capture,
-            RequestGone: self._request_gone,
-            WorkerAnswered: self._worker_answered,
+            PushReceived: self._requests.push,
+            PullReceived: self._requests.pull,
+            SetReceived: self._requests.set,
+            CaptureReceived: self._requests.capture,
+            RequestGone: self._requests.gone,
+            WorkerAnswered: self._requests.worker_answered,
             Applied: self._applied,
             SnapshotStored: self._snapshot_done,
             SnapshotFailed: self._snapshot_done,
+            Journaled: self._journaled,
+            JournalRefused: self._journal_refused,
+            JournalLost: self._journal_lost,
+            StorageChanged: self._storage_changed,
             Tick: lambda event, now: None,
-            StorageChanged: lambda event, now: None,
         }
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -105,8 +116,8 @@ class ShardCore:
         self._timers.run(now)
         self._handlers[type(event)](event, now)
         self._run(now)
-        snapshot = self.plan.next(now)
-        if snapshot is not None:
+        self._effects += self.durability.effects()
+        while (snapshot := self.plan.next(now)) is not None:
             self._effects.append(snapshot)
         effects, self._effects = self._effects, []
         return effects
@@ -115,12 +126,13 @@ class ShardCore:
         """When `handle(Tick(), ...)` is due; None while nothing waits for time to pass."""
         return min((at for at in (self.plan.deadline(), self._timers.next) if at is not None), default=None)
 
-    def partitions(self) -> Iterator[tuple[str, int, int, int, int, int]]:
-        """(model, generation, index, token, version, durable version) of each partition that is served."""
+    def partitions(self) -> Iterator[tuple[str, int, int, int, int, int, int]]:
+        """(model, generation, index, token, version, durable version, settings' revision) of each that is served."""
         for model in self.models.values():
+            name, generation = model.key.name, model.key.generation
             for p in model.partitions.values():
                 if p.state is not None:
-                    yield (model.key.name, model.key.generation, p.index, p.token, p.version, p.durable_version)
+                    yield (name, generation, p.index, p.token, p.version, p.durable_version, p.revision)
 
     def cuts(self) -> Iterator[tuple[str, int, int, int, int]]:
         """(model, generation, index, token, clock) of each partition's newest stored cut."""
@@ -129,10 +141,18 @@ class ShardCore:
                 if p.cut_stored is not None:
                     yield (model.key.name, model.key.generation, p.index, p.token, p.cut_stored)
 
+    def released(self) -> Iterator[tuple[str, int, int, Token, int, int]]:
+        """(model, generation, index, token, version, wish) of each partition that another shard may have now."""
+        return released(self.models.values())
+
+    def owns(self, key: PartitionKey, token: Token) -> bool:
+        """Whether this shard has that partition under that token."""
+        return self._find(key, token)[1] is not None
+
     @property
     def waiting(self) -> int:
         """Requests without an outcome yet."""
-        return len(self._open)
+        return len(self._requests.open)
 
     # --- the scheduler's word
 
@@ -167,7 +187,7 @@ class ShardCore:
             elif p.spec.consistency.mode != "sync":
                 p.live_workers = view.live_workers
             if begins and p.state is not None:
-                self.plan.first(p, now)
+                self.plan.first(p)
             self._woken.append(p)
             self._advance(model, p, now)
 
@@ -176,28 +196,45 @@ class ShardCore:
         requests: list[Operation] = []
         for p in list(model.partitions.values()):
             token = view.owned.get(p.index)
-            if token is None or token > p.token:
+            renewed = view.renewed.get(p.index, token)
+            if token is not None and renewed is not None and renewed <= p.token < token and p.state is not None:
+                self._handover.renew(p, token)
+            elif token is None or token > p.token:
                 requests += self._lose(model, p)
         for index, token in view.owned.items():
-            if index not in model.partitions:
-                key = PartitionKey(model.key, index)
-                size, segments = model.layout.partition_size(index), model.layout.segments[index]
-                model.partitions[index] = Partition(
-                    key, token, size, segments, model.spec, model.revision, model.live_workers, source=view.source
-                )
-                self._effects.append(LoadPartition(key, token, view.source, model.spec, model.layout))
+            if index not in model.partitions and token > model.refused.get(index, -1):
+                self._take_up(model, PartitionKey(model.key, index), token, view.sources.get(index, view.source))
+        for p in model.partitions.values():
+            wish = view.release.get(p.index, 0)
+            if p.held and wish != p.held:
+                self._handover.unhold(model, p, now)
+            if wish and not p.held:
+                requests += self._handover.hold(p, wish)
         for operation in requests:
-            self._submit(operation, now)
+            self._requests.submit(operation)
         if requests or model.parked:
-            self._unpark(model, now)
+            self._requests.unpark(model)
+
+    def _take_up(self, model: ServedModel, key: PartitionKey, token: Token, source: Source) -> None:
+        p = Partition.of(key, token, model.layout, model.spec, model.revision, model.live_workers)
+        p.source, model.partitions[key.index] = source, p
+        self._effects.append(LoadPartition(key, token, source, model.spec, model.layout))
 
     def _lose(self, model: ServedModel, p: Partition) -> list[Operation]:
         """An ownership has ended; returns the requests that stood in its line."""
         del model.partitions[p.index]
         self.plan.forget(p)
+        self._handover.forget(p)
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
+        self.durability.refuse(p, self._lost(model, p))
         return [op for op in self._lines.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
+
+    def _lost(self, model: ServedModel, p: Partition) -> PsError:
+        """What to tell a request for a partition that is no longer here."""
+        if self.models.get(model.key.name) is model:
+            return wrong_owner(model.key, p.index, self.map_epoch)
+        return self.model_gone(model)
 
     def _roll_back(self, model: ServedModel, view: ModelView) -> None:
         model.timeline, model.clock = view.timeline, view.clock
@@ -210,6 +247,8 @@ class ShardCore:
         """The settings have changed: at once before loading, by commits within sync, else as an operation."""
         if p.state is None:
             p.adopt(model.spec, model.revision, model.live_workers)
+        elif p.held:
+            return  # its next owner, or whoever calls the move off, goes on from there
         elif p.spec.consistency.mode != "sync" or not model.sync:
             clock = model.clock
             if p.spec.consistency.mode != "sync":
@@ -265,7 +304,7 @@ class ShardCore:
 
     def _advance(self, model: ServedModel, p: Partition, now: float) -> None:
         """Let the partition take its next commit, if that is known."""
-        if p.state is None or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
+        if not p.ready or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
             return
         commit = model.commits.get(p.clock)
         if commit is not None and model.spec_of(commit.revision) is not None:
@@ -281,8 +320,14 @@ class ShardCore:
         self._drop_ended(model, partition)
 
     def _drop_ended(self, model: ServedModel, p: Partition) -> None:
-        if p.clock not in model.commits and not p.committing:
-            self.held_bytes -= p.drop_ended(model.live())
+        if p.clock in model.commits or p.committing or p.held:
+            return
+        slots = p.ended(model.live())
+        if slots:
+            self.held_bytes -= p.drop(slots)
+            p.lsn += 1
+            if p.level:
+                self.durability.executed(p, "drop", drop_head(slots, p.version))
 
     # --- loading
 
@@ -290,33 +335,48 @@ class ShardCore:
         model, p = self._find(event.key, event.token)
         if model is None or p is None or p.state is not None:
             return
-        p.load(event.loaded)
+        loaded, cut = event.loaded, isinstance(p.source, int)
+        if cut and loaded.staged:
+            loaded = replace(loaded, staged=())
+        try:
+            p.load(loaded)
+        except PsError as error:
+            self._load_failed(LoadFailed(event.key, event.token, error), now)
+            return
+        p.live_workers = model.live_workers
         self.held_bytes += p.held_bytes
-        cut = isinstance(p.source, int)
-        if cut and event.loaded.stored:
+        if cut and loaded.stored:
             p.cut_stored = p.clock
-        elif not cut and p.clock not in model.commits:
-            p.clock = model.clock
-        if model.ready and not event.loaded.stored:
-            self.plan.first(p, now)
-        if p.buffered and p.spec.consistency.mode == "buffered":
+        elif loaded.settings is None or p.spec.consistency.mode != "sync":
+            p.clock = p.clock if p.clock in model.commits else model.clock
+        if p.level and loaded.settings is None:
+            configured(self, p, now, fresh=not loaded.stored)
+        if model.ready and not loaded.stored:
+            self.plan.first(p)
+        elif loaded.replayed_bytes:
+            self.plan.changed(p, now)
+        if p.buffered:
             p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
             self.flush_by(p, p.flush_at, now)
-        elif p.buffered:
-            self._lines.add(FlushOperation(model, [p]))
         self._woken.append(p)
-        self._unpark(model, now)
-        self._advance(model, p, now)
+        self.resume(model, p, now)
         self._effects.append(Report())
+
+    def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
+        """Take up what was left alone while the partition was not there, or held."""
+        self._requests.unpark(model)
+        if partition.revision < model.revision:
+            self._settle(model, partition, partition.revision)
+        if partition.buffered:
+            self._lines.add(FlushOperation(model, [partition]))  # nothing happens unless it is time
+        self._advance(model, partition, now)
+        self._drop_ended(model, partition)
 
     def _load_failed(self, event: LoadFailed, now: float) -> None:
         model, p = self._find(event.key, event.token)
         if model is None or p is None or p.state is not None:
             return
-        for operation in [op for op in model.parked if p in op.partitions]:
-            model.parked.remove(operation)
-            operation.refuse(self, event.error)
-        self._pulls.refuse(p, event.error)
+        self._requests.refuse(model, p, event.error)
 
         def again(at: float) -> None:
             if self._owns(model, p) and p.state is None:
@@ -332,103 +392,6 @@ class ShardCore:
     def _owns(self, model: ServedModel, p: Partition) -> bool:
         return self.models.get(model.key.name) is model and model.partitions.get(p.index) is p
 
-    # --- requests
-
-    def _push(self, event: PushReceived, now: float) -> None:
-        try:
-            model = self._model(event.model, event.request)
-            model.check(event.generation, event.timeline)
-            if not model.ready:
-                raise problem("initializing", "the model's initial values are not complete")
-            admission.check_push(event, model.spec, model.layout)
-            partitions = [model.owned(part.partition, self.map_epoch) for part in event.parts]
-        except PsError as error:
-            self.reply(event.request, error)
-            return
-        operation = PushOperation(model, event=event, expires=now + limits.LEASE_S)
-        if admission.must_ask(event, model.spec.consistency.mode, model.workers, [p.memory for p in partitions]):
-            assert event.push_id is not None
-            self._asking[event.request] = operation
-            self._effects.append(AskWorker(event.request, model.key, event.push_id.worker))
-        else:
-            self._submit(operation, now)
-
-    def _worker_answered(self, event: WorkerAnswered, now: float) -> None:
-        operation = self._asking.pop(event.request, None)
-        if operation is not None:
-            operation.answer = event
-            self._submit(operation, now)
-
-    def _set(self, event: SetReceived, now: float) -> None:
-        try:
-            model = self._model(event.model, event.request)
-            model.check(event.generation, None)
-            admission.check_set(event, model.spec, model.layout)
-        except PsError as error:
-            self.reply(event.request, error)
-            return
-        self._submit(SetOperation(model, event=event, expires=now + limits.LEASE_S), now)
-
-    def _model(self, name: str, request: Request) -> ServedModel:
-        if len(self._open) >= limits.QUEUED_REQUESTS_MAX:
-            raise problem("queue_full", f"{len(self._open)} requests are waiting in this shard")
-        model = self.models.get(name)
-        if model is None:
-            raise problem("unknown_model", f"there is no model '{name}'")
-        self._open.add(request)
-        return model
-
-    def _submit(self, operation: Operation, now: float) -> None:
-        """Put a push or an assignment into the lines, or aside until its partitions are loaded."""
-        assert isinstance(operation, PushOperation | SetOperation)
-        model = operation.model
-        try:
-            if self.models.get(model.key.name) is not model:
-                raise self.model_gone(model)
-            parts = operation.event.parts
-            operation.partitions = [model.owned(part.partition, self.map_epoch) for part in parts]
-        except PsError as error:
-            operation.refuse(self, error)
-            return
-        if all(p.state is not None for p in operation.partitions):
-            self._lines.add(operation)
-            return
-        model.parked.append(operation)
-
-        def expire(at: float) -> None:
-            if operation in model.parked:
-                model.parked.remove(operation)
-                operation.refuse(self, problem("loading", "a partition is being recovered"))
-
-        self._timers.at(operation.expires, expire)
-
-    def _unpark(self, model: ServedModel, now: float) -> None:
-        parked, model.parked = model.parked, []
-        for operation in parked:
-            self._submit(operation, now)
-
-    def _pull(self, event: PullReceived, now: float) -> None:
-        try:
-            model = self._model(event.model, event.request)
-            if not event.parts:
-                raise problem("malformed", "the pull names no partition")
-        except PsError as error:
-            self.reply(event.request, error)
-            return
-        self._pulls.take(model, event, now)
-
-    def _request_gone(self, event: RequestGone, now: float) -> None:
-        if self._pulls.withdraw(event.request):
-            self._open.discard(event.request)
-
-    def _capture(self, event: CaptureReceived, now: float) -> None:
-        try:
-            model = self._model(event.model, event.request)
-            model.check(event.generation, None)
-            self.reply(event.request, model.owned(event.partition, self.map_epoch).captured(event.cut))
-        except PsError as error:
-            self.reply(event.request, error)
-
     # --- running
 
     def _run(self, now: float) -> None:
@@ -442,6 +405,7 @@ class ShardCore:
                 self._effects.append(Apply(self._last_job, tuple(tasks)))
             else:
                 self._lines.release(operation)
+        self._handover.write()
         woken, self._woken = self._woken, []
         for partition in woken:
             self._pulls.wake(partition, now)
@@ -449,29 +413,55 @@ class ShardCore:
     def _applied(self, event: Applied, now: float) -> None:
         operation = self._jobs.pop(event.job)
         model = operation.model
-        lost = [p.index for p in operation.partitions if not self._owns(model, p)]
-        if not lost:
-            operation.finish(self, event.results, now)
-        elif self.models.get(model.key.name) is model:
-            operation.refuse(self, wrong_owner(model.key, lost[0], self.map_epoch))
+        lost = [p for p in operation.partitions if not self._owns(model, p)]
+        if lost:
+            operation.refuse(self, self._lost(model, lost[0]))
         else:
-            operation.refuse(self, self.model_gone(model))
+            operation.finish(self, event.results, now)
         self._lines.release(operation)
 
     def _snapshot_done(self, event: SnapshotStored | SnapshotFailed, now: float) -> None:
-        _, partition = self._find(event.key, event.token)
-        if self.plan.done(isinstance(event, SnapshotStored), partition, now):
-            self._effects.append(Report())
+        _, p = self._find(event.key, event.token)
+        store = self.plan.done(isinstance(event, SnapshotStored), event.urgent, p, now)
+        if store is not None and p is not None:
+            self.durability.snapshot(p, store.capture, store.fsync)
+            if self._handover.stored(p, store.capture.lsn) or store.cut:
+                self._effects.append(Report())
+
+    def _journaled(self, event: Journaled, now: float) -> None:
+        _, p = self._find(event.key, event.token)
+        if p is not None:
+            self.durability.journaled(p, event.lsn)
+
+    def _journal_refused(self, event: JournalRefused, now: float) -> None:
+        model, p = self._find(event.key, event.token)
+        if model is not None and p is not None:
+            model.refused[p.index] = p.token
+            for operation in self._lose(model, p):
+                self._requests.submit(operation)
+            self._requests.unpark(model)
+
+    def _journal_lost(self, event: JournalLost, now: float) -> None:
+        _, p = self._find(event.key, event.token)
+        if p is not None and p.mark.rebase is None:
+            self.durability.rebase(p)
+
+    def _storage_changed(self, event: StorageChanged, now: float) -> None:
+        self.durability.storage, self.durability.fsync_refused = event.reason, event.fsync_refused
 
     # --- what operations do (see `operation.Shard`)
 
     def reply(self, request: Request, outcome: Outcome) -> None:
-        self._open.discard(request)
+        self._requests.open.discard(request)
         self._effects.append(Reply(request, outcome))
+
+    def _perform(self, effect: Effect) -> None:
+        self._effects.append(effect)
 
     def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
         partition.state = state
         partition.version += 1
+        partition.lsn += 1
         self.plan.changed(partition, now)
         if partition.pulls:
             self._woken.append(partition)
@@ -484,7 +474,7 @@ class ShardCore:
 
         def due(now: float) -> None:
             model = self._known(partition.key.model)
-            if partition.flush_at == at and model is not None and self._owns(model, partition):
+            if partition.flush_at == at and not partition.held and model is not None and self._owns(model, partition):
                 self._lines.add(FlushOperation(model, [partition]))
 
         self._timers.at(at, due)
@@ -492,8 +482,11 @@ class ShardCore:
     def cut(self, partition: Partition) -> None:
         self.plan.cut(partition)
 
+    def remembers(self, partition: Partition, now: float) -> None:
+        self.plan.changed(partition, now)
+
     def settings_changed(self, partition: Partition, now: float) -> None:
-        if partition.spec.consistency.mode == "sync":
+        if partition.spec.consistency.mode == "sync" and not partition.level:
             self.plan.forget(partition, cuts=False)
         else:
             self.plan.changed(partition, now)

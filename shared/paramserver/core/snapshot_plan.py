@@ -1,31 +1,57 @@
-"""When which partition is written to Redis: one at a time, oldest change first, within a budget of bytes per second."""
+"""When which partition is written to Redis: one at a time, oldest change first, within a budget of bytes per second.
+
+Beside these, urgent ones are written one at a time and outside the budget, because somebody waits for them.  Two
+snapshots of one partition are never under way together, so the newest is the last one written.
+"""
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from paramserver import limits
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import Capture, StoreSnapshot
+from paramserver.core.watermark import LEVELS
+from paramserver.types import PartitionKey
 
 _RETRY_S = 1.0
 
 
+@dataclass(slots=True)
+class _Lane:
+    """One snapshot at a time."""
+
+    storing: StoreSnapshot | None = None
+    free_at: float = 0.0
+
+    @property
+    def key(self) -> PartitionKey | None:
+        return None if self.storing is None else self.storing.capture.key
+
+
 class SnapshotPlan:
-    """Chooses the next snapshot.  Synchronous models are written at cuts only, everything else 5 s after a change."""
+    """Chooses the next snapshot.
+
+    Synchronous models at level `applied` are written at cuts only, everything else 5 s after a change.
+    """
 
     def __init__(self) -> None:
-        self._cuts: deque[Capture] = deque()
+        self._cuts: deque[StoreSnapshot] = deque()
+        self._soon: dict[Partition, None] = {}  # due at once
         self._due: dict[Partition, float] = {}  # changed since their last snapshot; the first is due first
-        self._storing: tuple[Capture, bool] | None = None
-        self._free_at = 0.0
+        self._urgent: dict[Partition, None] = {}
+        self._fsync: set[Partition] = set()  # whose next snapshot is to be on disk
+        self._usual = _Lane()
+        self._rush = _Lane()
         self.failed = 0
         """Failures since the last success."""
 
     def changed(self, partition: Partition, now: float) -> None:
-        """The partition has a new version."""
-        if partition.spec.consistency.mode != "sync":
+        """The partition has a new version, or remembers more."""
+        if (partition.level or partition.spec.consistency.mode != "sync") and partition not in self._soon:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
-    def first(self, partition: Partition, now: float) -> None:
+    def first(self, partition: Partition) -> None:
         """The partition has values that are in memory alone: uploaded ones cannot be drawn again, so it is due at once.
 
         In sync they are the cut to which a recovery before the first commit goes back.
@@ -33,74 +59,119 @@ class SnapshotPlan:
         if partition.spec.consistency.mode == "sync":
             self.cut(partition)
         else:
-            self._due.pop(partition, None)
-            self._due = {partition: now, **self._due}
+            self.soon(partition)
+
+    def soon(self, partition: Partition, *, fsync: bool = False) -> None:
+        """The partition is due at once, before those that have only changed."""
+        self._due.pop(partition, None)
+        self._soon[partition] = None
+        if fsync:
+            self._fsync.add(partition)
+
+    def urgent(self, partition: Partition) -> None:
+        """The partition is to be written now, outside the budget."""
+        self._urgent[partition] = None
 
     def cut(self, partition: Partition) -> None:
-        """Capture the partition as it is now, to be stored under its clock.
+        """Capture the partition as it is now, to be stored under its clock."""
+        self.store_cut(partition, partition.capture(cut=True))
+
+    def store_cut(self, partition: Partition, capture: Capture) -> None:
+        """Store that cut of the partition.
 
         Of the cuts of one partition that wait, the oldest and the newest are kept: so one completes however fast
         they come.
         """
-        capture = partition.capture()
         partition.cut = capture
-        for extra in [c for c in self._cuts if c.key == capture.key][1:]:
+        for extra in [c for c in self._cuts if c.capture.key == capture.key][1:]:
             self._cuts.remove(extra)
-        self._cuts.append(capture)
+        self._cuts.append(StoreSnapshot(capture, True, fsync=partition.level == LEVELS["fsynced"]))
 
     def next(self, now: float) -> StoreSnapshot | None:
-        """The snapshot to write now, if one is due and none is being written."""
-        if self._storing is not None or now < self._free_at:
+        """A snapshot to write now, if one is due and none of its kind is being written; ask until there is none."""
+        if self._urgent and self._rush.storing is None and now >= self._rush.free_at:
+            partition = self._first(self._urgent, self._usual)
+            if partition is not None:
+                del self._urgent[partition]
+                self._rush.storing = self._captured(partition, urgent=True)
+                return self._rush.storing
+        if self._usual.storing is not None or now < self._usual.free_at:
             return None
+        store = self._usual_next(now)
+        if store is not None:
+            self._usual.storing = store
+            self._usual.free_at = now + store.capture.nbytes / limits.SNAPSHOT_BYTES_PER_S
+        return store
+
+    def _first(self, waiting: Iterable[Partition], other: _Lane) -> Partition | None:
+        """The first of them that the other lane does not write just now."""
+        return next((p for p in waiting if p.key != other.key), None)
+
+    def _usual_next(self, now: float) -> StoreSnapshot | None:
         if self._cuts:
-            return self._begin(self._cuts.popleft(), True, now)
-        first = next(iter(self._due), None)
-        if first is None or now < self._due[first]:
-            return None
-        del self._due[first]
-        return self._begin(first.capture(), False, now)
+            return self._cuts.popleft() if self._cuts[0].capture.key != self._rush.key else None
+        partition = self._first(self._soon, self._rush)
+        if partition is None:
+            partition = self._first(self._due, self._rush)
+            if partition is None or now < self._due[partition]:
+                return None
+        return self._captured(partition)
 
-    def _begin(self, capture: Capture, cut: bool, now: float) -> StoreSnapshot:
-        self._storing = (capture, cut)
-        self._free_at = now + capture.nbytes / limits.SNAPSHOT_BYTES_PER_S
-        return StoreSnapshot(capture, cut)
+    def _captured(self, partition: Partition, *, urgent: bool = False) -> StoreSnapshot:
+        """The partition as it is now; nothing of it is due any more."""
+        self._soon.pop(partition, None)
+        self._due.pop(partition, None)
+        partition.mark.since_snapshot_bytes = 0
+        fsync = partition in self._fsync or partition.level == LEVELS["fsynced"]
+        self._fsync.discard(partition)
+        return StoreSnapshot(partition.capture(), False, urgent, fsync)
 
-    def done(self, stored: bool, partition: Partition | None, now: float) -> bool:
-        """The snapshot being written has come to its end; `partition` is None if it is no longer owned.
+    def done(self, stored: bool, urgent: bool, partition: Partition | None, now: float) -> StoreSnapshot | None:
+        """A snapshot being written has come to its end; `partition` is None if it is no longer owned.
 
-        Returns whether it was a cut that is stored now.
+        Returns it if it is stored and counts.
         """
-        if self._storing is None:
-            return False
-        (capture, cut), self._storing = self._storing, None
-        if partition is None or partition.token != capture.token:
-            return False
+        lane = self._rush if urgent else self._usual
+        store, lane.storing = lane.storing, None
+        if store is None or partition is None or partition.token != store.capture.token:
+            return None
         if stored:
             self.failed = 0
-            partition.durable_version = max(partition.durable_version, capture.version)
-            if cut:
-                partition.cut_stored = capture.clock
-            return cut
+            if store.cut:
+                partition.cut_stored = store.capture.clock
+            return store
         self.failed += 1
-        self._free_at = max(self._free_at, now + _RETRY_S)
-        if cut:
-            self._cuts.appendleft(capture)
-        elif partition.spec.consistency.mode != "sync":
-            self._due.pop(partition, None)
-            self._due = {partition: now, **self._due}
-        return False
+        lane.free_at = max(lane.free_at, now + _RETRY_S)
+        if urgent:
+            self.urgent(partition)
+        elif store.cut and not partition.level and not partition.held:
+            self._cuts.appendleft(store)
+        elif partition.level or partition.spec.consistency.mode != "sync":
+            self.soon(partition, fsync=store.fsync)
+        return None
 
     def forget(self, partition: Partition, *, cuts: bool = True) -> None:
         """That ownership has ended, or (without `cuts`) the model is synchronous now: what waits of it is dropped."""
         self._due.pop(partition, None)
+        self._soon.pop(partition, None)
+        self._fsync.discard(partition)
         if cuts:
-            self._cuts = deque(c for c in self._cuts if (c.key, c.token) != (partition.key, partition.token))
+            self._urgent.pop(partition, None)
+            self._cuts = deque(
+                c for c in self._cuts if (c.capture.key, c.capture.token) != (partition.key, partition.token)
+            )
 
     def deadline(self) -> float | None:
-        """When `next` may have something; None while a snapshot is being written or nothing has changed."""
-        if self._storing is not None:
-            return None
+        """When `next` may have something; None while what waits is being written or nothing has changed."""
+        usual = self._usual_deadline() if self._usual.storing is None else None
+        if not self._urgent or self._rush.storing is not None or self._first(self._urgent, self._usual) is None:
+            return usual
+        return self._rush.free_at if usual is None else min(usual, self._rush.free_at)
+
+    def _usual_deadline(self) -> float | None:
         if self._cuts:
-            return self._free_at
-        first = next(iter(self._due.values()), None)
-        return None if first is None else max(first, self._free_at)
+            return self._usual.free_at if self._cuts[0].capture.key != self._rush.key else None
+        if self._soon and self._first(self._soon, self._rush) is not None:
+            return self._usual.free_at
+        first = self._first(self._due, self._rush)
+        return None if first is None else max(self._due[first], self._usual.free_at)

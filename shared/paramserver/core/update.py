@@ -1,6 +1,6 @@
 """From accepted gradients to the numbers of one optimizer step of one partition (`UpdateTask`); pure.
 
-The learning rate counts the partition's own version; the step count of bias correction is kept per parameter within
+The step count of bias correction is kept per parameter within
 the partition and rises only for parameters the update touches; elements outside the ranges a push names keep value,
 moments and decay (semantics 1).
 """
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from paramserver.core.layout import Range, Segment
 from paramserver.core.optimizer import SegmentStep
-from paramserver.core.schedule import learning_rate
 from paramserver.core.shard_io import HeldPart, PartitionState, Piece, UpdateTask
 from paramserver.core.spec import ModelSpec
-from paramserver.types import AnyArray, DType, PartitionKey
+from paramserver.types import ITEMSIZE, AnyArray, Coding, PartitionKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +22,17 @@ class Basis:
 
     key: PartitionKey
     state: PartitionState
-    version: int
     spec: ModelSpec
     segments: tuple[Segment, ...]
-    live_workers: int
 
     @property
     def size(self) -> int:
         """Elements of the partition."""
         return self.state.values.size
 
-    def steps(self, touched: Sequence[Range], scale: float, lag_factor: float) -> tuple[list[SegmentStep], list[int]]:
+    def steps(self, touched: Sequence[Range], scale: float, rate: float) -> tuple[list[SegmentStep], list[int]]:
         """(steps covering the partition, step counts after them) for an update of these sorted, disjoint ranges."""
         spec, optimizer = self.spec, self.spec.optimizer
-        rate = learning_rate(optimizer, self.version, self.live_workers) * lag_factor
-        if optimizer.name == "sum":
-            scale *= lag_factor  # it has no learning rate to scale
         out: list[SegmentStep] = []
         counts = list(self.state.steps)
         whole = touched[0] == (0, self.size) if touched else False
@@ -65,11 +59,11 @@ class Basis:
 
 
 def single_task(
-    basis: Basis, data: AnyArray, dtype: DType, ranges: tuple[Range, ...] | None, scale: float, lag_factor: float
+    basis: Basis, data: AnyArray, dtype: Coding, ranges: tuple[Range, ...] | None, scale: float, rate: float
 ) -> UpdateTask:
-    """One push applied by itself."""
+    """One push applied by itself, at that learning rate."""
     touched = ranges or ((0, basis.size),)
-    steps, counts = basis.steps(touched, scale, lag_factor)
+    steps, counts = basis.steps(touched, scale, rate)
     optimizer = basis.spec.optimizer
     if ranges is None or ranges == ((0, basis.size),):
         return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), (data, dtype))
@@ -80,26 +74,30 @@ def single_task(
     return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), None, tuple(pieces))
 
 
-def mean_task(basis: Basis, parts: Sequence[tuple[HeldPart, float]], divisor: float) -> UpdateTask:
-    """The weighted sum of several parts, in the order given, over `divisor`, as one update."""
+def mean_task(basis: Basis, parts: Sequence[tuple[HeldPart, float]], divisor: float, rate: float) -> UpdateTask:
+    """The weighted sum of several parts, in the order given, over `divisor`, as one update at that learning rate."""
     pieces = summed([(h.ranges or ((0, basis.size),), h.data, h.dtype, weight) for h, weight in parts])
-    steps, counts = basis.steps(_joined((p.start, p.stop) for p in pieces), 1.0, 1.0)
+    steps, counts = basis.steps(_joined((p.start, p.stop) for p in pieces), 1.0, rate)
     return UpdateTask(
         basis.key, basis.state, basis.spec.optimizer, tuple(steps), tuple(counts), None, tuple(pieces), divisor
     )
 
 
-def summed(parts: Sequence[tuple[tuple[Range, ...], AnyArray, DType, float]]) -> list[Piece]:
-    """The parts cut at every boundary of any of them: on each piece the parts that cover it, in their order."""
+def summed(parts: Sequence[tuple[tuple[Range, ...], AnyArray, Coding, float]]) -> list[Piece]:
+    """The parts cut at every boundary of any of them: on each piece the parts that cover it, in their order.
+
+    Encoded parts hold a whole partition and are not cut: the kernels decode the piece's share of them.
+    """
     edges = sorted({edge for ranges, *_ in parts for r in ranges for edge in r})
-    covering: list[list[tuple[AnyArray, DType, float]]] = [[] for _ in edges]
+    covering: list[list[tuple[AnyArray, Coding, float]]] = [[] for _ in edges]
     for ranges, data, dtype, weight in parts:
         at = 0
         for start, stop in ranges:
             i = bisect_left(edges, start)
             while edges[i] < stop:
                 offset = at + edges[i] - start
-                covering[i].append((data[offset : offset + edges[i + 1] - edges[i]], dtype, weight))
+                share = data[offset : offset + edges[i + 1] - edges[i]] if dtype in ITEMSIZE else data
+                covering[i].append((share, dtype, weight))
                 i += 1
             at += stop - start
     return [Piece(edges[i], edges[i + 1], tuple(held)) for i, held in enumerate(covering) if held]

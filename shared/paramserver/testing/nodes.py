@@ -206,7 +206,8 @@ class SimShard(Node):
             return
         partitions = [list(p) for p in self.core.partitions()]
         cuts = [list(c) for c in self.core.cuts()]
-        beat = self.scheduler.ask(lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts))
+        released = [list(r) for r in self.core.released()]
+        beat = self.scheduler.ask(lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released))
 
         def answered(outcome: Any) -> None:
             if self.up and epoch == self.epoch and isinstance(outcome, PsError) and outcome.code in _REJOIN:
@@ -320,9 +321,9 @@ class SimShard(Node):
 
     def _store(self, effect: sio.StoreSnapshot, capture: sio.Capture) -> sio.Event:
         if self.redis.tokens.get(capture.key) != capture.token:
-            return sio.SnapshotFailed(capture.key, capture.token, capture.version)
+            return sio.SnapshotFailed(capture.key, capture.token, capture.version, effect.urgent)
         self.redis.shelf.save(effect)
-        return sio.SnapshotStored(capture.key, capture.token, capture.version)
+        return sio.SnapshotStored(capture.key, capture.token, capture.version, effect.urgent)
 
     def _ask(self, request: int, model: ModelKey, worker: str) -> sio.Event:
         if not self.scheduler.up:

@@ -81,7 +81,22 @@ class SnapshotShelf:
             found = self.newest.get(effect.key)
         if found is None:
             return first_state(effect)
-        return LoadedState(found.state, found.version, found.clock, found.memory, found.held, stored=True)
+        return loaded(found)
+
+
+def loaded(capture: Capture) -> LoadedState:
+    """What a stored capture gives back."""
+    return LoadedState(
+        capture.state,
+        capture.version,
+        capture.clock,
+        capture.memory,
+        capture.held,
+        True,
+        capture.lsn,
+        capture.staged,
+        capture.settings,
+    )
 
 
 def first_state(effect: LoadPartition) -> LoadedState:
@@ -189,7 +204,7 @@ class ShardDriver:
                 return PartitionLoaded(key, token, self.store.load(effect))
             case StoreSnapshot(capture):
                 self.store.save(effect)
-                return SnapshotStored(capture.key, capture.token, capture.version)
+                return SnapshotStored(capture.key, capture.token, capture.version, effect.urgent)
             case _:
                 raise AssertionError(f"{effect} is not completed by an event")
 

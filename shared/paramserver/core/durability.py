@@ -1,0 +1,183 @@
+"""Commands become journal entries, and replies leave when what they acknowledge is durable (semantics 3 and 7).
+
+A command is applied in memory, then journaled; its reply waits for the watermark of every partition it touched.  A
+duplicate's reply waits for all that its partitions have executed so far.  A reply that asks for more than the model's
+level waits for a snapshot, which is due at once.  Nothing here costs a push at level `applied` anything.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from paramserver import limits
+from paramserver.core.partition import Partition
+from paramserver.core.shard_io import Capture, Journal, JournalEntry, Outcome, PushDone, Request
+from paramserver.core.snapshot_plan import SnapshotPlan
+from paramserver.core.timers import Timers
+from paramserver.core.watermark import LEVELS, Waiting
+from paramserver.errors import PsError, problem
+from paramserver.types import AnyArray
+
+_FSYNCED = LEVELS["fsynced"]
+
+
+class Shard(Protocol):
+    """What durability needs of the shard."""
+
+    plan: SnapshotPlan
+
+    def reply(self, request: Request, outcome: Outcome) -> None:
+        """Answer a request."""
+
+
+class Durability:
+    """The journal of one shard's partitions and the replies that wait for it."""
+
+    def __init__(self, shard: Shard, timers: Timers) -> None:
+        self.storage = ""
+        """Why nothing can be made durable now; empty: it can."""
+        self.fsync_refused = ""
+        """Why nothing can be made durable on disk now."""
+        self.queued_bytes = 0
+        """Bytes of entries that are not durable yet."""
+        self._shard = shard
+        self._timers = timers
+        self._entries: tuple[list[JournalEntry], list[JournalEntry]] = ([], [])  # to be journaled; on disk
+        self._order: deque[Waiting] = deque()  # by the time they give up, answered ones among them
+        self._armed = False
+
+    # --- what is executed
+
+    def admit(self, level: int, nbytes: int) -> None:
+        """Raises UnavailableError when a command that is to be durable at that level cannot be taken up now."""
+        reason = self.storage or (self.fsync_refused if level == _FSYNCED else "")
+        if reason:
+            raise problem("storage_unavailable", reason, hint="nothing was changed; send it again")
+        if self.queued_bytes and self.queued_bytes + nbytes > limits.JOURNAL_QUEUE_BYTES_MAX:
+            raise problem("queue_full", f"{self.queued_bytes} bytes wait to be journaled by this shard")
+
+    def executed(self, p: Partition, kind: str, head: Mapping[str, Any], arrays: tuple[AnyArray, ...] = ()) -> None:
+        """Journal the command that has just got `p.lsn`."""
+        entry = JournalEntry(p.key, p.token, p.lsn, kind, head, arrays)
+        self._entries[p.level == _FSYNCED].append(entry)
+        size = entry.nbytes
+        p.mark.queued.append((p.lsn, p.version, size))
+        self.queued_bytes += size
+        p.mark.since_snapshot_bytes += size
+        if p.mark.since_snapshot_bytes >= limits.SNAPSHOT_JOURNAL_BYTES:
+            p.mark.since_snapshot_bytes = 0
+            self._shard.plan.soon(p)
+
+    def effects(self) -> list[Journal]:
+        """What was executed since the last call."""
+        if any(self._entries):
+            (stored, synced), self._entries = self._entries, ([], [])
+            return [Journal(tuple(e), fsync) for e, fsync in ((stored, False), (synced, True)) if e]
+        return []
+
+    # --- who waits
+
+    def acknowledge(
+        self, request: Request, done: PushDone, partitions: Sequence[Partition], level: int, now: float
+    ) -> None:
+        """Answer when all that these partitions have executed is durable at that level."""
+        waiting = Waiting(request, done, list(partitions), now + limits.JOURNAL_WAIT_S)
+        for p in partitions:
+            if p.lsn > p.mark.durable(level):
+                waiting.left += 1
+                p.mark.waiting.append((p.lsn, level, waiting))
+                if level > p.level:
+                    self._shard.plan.soon(p, fsync=level == _FSYNCED)
+        if not waiting.left:
+            self._answer(waiting)
+            return
+        self._order.append(waiting)
+        self._arm()
+
+    def _answer(self, waiting: Waiting) -> None:
+        """The reply quotes today's durable version and incarnation."""
+        done, waiting.over = waiting.done, True
+        parts = tuple(p.stand(part.version) for p, part in zip(waiting.partitions, done.parts, strict=True))
+        done = replace(
+            done,
+            parts=parts,
+            durable_version=min(p.durable_version for p in parts),
+            incarnation=max(p.incarnation for p in parts),
+        )
+        self._shard.reply(waiting.request, done)
+
+    def _refuse(self, waiting: Waiting, error: PsError) -> None:
+        if not waiting.over:
+            waiting.over = True
+            self._shard.reply(waiting.request, error)
+
+    def _arm(self) -> None:
+        while self._order and self._order[0].over:
+            self._order.popleft()
+        if self._order and not self._armed:
+            self._armed = True
+            self._timers.at(self._order[0].until, self._give_up)
+
+    def _give_up(self, now: float) -> None:
+        self._armed = False
+        while self._order and (self._order[0].over or self._order[0].until <= now):
+            reason = self.storage or "it takes Redis too long to make it durable"
+            error = problem("storage_unavailable", reason, hint="the push is in doubt; send it again under the same id")
+            self._refuse(self._order.popleft(), error)
+        self._arm()
+
+    # --- how far it is durable
+
+    def journaled(self, p: Partition, lsn: int) -> None:
+        """The journal reaches that lsn."""
+        p.mark.journaled = max(p.mark.journaled, lsn)
+        if p.mark.rebase is None:
+            self._advance(p, lsn, synced=p.level == _FSYNCED)
+
+    def snapshot(self, p: Partition, capture: Capture, fsync: bool) -> None:
+        """A snapshot is stored."""
+        mark, lsn = p.mark, capture.lsn
+        if mark.rebase is not None and lsn >= mark.rebase:
+            mark.rebase, lsn = None, max(lsn, mark.journaled)
+        p.durable_version = max(p.durable_version, capture.version)
+        self._advance(p, lsn, synced=fsync)
+
+    def rebase(self, p: Partition) -> None:
+        """Redis has lost what it held of this partition, or part of it: a snapshot of all there is comes first."""
+        if p.level:
+            p.mark.rebase = p.lsn
+        self._shard.plan.urgent(p)
+
+    def _advance(self, p: Partition, lsn: int, *, synced: bool) -> None:
+        mark = p.mark
+        mark.stored = max(mark.stored, lsn)
+        if synced:
+            mark.synced = max(mark.synced, lsn)
+        while mark.queued and mark.queued[0][0] <= lsn:
+            _, version, size = mark.queued.popleft()
+            p.durable_version = max(p.durable_version, version)
+            self.queued_bytes -= size
+        if mark.waiting:
+            self._progress(p)
+
+    def _progress(self, p: Partition) -> None:
+        waiting, p.mark.waiting = p.mark.waiting, []
+        for lsn, level, reply in waiting:
+            if reply.over:
+                continue
+            if lsn > p.mark.durable(level):
+                p.mark.waiting.append((lsn, level, reply))
+                continue
+            reply.left -= 1
+            if not reply.left:
+                self._answer(reply)
+        self._arm()
+
+    def refuse(self, p: Partition, error: PsError) -> None:
+        """The partition is no longer served here: nobody will hear of its durability."""
+        waiting, p.mark.waiting = p.mark.waiting, []
+        for _, _, reply in waiting:
+            self._refuse(reply, error)
+        self.queued_bytes -= sum(size for _, _, size in p.mark.queued)
+        p.mark.queued.clear()

@@ -1,0 +1,90 @@
+"""Partitions that change hands while they live: handed over whole, or kept under a renewed token (semantics 6)."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from paramserver.core.durability import Durability
+from paramserver.core.line import Lines
+from paramserver.core.operation import CommitOperation, Operation, PushOperation, SetOperation
+from paramserver.core.partition import Partition
+from paramserver.core.served_model import ServedModel
+from paramserver.core.snapshot_plan import SnapshotPlan
+from paramserver.types import Token
+
+
+class Shard(Protocol):
+    """What moves need of the shard."""
+
+    durability: Durability
+    plan: SnapshotPlan
+
+    def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
+        """Take up again what was left alone while the partition was held."""
+
+
+class Handover:
+    """Holds partitions that are to be released until their whole state is stored."""
+
+    def __init__(self, shard: Shard, lines: Lines) -> None:
+        self._shard = shard
+        self._lines = lines
+        self._held: dict[Partition, None] = {}
+
+    def hold(self, partition: Partition, wish: int) -> list[Operation]:
+        """Let the running operation end and nothing else begin; returns the requests that waited."""
+        partition.held = wish
+        self._held[partition] = None
+        self._shard.plan.forget(partition)
+        partition.committing = any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
+        return [op for op in self._lines.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
+
+    def write(self) -> None:
+        """Have the state of held partitions stored as soon as it stands still."""
+        for partition in list(self._held):
+            if partition.state is not None and not partition.operations:
+                del self._held[partition]
+                self._shard.plan.urgent(partition)
+
+    def stored(self, partition: Partition, lsn: int) -> bool:
+        """The state at that lsn is stored; returns whether the partition is released now."""
+        if not partition.held or partition.released:
+            return False
+        if lsn == partition.lsn and partition not in self._held:
+            partition.released = True
+        else:
+            self._held[partition] = None
+        return partition.released
+
+    def unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
+        """The move was called off."""
+        partition.held, partition.released = 0, False
+        self.forget(partition)
+        self._shard.plan.forget(partition)
+        if partition.state is None:
+            return
+        if partition.lsn > partition.mark.stored:
+            self._shard.plan.changed(partition, now)
+        self._shard.resume(model, partition, now)
+
+    def forget(self, partition: Partition) -> None:
+        """The partition is no longer owned."""
+        self._held.pop(partition, None)
+
+    def renew(self, partition: Partition, token: Token) -> None:
+        """Redis was emptied: the owner keeps its memory under a new token, and everything is stored again."""
+        self._shard.plan.forget(partition)
+        partition.token = token
+        partition.released = False
+        partition.durable_version, partition.cut_stored = 0, None
+        if partition.cut is not None and not partition.level:
+            self._shard.plan.store_cut(partition, replace(partition.cut, token=token))
+        self._shard.durability.rebase(partition)
+
+
+def released(models: Iterable[ServedModel]) -> Iterator[tuple[str, int, int, Token, int, int]]:
+    """(model, generation, index, token, version, wish) of each partition that another shard may have now."""
+    for model in models:
+        for p in model.partitions.values():
+            if p.released:
+                yield (model.key.name, model.key.generation, p.index, p.token, p.version, p.held)

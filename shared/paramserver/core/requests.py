@@ -1,0 +1,163 @@
+"""Requests on their way in: checked, asked about where need be, put into the lines or aside until they can run."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from paramserver import limits
+from paramserver.core import admission
+from paramserver.core import operation as running
+from paramserver.core.line import Lines
+from paramserver.core.operation import Operation, PushOperation, SetOperation
+from paramserver.core.partition import Partition
+from paramserver.core.pulls import PullDesk
+from paramserver.core.served_model import ServedModel
+from paramserver.core.shard_io import (
+    AskWorker,
+    CaptureReceived,
+    Effect,
+    PullReceived,
+    PushReceived,
+    Request,
+    RequestGone,
+    SetReceived,
+    WorkerAnswered,
+)
+from paramserver.core.timers import Timers
+from paramserver.core.watermark import LEVELS
+from paramserver.errors import PsError, problem
+
+
+class Shard(running.Shard, Protocol):
+    """What requests need of the shard."""
+
+    map_epoch: int
+    models: dict[str, ServedModel]
+
+    def model_gone(self, model: ServedModel) -> PsError:
+        """What to tell a request for a model that was deleted or created anew."""
+
+
+class RequestDesk:
+    """All requests without an outcome yet."""
+
+    def __init__(
+        self, shard: Shard, lines: Lines, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
+    ) -> None:
+        self.open: set[Request] = set()
+        self._shard = shard
+        self._lines = lines
+        self._timers = timers
+        self._pulls = pulls
+        self._perform = perform
+        self._asking: dict[Request, PushOperation] = {}
+
+    # --- by kind
+
+    def push(self, event: PushReceived, now: float) -> None:
+        shard = self._shard
+        try:
+            model = self._model(event.model, event.request)
+            model.check(event.generation, event.timeline)
+            if not model.ready:
+                raise problem("initializing", "the model's initial values are not complete")
+            admission.check_push(event, model.spec, model.layout)
+            partitions = [model.owned(part.partition, shard.map_epoch) for part in event.parts]
+        except PsError as error:
+            shard.reply(event.request, error)
+            return
+        level = max(model.level, LEVELS[event.ack or "applied"])
+        operation = PushOperation(model, event=event, expires=now + limits.LEASE_S, level=level)
+        if admission.must_ask(event, model.spec.consistency.mode, model.workers, [p.memory for p in partitions]):
+            assert event.push_id is not None
+            self._asking[event.request] = operation
+            self._perform(AskWorker(event.request, model.key, event.push_id.worker))
+        else:
+            self.submit(operation)
+
+    def worker_answered(self, event: WorkerAnswered, now: float) -> None:
+        operation = self._asking.pop(event.request, None)
+        if operation is not None:
+            operation.answer = event
+            self.submit(operation)
+
+    def set(self, event: SetReceived, now: float) -> None:
+        try:
+            model = self._model(event.model, event.request)
+            model.check(event.generation, None)
+            admission.check_set(event, model.spec, model.layout)
+        except PsError as error:
+            self._shard.reply(event.request, error)
+            return
+        self.submit(SetOperation(model, event=event, expires=now + limits.LEASE_S))
+
+    def pull(self, event: PullReceived, now: float) -> None:
+        try:
+            model = self._model(event.model, event.request)
+            if not event.parts:
+                raise problem("malformed", "the pull names no partition")
+        except PsError as error:
+            self._shard.reply(event.request, error)
+            return
+        self._pulls.take(model, event, now)
+
+    def capture(self, event: CaptureReceived, now: float) -> None:
+        try:
+            model = self._model(event.model, event.request)
+            model.check(event.generation, None)
+            captured = model.owned(event.partition, self._shard.map_epoch).captured(event.cut)
+        except PsError as error:
+            self._shard.reply(event.request, error)
+        else:
+            self._shard.reply(event.request, captured)
+
+    def gone(self, event: RequestGone, now: float) -> None:
+        if self._pulls.withdraw(event.request):
+            self.open.discard(event.request)
+
+    def _model(self, name: str, request: Request) -> ServedModel:
+        if len(self.open) >= limits.QUEUED_REQUESTS_MAX:
+            raise problem("queue_full", f"{len(self.open)} requests are waiting in this shard")
+        model = self._shard.models.get(name)
+        if model is None:
+            raise problem("unknown_model", f"there is no model '{name}'")
+        self.open.add(request)
+        return model
+
+    # --- into the lines
+
+    def submit(self, operation: Operation) -> None:
+        """Put a push or an assignment into the lines, or aside until its partitions are loaded and not held."""
+        assert isinstance(operation, PushOperation | SetOperation)
+        model, shard = operation.model, self._shard
+        try:
+            if shard.models.get(model.key.name) is not model:
+                raise shard.model_gone(model)
+            parts = operation.event.parts
+            operation.partitions = [model.owned(part.partition, shard.map_epoch) for part in parts]
+        except PsError as error:
+            operation.refuse(shard, error)
+            return
+        if all(p.ready for p in operation.partitions):
+            self._lines.add(operation)
+            return
+        model.parked.append(operation)
+
+        def expire(at: float) -> None:
+            if operation in model.parked:
+                model.parked.remove(operation)
+                operation.refuse(shard, problem("loading", "a partition is being recovered or moved"))
+
+        self._timers.at(operation.expires, expire)
+
+    def unpark(self, model: ServedModel) -> None:
+        """Try again what was put aside."""
+        parked, model.parked = model.parked, []
+        for operation in parked:
+            self.submit(operation)
+
+    def refuse(self, model: ServedModel, partition: Partition, error: PsError) -> None:
+        """What waits for that partition is told why it is not there."""
+        for operation in [op for op in model.parked if partition in op.partitions]:
+            model.parked.remove(operation)
+            operation.refuse(self._shard, error)
+        self._pulls.refuse(partition, error)
