@@ -185,7 +185,7 @@ def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
         bounds = document["bounds"]
         for part in document["partitions"]:
             shard, span = part["shard"], [bounds[part["index"]], bounds[part["index"] + 1]]
-            addresses = document["shards"][shard]["addresses"]
+            addresses = [a for a in document["shards"][shard]["addresses"] if a.startswith("http")]
             body = {"model": name, "ranges": {"probe": [span]}}
             yield _measure(httpx, shard, addresses, body, 4 * (span[1] - span[0]))
     finally:

@@ -60,7 +60,7 @@ def table(found: dict[str, Any]) -> RenderableType:
     for n in found["nodes"]:
         state = n["state"] if n["alive"] else "dead"
         size = f"{n['bytes'] / (1 << 20):.1f}"
-        address = ", ".join(n["addresses"])
+        address = ", ".join(a for a in n["addresses"] if a.startswith("http"))
         nodes.add_row(n["name"], state, f"{n['heartbeat_age_s']:.1f} s", str(n["partitions"]), size, address)
     parts += [Text(), nodes]
     if found["models"]:

@@ -125,6 +125,24 @@ async def serve_uvicorn(
 ) -> None:
     """Serve HTTP/1.1 until `stop`; raises OSError if the port is taken."""
     listener = socket.create_server((host, port), backlog=1024, family=_family(host))
+    await _serve_on(listener, app, stop, tls, grace_s)
+
+
+async def serve_unix(app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
+    """Serve HTTP/1.1 on a Unix socket until `stop`; raises OSError if there can be none at that path."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    await _serve_on(listener, app, stop, None, grace_s)
+
+
+async def _serve_on(
+    listener: socket.socket, app: ASGIApp, stop: asyncio.Event, tls: Tls | None, grace_s: float
+) -> None:
     server = _Uvicorn(
         uvicorn.Config(
             app,

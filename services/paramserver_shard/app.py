@@ -15,7 +15,7 @@ from paramserver_node.access import Access, Guard
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.roles import role
-from paramserver_shard import openapi
+from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, FrameReader, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
@@ -61,6 +61,7 @@ def make_app(services: Services) -> FastAPI:
         app.router.routes.append(Route(path, asgi, methods=["POST"], include_in_schema=False))
     app.include_router(health.router("shard", s.membership.unready))
     app.include_router(internal_router(s.membership, s.models, s.runtime, s.reader))
+    app.include_router(slots.router(s.membership, s.frames))
     _add_arrays(app, s)
     _add_forwarding(app, s)
     openapi.describe(app)

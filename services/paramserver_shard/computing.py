@@ -34,7 +34,7 @@ def _update(task: UpdateTask, pool: BufferPool) -> TaskResult:
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    values = pool.take(size)
+    values = pool.take(size, shared=True)
     slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
         return TaskResult(None)
@@ -43,7 +43,7 @@ def _update(task: UpdateTask, pool: BufferPool) -> TaskResult:
 
 def _assign(task: AssignTask, pool: BufferPool) -> TaskResult:
     state, part = task.state, task.part
-    values = pool.take(state.values.size)
+    values = pool.take(state.values.size, shared=True)
     if part.ranges is None:
         values[:] = to_f32(part.data, part.dtype)
     else:

@@ -176,7 +176,7 @@ class Push(_Endpoint):
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
         (known, frame), body = await self._reader.read(receive, self._frames.sized_push, opened)
         done = await self._frames.push(known, frame, body)
-        self._pushed_frame(done, frame, body.size, began_s)
+        self._pushed_frame(done, frame, self._frames.gradient_bytes(known, frame), began_s)
         await _send(send, 200 if done.state == "applied" else 202, encode_header(push_reply(done).to_header()))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -194,7 +194,7 @@ class Pull(_Endpoint):
         frame, _ = await self._reader.read(receive, _sized_pull, opened)
         answer = await self._frames.pull(frame)
         await _send_body(send, 200, answer)
-        self._telemetry.pulled(frame.model, answer.body_bytes, began_s)
+        self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         pulled, dtype = await self._names.pull(body)
@@ -208,9 +208,9 @@ class PushPull(_Endpoint):
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
         (known, frame), body = await self._reader.read(receive, self._frames.sized_push, opened)
         done, answer = await self._frames.pushpull(known, frame, body)
-        self._pushed_frame(done, frame, body.size, began_s)
+        self._pushed_frame(done, frame, self._frames.gradient_bytes(known, frame), began_s)
         await _send_body(send, 200, answer)
-        self._telemetry.pulled(frame.model, answer.body_bytes, began_s)
+        self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request))

@@ -2,6 +2,7 @@
 
 A body is streamed into one pooled buffer at its final place, so each byte is copied once; gradients are views of that
 buffer.  Values go out in chunks of at most 1 MiB, straight from the immutable version, so a pull never blocks a push.
+A client on this machine names a slot of shared memory in place of a body, and takes a lease in place of values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from paramserver.wire.tensor import NUMPY_DTYPE, from_f32
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut, with_checksum
+from paramserver_shard.lending import Lending
 from paramserver_shard.models import Models
 from paramserver_shard.names import after_push
 from paramserver_shard.runtime import Runtime
@@ -34,23 +36,56 @@ INLINE_UNPACK_BYTES_MAX: Final = 64 * 1024
 class FrameService:
     """Pushes and pulls of whole partitions, or ranges of them, that the client has addressed itself."""
 
-    def __init__(self, directory: Directory, models: Models, runtime: Runtime, exchange: Exchange) -> None:
+    def __init__(
+        self, directory: Directory, models: Models, runtime: Runtime, exchange: Exchange, lending: Lending | None = None
+    ) -> None:
         self._directory = directory
         self._models = models
         self._runtime = runtime
         self._exchange = exchange
+        self._lending = lending
 
     async def sized_push(self, header: Mapping[str, Any]) -> tuple[tuple[KnownModel, PushFrame], int]:
         """The push that a header announces and the bytes its body must have.  Raises PsError."""
         frame = PushFrame.from_header(header)
         known = await self._models.find(frame.model, frame.generation)
+        size = self.gradient_bytes(known, frame)
+        return (known, frame), size if frame.slot is None else 0
+
+    def gradient_bytes(self, known: KnownModel, frame: PushFrame) -> int:
+        """Bytes of a push's parts as they travel; raises RequestError where they are not of the model."""
         elements = [self._elements(known, p.partition, p.ranges) for p in frame.parts]
         if frame.codec is not None:
-            return (known, frame), _encoded_bytes(frame.codec, frame.sizes, elements)
-        return (known, frame), sum(elements) * ITEMSIZE[frame.dtype]
+            return _encoded_bytes(frame.codec, frame.sizes, elements)
+        return sum(elements) * ITEMSIZE[frame.dtype]
+
+    def lend(self, size_bytes: int) -> str:
+        """A slot of shared memory for a client of this machine; raises Unavailable where there is none."""
+        if self._lending is None:
+            raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
+        return self._lending.lend(size_bytes)
 
     async def push(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> PushDone:
-        """Applies a push whose body has arrived whole (uint8, of the announced length)."""
+        """Applies a push whose body (uint8, of the announced length) has arrived whole, or lies in its slot."""
+        if self._lending is not None:
+            self._lending.release(frame.release)
+        if frame.slot is None:
+            return await self._push(known, frame, body)
+        if self._lending is None:
+            raise problem("slot_gone", "this shard lends no shared memory", hint="send a body instead")
+        body = self._lending.submitted(frame.slot, self.gradient_bytes(known, frame))
+        again = False
+        try:
+            done = await self._push(known, frame, body)
+            again = done.state == "applied"
+        except PsError as error:
+            again = error.status < 500  # refused for good; otherwise it may still be on its way
+            raise
+        finally:
+            self._lending.answered(frame.slot, again=again)
+        return done
+
+    async def _push(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> PushDone:
         command = PushReceived(
             0,
             frame.model,
@@ -83,7 +118,9 @@ class FrameService:
     async def pull(self, frame: PullFrame) -> "FrameBody":
         """The values that a pull frame asks for.  Raises PsError."""
         known = await self._models.find(frame.model, frame.generation)
-        spec = PullSpec(frame.parts, frame.min_version, frame.wait_s, frame.dtype)
+        if self._lending is not None:
+            self._lending.release(frame.release)
+        spec = PullSpec(frame.parts, frame.min_version, frame.wait_s, frame.dtype, frame.mapped)
         self._check_pull(known, spec)
         split = not frame.forwarded and frame.map_epoch is None
         return await self._pull(known, spec, frame.timeline, split=split)
@@ -115,7 +152,10 @@ class FrameService:
                 GotPart(got.partition, got.version, got.incarnation, cut(got.state.values, ranges))
                 for (_, ranges), got in zip(spec.parts, done.parts, strict=True)
             ]
-            return FrameBody(known, spec.dtype, done.timeline, parts)
+            answer = FrameBody(known, spec.dtype, done.timeline, parts)
+            if spec.mapped and self._lending is not None and all(ranges is None for _, ranges in spec.parts):
+                answer.take_lease(self._lending)
+            return answer
         wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
             known, wanted, timeline=timeline, min_version=spec.min_version, wait_s=spec.wait_s
@@ -205,6 +245,12 @@ class FrameBody:
         self._dtype = dtype
         self._timeline = timeline
         self._parts = parts
+        self._lease: tuple[int, tuple[str, ...]] | None = None
+
+    def take_lease(self, lending: Lending) -> None:
+        """Lend the values of whole partitions in place of sending them, where that can be."""
+        if self._dtype == "float32":
+            self._lease = lending.lease([piece for part in self._parts for piece in part.pieces])
 
     def header(self) -> bytes:
         """The frame up to its body."""
@@ -217,16 +263,25 @@ class FrameBody:
             dtype=self._dtype,
             parts=tuple((p.partition, p.version, p.incarnation) for p in self._parts),
             push=self.push,
+            lease=self._lease,
         )
         return encode_header(reply.to_header())
 
     @property
     def body_bytes(self) -> int:
         """Length of the body."""
+        return 0 if self._lease is not None else self.values_bytes
+
+    @property
+    def values_bytes(self) -> int:
+        """Length of the values, sent or lent."""
         return ITEMSIZE[self._dtype] * sum(piece.size for part in self._parts for piece in part.pieces)
 
     def chunks(self, first: bytes) -> Iterator[bytes]:
         """`first` and the body, as pieces of at most 1 MiB; short ones are joined."""
+        if self._lease is not None:
+            yield first
+            return
         waiting: list[bytes | memoryview] = [first]
         size = len(first)
         step = CHUNK_BYTES // ITEMSIZE[self._dtype]

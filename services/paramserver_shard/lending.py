@@ -8,6 +8,7 @@ buffered): then it stays the shard's and the client asks for another.  A slot th
 All of it is bounded: a pull beyond the bound gets its values over HTTP, a slot beyond it is refused.
 """
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,12 @@ class Lending:
                 # Its client may be writing to it at this moment: it must not become another's.
                 self._slots.retire(file)
                 self._drop(file)
+
+    async def keep(self) -> None:
+        """Ends what has been held for too long, until cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.expire()
 
     def _drop(self, file: str) -> None:
         slot = self._lent.pop(file)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,12 +15,12 @@ from redis.asyncio import Redis
 from paramserver import __version__, kernels
 from paramserver.core.shard import ShardCore
 from paramserver.errors import PsError
-from paramserver.limits import MIB
+from paramserver.limits import MIB, SHARED_BYTES_MAX
 from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
 from paramserver_node.access import Access, credentials
 from paramserver_node.forward import Forwarder
-from paramserver_node.server import Tls, serve_granian, stop_on_signals
+from paramserver_node.server import Tls, serve_granian, serve_unix, stop_on_signals
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
@@ -29,12 +30,15 @@ from paramserver_shard.endpoints import FrameReader
 from paramserver_shard.exchange import Exchange
 from paramserver_shard.frames import FrameService
 from paramserver_shard.journal import Journal
-from paramserver_shard.membership import Membership, SchedulerLink
+from paramserver_shard.lending import Lending
+from paramserver_shard.link import SchedulerLink
+from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
 from paramserver_shard.peers import PeerClient
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
+from paramserver_shard.shared_folder import SOCKET, SharedFolder
 from paramserver_shard.store import SnapshotStore
 from paramserver_shard.telemetry import Telemetry
 
@@ -93,9 +97,13 @@ class Shard:
 
     services: Services
     redis: Redis
+    folder: SharedFolder | None
+    lending: Lending | None
 
     async def aclose(self) -> None:
-        """Closes its connections."""
+        """Closes its connections and removes its shared memory."""
+        if self.folder is not None:
+            self.folder.close()
         await self.services.forwarder.aclose()
         await self.services.membership.link.aclose()
         await self.redis.aclose()
@@ -108,7 +116,11 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
     addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
-    pool, directory, telemetry = BufferPool(), Directory(name), Telemetry(clock)
+    folder = SharedFolder.open(settings.shared_memory, name, SHARED_BYTES_MAX)
+    if folder is not None:
+        addresses.append(folder.address)
+    pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
+    lending = None if folder is None else Lending(pool, BufferPool(folder=folder), clock)
     redis = node_redis.connect(settings.redis)
     link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()], shown)
     scripts = ScriptRunner(redis)
@@ -119,11 +131,11 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     models = Models(directory, link)
     exchange = Exchange(directory, runtime, PeerClient(pool, shown))
     names = NameService(models, exchange)
-    frames = FrameService(directory, models, runtime, exchange)
+    frames = FrameService(directory, models, runtime, exchange, lending)
     arrays = ArrayService(models, exchange, names, link)
     reader, forwarder = FrameReader(pool), Forwarder(shown)
     services = Services(membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, access)
-    return Shard(services, redis)
+    return Shard(services, redis, folder, lending)
 
 
 async def serve(settings: ShardSettings) -> None:
@@ -135,14 +147,18 @@ async def serve(settings: ShardSettings) -> None:
         shard = assemble(settings, group, access)
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
-            serving = group.create_task(
-                serve_granian(make_app(shard.services), settings.host, settings.port, stop, tls=tls)
-            )
+            app = make_app(shard.services)
+            serving = group.create_task(serve_granian(app, settings.host, settings.port, stop, tls=tls))
+            if shard.folder is not None and shard.lending is not None:
+                group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))
+                lending = group.create_task(shard.lending.keep())
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
             joined = group.create_task(membership.run())
             await serving
             await membership.leave()
             joined.cancel()
+            if shard.lending is not None:
+                lending.cancel()
             runtime.close()
         finally:
             await shard.aclose()

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -60,7 +61,7 @@ class SharedFolder:
         if parent.stat().st_uid != os.getuid():
             raise OSError(f"{parent} belongs to another user")
         sweep(parent)
-        path = parent / f"{name[:40]}-{secrets.token_hex(6)}"
+        path = parent / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name[:40])}-{secrets.token_hex(6)}"
         if len(os.fsencode(path / SOCKET)) > _SOCKET_PATH_MAX:
             raise OSError(f"{path} is too long for the path of a socket")
         half_made = parent / f".{path.name}"

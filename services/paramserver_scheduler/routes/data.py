@@ -69,5 +69,5 @@ async def hand_over(request: Request) -> Response:
     if not live:
         raise problem("no_shards", "no shard is alive", hint="start one: paramserver-shard --scheduler URL")
     turn = next(_turns) % len(live)
-    urls = [address for addresses in live[turn:] + live[:turn] for address in addresses]
+    urls = [a for addresses in live[turn:] + live[:turn] for a in addresses if a.startswith("http")]
     return await s.forwarder.forward(request, urls, mark=False)

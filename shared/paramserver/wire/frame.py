@@ -121,6 +121,23 @@ class _Header:
             raise self._wrong(name, f"a list of lists of {width}")
         return list(rows)
 
+    def leases(self) -> tuple[int, ...]:
+        ok = lambda v: isinstance(v, list) and all(map(_count, v))  # noqa: E731
+        return tuple(self.take("release", ok, "a list of leases", ()))
+
+    def lease(self) -> tuple[int, tuple[str, ...]] | None:
+        def ok(v: Any) -> bool:
+            return (
+                isinstance(v, list)
+                and len(v) == 2
+                and _count(v[0])
+                and isinstance(v[1], list)
+                and all(isinstance(f, str) and f.isalnum() for f in v[1])
+            )
+
+        value = self.take("lease", ok, "[number, files]")
+        return None if value is None else (value[0], tuple(value[1]))
+
     def counts(self, name: str, width: int) -> tuple[tuple[int, ...], ...]:
         """Rows of `width` integers each."""
         rows = self.rows(name, width)
@@ -182,6 +199,8 @@ class PullSpec:
     min_version: int = 0
     wait_s: float = 0.0
     dtype: str = "float32"
+    mapped: bool = False
+    """The client can map the shard's memory: it takes a lease in place of a body."""
 
     def to_header(self) -> dict[str, Any]:
         return {
@@ -189,6 +208,7 @@ class PullSpec:
             "min_version": self.min_version,
             "wait_s": self.wait_s,
             "dtype": self.dtype,
+            **({"map": True} if self.mapped else {}),
         }
 
     @classmethod
@@ -201,7 +221,7 @@ class PullSpec:
             parts.append((p, _ranges(ranges)))
         _check_parts(parts)
         wait_s = min(max(h.number("wait_s", 0.0), 0.0), limits.WAIT_S_MAX)
-        return cls(tuple(parts), h.integer("min_version", 0), wait_s, h.dtype())
+        return cls(tuple(parts), h.integer("min_version", 0), wait_s, h.dtype(), header.get("map") is True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +250,10 @@ class PushFrame:
     """How the parts are encoded; None: as elements of `dtype`."""
     sizes: Sequence[tuple[int, int]] = ()
     """Encoded: for each part its bytes in the body, and its bytes when the second stage is undone."""
+    slot: str | None = None
+    """The body is in this slot of the shard's shared memory, and none follows."""
+    release: Sequence[int] = ()
+    """Leases of shared memory that the client holds no longer."""
 
     def to_header(self) -> dict[str, Any]:
         i = self.push_id
@@ -255,6 +279,7 @@ class PushFrame:
             "forwarded": self.forwarded,
             "pull": self.pull.to_header() if self.pull else None,
             **encoded,
+            **_shared(self.slot, self.release),
         }
 
     @classmethod
@@ -293,7 +318,15 @@ class PushFrame:
             None if pull is None else PullSpec.from_header(pull),
             codec,
             sizes,
+            h.text("slot", size_max=64),
+            h.leases(),
         )
+
+
+def _shared(slot: str | None, release: Sequence[int]) -> dict[str, Any]:
+    """What a header says of shared memory; nothing where none is used."""
+    out: dict[str, Any] = {} if slot is None else {"slot": slot}
+    return out | {"release": list(release)} if release else out
 
 
 def _encoding(h: _Header, parts: Sequence[PushPart]) -> tuple[Codec | None, tuple[tuple[int, int], ...]]:
@@ -324,6 +357,10 @@ class PullFrame:
     wait_s: float = 0.0
     dtype: str = "float32"
     forwarded: bool = False
+    mapped: bool = False
+    """The client can map the shard's memory: it takes a lease in place of a body."""
+    release: Sequence[int] = ()
+    """Leases of shared memory that the client holds no longer."""
 
     def to_header(self) -> dict[str, Any]:
         return {
@@ -332,7 +369,8 @@ class PullFrame:
             "map_epoch": self.map_epoch,
             "timeline": self.timeline,
             "forwarded": self.forwarded,
-            **PullSpec(self.parts, self.min_version, self.wait_s, self.dtype).to_header(),
+            **PullSpec(self.parts, self.min_version, self.wait_s, self.dtype, self.mapped).to_header(),
+            **_shared(None, self.release),
         }
 
     @classmethod
@@ -349,6 +387,8 @@ class PullFrame:
             pull.wait_s,
             pull.dtype,
             h.header.get("forwarded") is True,
+            pull.mapped,
+            h.leases(),
         )
 
 
@@ -407,6 +447,8 @@ class PullReply:
     parts: Sequence[tuple[int, int, int]] = ()
     """(partition, version, incarnation)."""
     push: PushReply | None = None
+    lease: tuple[int, tuple[str, ...]] | None = None
+    """In place of a body: the number of a lease, and the file that begins with each part's elements."""
 
     def to_header(self) -> dict[str, Any]:
         return {
@@ -418,6 +460,7 @@ class PullReply:
             "dtype": self.dtype,
             "parts": [list(p) for p in self.parts],
             "push": self.push.to_header() if self.push else None,
+            **({"lease": [self.lease[0], list(self.lease[1])]} if self.lease else {}),
         }
 
     @classmethod
@@ -434,4 +477,5 @@ class PullReply:
             h.dtype(),
             tuple((a, b, c) for a, b, c in h.counts("parts", 3)),
             None if push is None else PushReply.from_header(push),
+            h.lease(),
         )
