@@ -142,6 +142,7 @@ class MemberHeartbeat(Body):
     """A pool member is alive."""
 
     epoch: Count
+    metrics: Any = Field(None, description="what its process takes: cpu_cores, rss_bytes")
 
 
 class PlaceDone(Body):

@@ -1,6 +1,6 @@
 """The whole status of the cluster in one object, put together from what the core knows and what heartbeats said."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import paramserver
@@ -30,8 +30,9 @@ def describe(s: Service, *, series: bool = True) -> Status:
     now = s.now
     found = s.read.status(now)
     shards = [x for x in found["shards"] if x["alive"] or x["heartbeat_age_s"] < FORGOTTEN_S]
-    nodes = [_scheduler(s, found["term"]), *map(_shard, shards), *map(_member, found["pool"])]
-    models = [_model(s, m, shards, series=series) for m in found["models"]]
+    nodes = [*_schedulers(s, found["term"]), *map(_shard, shards), *map(_member, found["pool"])]
+    moves = {(move["model"], move["partition"]) for x in shards for move in x["moves"]}
+    models = [_model(s, m, shards, moves, series=series) for m in found["models"]]
     clocks = {m.name: m.clock for m in models}
     runs = [_run(r, clocks.get(r["model"])) for r in found["runs"][-RUNS:][::-1]]
     problems = _problems(s, shards, models, runs)
@@ -49,18 +50,23 @@ def describe(s: Service, *, series: bool = True) -> Status:
     return Status(cluster=cluster, nodes=nodes, models=models, runs=runs, events=events)
 
 
-def _scheduler(s: Service, term: int) -> NodeStatus:
-    return NodeStatus(
-        name="scheduler",
-        role="scheduler",
-        state="active",
-        alive=True,
-        addresses=[s.url],
-        epoch=term,
-        heartbeat_age_s=0.0,
-        cpu_cores=s.history.usage.get("cpu_cores"),
-        rss_bytes=s.history.usage.get("rss_bytes"),
-    )
+def _schedulers(s: Service, term: int) -> list[NodeStatus]:
+    """The one that leads, which is this one, and those that stand by."""
+    usage = s.history.usage
+    return [
+        NodeStatus(
+            name=x.name,
+            role="scheduler",
+            state="active" if x.url == s.url else "standby",
+            alive=True,
+            addresses=[x.url],
+            epoch=term,
+            heartbeat_age_s=0.0 if x.url == s.url else x.age_s,
+            cpu_cores=usage.get("cpu_cores") if x.url == s.url else None,
+            rss_bytes=usage.get("rss_bytes") if x.url == s.url else None,
+        )
+        for x in sorted(s.lease.schedulers, key=lambda x: (x.url != s.url, x.name))
+    ]
 
 
 def _shard(x: Document) -> NodeStatus:
@@ -70,7 +76,7 @@ def _shard(x: Document) -> NodeStatus:
         **{k: v for k, v in x.items() if k in NodeStatus.model_fields},
         cpu_cores=_number(metrics, "cpu_cores"),
         rss_bytes=_number(metrics, "rss_bytes"),
-        memory_limit_bytes=_number(metrics, "memory_limit_bytes"),
+        memory_limit_bytes=x["memory"]["limit_bytes"] or None,
         in_bytes_per_s=_number(metrics, "in_bytes_per_s"),
         out_bytes_per_s=_number(metrics, "out_bytes_per_s"),
     )
@@ -85,11 +91,15 @@ def _member(x: Document) -> NodeStatus:
         addresses=[],
         epoch=x["epoch"],
         heartbeat_age_s=x["heartbeat_age_s"],
+        cpu_cores=x["metrics"].get("cpu_cores"),
+        rss_bytes=x["metrics"].get("rss_bytes"),
         metrics={"run": x["run"], "place": x["place"]},
     )
 
 
-def _model(s: Service, line: Document, shards: Sequence[Document], *, series: bool) -> ModelStatus:
+def _model(
+    s: Service, line: Document, shards: Sequence[Document], moves: Set[tuple[str, int]], *, series: bool
+) -> ModelStatus:
     name = line["name"]
     document = s.read.model(name)
     partitions = document["partitions"]
@@ -115,7 +125,7 @@ def _model(s: Service, line: Document, shards: Sequence[Document], *, series: bo
         shards=owners,
         owners=[place.get(p["shard"], -1) for p in partitions],
         loading=[p["index"] for p in partitions if not p["served"]],
-        moving=[p["index"] for p in partitions if p.get("moving_to")],
+        moving=[p["index"] for p in partitions if (name, p["index"]) in moves],
         version=line["version"],
         durable_version=min((p["durable_version"] for p in partitions), default=0),
         clock=line["clock"],
@@ -201,6 +211,8 @@ def _problems(
     if not any(x["alive"] for x in shards):
         out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")
     for x in shards:
+        if x["state"] == "dead":
+            out.append(f"Shard {x['name']} is dead, last heard of {x['heartbeat_age_s']:.0f} s ago")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
             out.append(f"Shard {x['name']}: {why[:300]}")
     for m in models:

@@ -27,7 +27,10 @@ class NodeStatus(BaseModel):
 
     name: str
     role: Literal["scheduler", "shard", "pool"]
-    state: str = Field(examples=["active", "draining", "dead"])
+    state: str = Field(
+        examples=["active", "draining", "left", "dead"],
+        description="of a scheduler active (it leads) or standby; of a worker process active or idle",
+    )
     alive: bool
     addresses: list[str]
     epoch: int
@@ -36,7 +39,7 @@ class NodeStatus(BaseModel):
     bytes: int = Field(default=0, description="bytes of parameters it owns")
     cpu_cores: float | None = Field(default=None, description="processors it keeps busy; 1.0 is one")
     rss_bytes: float | None = Field(default=None, description="resident memory")
-    memory_limit_bytes: float | None = Field(default=None, description="memory it may use; null: not limited")
+    memory_limit_bytes: float | None = Field(default=None, description="memory it may use; null: not known")
     in_bytes_per_s: float | None = Field(default=None, description="gradients received")
     out_bytes_per_s: float | None = Field(default=None, description="values sent")
     metrics: dict[str, Any] = Field(default={}, description="what its last heartbeat said")

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import paramserver as ps
 from paramserver import limits
 from paramserver.errors import ConflictError, NotFoundError, PsError
+from paramserver_node.usage import Usage
 from paramserver_worker import entry
 
 log = logging.getLogger("paramserver.worker")
@@ -36,6 +37,7 @@ class PoolMember:
     def __init__(self, client: ps.Client, name: str, allow: Sequence[str]) -> None:
         self._client, self._name, self._allow = client, name, list(allow)
         self._member, self._epoch = "", 0
+        self._usage = Usage(time.monotonic)
 
     def _join(self) -> None:
         body = {"name": self._name, "allow": self._allow}
@@ -49,7 +51,8 @@ class PoolMember:
             if not self._epoch:
                 self._join()
             path = f"/pool/{quote(self._member, safe='')}"
-            answer: dict[str, Any] = self._client.request("PUT", path, {"epoch": self._epoch}, timeout=CALL_TIMEOUT_S)
+            body = {"epoch": self._epoch, "metrics": self._usage.look()}
+            answer: dict[str, Any] = self._client.request("PUT", path, body, timeout=CALL_TIMEOUT_S)
             return answer
         except (ConflictError, NotFoundError) as e:
             log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)

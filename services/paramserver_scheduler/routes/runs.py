@@ -93,13 +93,13 @@ async def list_pool(request: Request) -> Response:
 @router.put(
     "/pool/{member:path}",
     responses=gives(200, "Alive", {"state": "idle", "run": None}),
-    openapi_extra=takes(bodies.MemberHeartbeat, {"epoch": 1}),
+    openapi_extra=takes(bodies.MemberHeartbeat, {"epoch": 1, "metrics": {"cpu_cores": 0.5}}),
 )
 @role("worker")
 async def pool_heartbeat(request: Request, member: str) -> Response:
     """A sign of life, due each second; the answer names the place it was given."""
     b = await read(request, bodies.MemberHeartbeat)
-    return await reply(request, lambda n: io.PoolHeartbeat(n, member, b.epoch))
+    return await reply(request, lambda n: io.PoolHeartbeat(n, member, b.epoch, b.metrics))
 
 
 @router.delete("/pool/{member:path}", status_code=204, responses=gives(204, "Left"))

@@ -91,6 +91,8 @@ class Member(Holder):
     """Prefixes of the modules it may run."""
     place: tuple[str, int] | None = None
     """(run, place) it works at."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What its process takes of its machine."""
 
     def allows(self, entry: str) -> bool:
         """Whether the module of that entry lies under one of the prefixes."""

@@ -22,7 +22,7 @@ class Reading:
         return self._c.term
 
     def map(self) -> dict[str, Any]:
-        """{"map_epoch", "shards": {name: {"addresses", "alive"}}}."""
+        """{"term", "map_epoch", "shards": {name: {"addresses", "alive"}}}."""
         return {k: v for k, v in self._c.map_document().items() if k != "type"}
 
     def shards(self, now: float) -> list[dict[str, Any]]:
@@ -124,6 +124,7 @@ class Reading:
                 "allow": list(m.allow),
                 "run": m.place[0] if m.place else None,
                 "place": m.place[1] if m.place else None,
+                "metrics": dict(m.metrics),
             }
             for m in self._c.members.values()
             if m.alive

@@ -10,6 +10,7 @@ from paramserver.core.membership import Member, current, expired
 from paramserver.core.models import Model
 from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
+from paramserver.core.series import check_metrics
 from paramserver.errors import problem
 
 SAVE_TIME_S: Final = 15.0
@@ -182,7 +183,9 @@ class RunDesk:
 
     def heartbeat(self, e: PoolHeartbeat, now: float) -> None:
         member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
+        metrics = check_metrics({} if e.metrics is None else e.metrics)
         member.heard_s = now
+        member.metrics = metrics
         self.c.answer(e.request, self.assignment(member))
 
     def assignment(self, member: Member) -> dict[str, Any]:
