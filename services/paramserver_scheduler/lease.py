@@ -1,9 +1,12 @@
 """The lease of the one scheduler that leads, and the list of all that run, in Redis.
 
-Keys: `ps:leader` (JSON with id, place, url and term; gone 3 s after its last renewal), `ps:term` (counts leaderships;
-what a leader writes names its term, so a deposed one writes nothing), `ps:schedulers` (place -> JSON with name, url and
-the time it was last seen).  A place is a host name with the address listened on: only one process can be there, so
-who finds the lease of its own place need not wait for that to end.
+Keys: `ps:leader` (JSON with id, place, url, term, and by Redis' clock the time of its last renewal, 0 once given up),
+`ps:term` (counts leaderships; what a leader writes names its term, so a deposed one writes nothing), `ps:schedulers`
+(place -> JSON with name, url and the time it was last seen).  A place is a host name with the address listened on: only
+one process can be there, so who finds the lease of its own place need not wait for that to end.
+
+A lease that was not renewed for 3 s is taken over only by one that has had Redis' answers all that time: after an
+absence of Redis the leader gets to renew its own before anybody else takes it.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ from paramserver.errors import problem
 LEADER_KEY: Final = "ps:leader"
 TERM_KEY: Final = "ps:term"
 SCHEDULERS_KEY: Final = "ps:schedulers"
+_NEVER_MS: Final = 1 << 53
 TIMEOUT_S: Final = 1.0
 """Redis is asked again within a lease even if one question gets no answer."""
 
@@ -40,26 +44,33 @@ for i = 1, #held, 2 do
     others[#others + 1] = cjson.encode({name = other.name, url = other.url, age = now - other.seen})
   end
 end
-local function lease(term)
-  redis.call('SET', KEYS[1], cjson.encode({id = ARGV[4], place = ARGV[1], url = ARGV[2], term = term}), 'PX', ARGV[5])
+local function lead(term)
+  local lease = cjson.encode({id = ARGV[4], place = ARGV[1], url = ARGV[2], term = term, renewed = now})
+  redis.call('SET', KEYS[1], lease)
+  return lease
 end
 local term = tonumber(redis.call('GET', KEYS[2]) or '0')
 local leader = redis.call('GET', KEYS[1])
 """
 
-# ARGV 6: highest term known, 7: '1' if a Redis that lost it may be led all the same, 8: '1' if it must hold a state.
+# ARGV 6: highest term known, 7: '1' if a Redis that lost it may be led all the same, 8: '1' if it must hold a state,
+# 9 and 10: since when it has answered this scheduler, and when it did last.
 _LOOK: Final = (
     _SEEN
     + """
-local free = not leader or cjson.decode(leader).place == ARGV[1]
+local free = not leader
+if leader then
+  local held = cjson.decode(leader)
+  local watched = now - tonumber(ARGV[9]) >= 1500 and now - tonumber(ARGV[10]) <= 2000
+  free = held.place == ARGV[1] or held.renewed == 0 or (watched and now - held.renewed > tonumber(ARGV[5]))
+end
 local known = tonumber(ARGV[6])
 if free and (term >= known or ARGV[7] == '1') and not (term == 0 and ARGV[8] == '1') then
   term = math.max(term, known) + 1
   redis.call('SET', KEYS[2], string.format('%.0f', term))
-  lease(term)
-  return {1, string.format('%.0f', term), redis.call('GET', KEYS[1]), others}
+  return {1, string.format('%.0f', term), lead(term), others, now}
 end
-return {0, string.format('%.0f', term), leader or '', others}
+return {0, string.format('%.0f', term), leader or '', others, now}
 """
 )
 
@@ -69,15 +80,19 @@ _RENEW: Final = (
     + """
 local mine = tonumber(ARGV[6])
 if term > mine then return {0, '', leader or '', others} end
-lease(mine)
-if term < mine then return {-1, '', leader or '', others} end
-return {1, '', leader or '', others}
+leader = lead(mine)
+if term < mine then return {-1, '', leader, others} end
+return {1, '', leader, others}
 """
 )
 
 _RELEASE: Final = """
 local leader = redis.call('GET', KEYS[1])
-if leader and cjson.decode(leader).id == ARGV[2] then redis.call('DEL', KEYS[1]) end
+local held = leader and cjson.decode(leader)
+if held and held.id == ARGV[2] then
+  held.renewed = 0
+  redis.call('SET', KEYS[1], cjson.encode(held))
+end
 redis.call('HDEL', KEYS[3], ARGV[1])
 return 1
 """
@@ -128,6 +143,8 @@ class Lease:
         self.leader: Leader | None = None
         """Who led when Redis last answered."""
         self._turn = asyncio.Event()
+        self._answered_ms = (_NEVER_MS, 0)
+        """By Redis' clock: since when it has answered without a gap, and when it did last."""
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
         """Everyone who was seen within the last 10 s, by name."""
         self._expect_state = expect_state
@@ -141,8 +158,10 @@ class Lease:
         A Redis that has lost the term is left to the leader, whose memory has what was there, unless
         `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
         """
-        flags = [self.known_term, int(even_if_emptied), int(self._expect_state)]
-        won, term, leader, others = await self._run(self._look, flags)
+        flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *self._answered_ms]
+        won, term, leader, others, now_ms = await self._run(self._look, flags)
+        since_ms, last_ms = self._answered_ms
+        self._answered_ms = (since_ms if now_ms - last_ms <= 2000 else now_ms, now_ms)
         self.emptied = int(term) < self.known_term
         self.known_term = max(self.known_term, int(term))
         self._note(leader, others)
@@ -175,7 +194,7 @@ class Lease:
             await self._turn.wait()
 
     def document(self) -> str:
-        """What `ps:leader` holds while this scheduler leads."""
+        """What `ps:leader` holds while this scheduler leads, but for the time of its renewal."""
         return json.dumps({"id": self.id, "place": self.place, "url": self.url, "term": self.term})
 
     async def _run(self, script: Any, extra: Sequence[Any] | None) -> Any:

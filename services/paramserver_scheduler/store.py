@@ -34,7 +34,9 @@ if not stored or tonumber(stored) < tonumber(ARGV[1]) then
   if ARGV[3] == '' then return -1 end
   redis.call('DEL', KEYS[2], KEYS[3])
   redis.call('SET', KEYS[1], ARGV[1])
-  redis.call('SET', KEYS[5], ARGV[3], 'PX', 3000)
+  local clock, lease = redis.call('TIME'), cjson.decode(ARGV[3])
+  lease.renewed = clock[1] * 1000 + math.floor(clock[2] / 1000)
+  redis.call('SET', KEYS[5], cjson.encode(lease))
 end
 local last = redis.call('GET', KEYS[3])
 if last and last >= ARGV[2] then return 1 end

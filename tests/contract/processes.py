@@ -1,4 +1,4 @@
-"""A real scheduler with real shards and a real Redis on free ports, started without psctl."""
+"""Real schedulers with real shards and a real Redis on free ports, started without psctl."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from paramserver.client.credentials import Credentials
 from paramserver_node import redis_server
 
 T = TypeVar("T")
@@ -37,16 +38,22 @@ def eventually(probe: Callable[[], T], *, within_s: float = 20.0, what: str = ""
 
 
 class Nodes:
-    """One scheduler and some shards, each a process of its own."""
+    """Some schedulers and some shards, each a process of its own."""
 
-    def __init__(self, folder: Path, redis_url: str, shards: int) -> None:
+    def __init__(self, folder: Path, redis_url: str, shards: int, schedulers: int = 1) -> None:
         self.folder = folder
         self.redis_url = redis_url
-        self.port = redis_server.free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.ports = [redis_server.free_port() for _ in range(schedulers)]
+        self.port = self.ports[0]
+        self.urls = [f"http://127.0.0.1:{p}" for p in self.ports]
+        self.url = self.urls[0]
+        """That of the first scheduler."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.shard_ports = {f"shard-{i}": redis_server.free_port() for i in range(shards)}
-        self.http = httpx.Client(base_url=self.url, timeout=30.0)
+        # With PARAMSERVER_TOKEN in the environment the tests show it, as any client does.
+        self.http = httpx.Client(
+            base_url=self.url, headers=Credentials.found(None, None, os.environ).headers, timeout=30.0
+        )
 
     def start(self, name: str, *args: str) -> None:
         """Start one process; its output goes to a file of its name."""
@@ -56,17 +63,21 @@ class Nodes:
                 [sys.executable, "-P", "-m", *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
-    def start_scheduler(self) -> None:
-        """The scheduler, at the same address and state directory each time."""
+    def start_scheduler(self, index: int = 0, *args: str) -> None:
+        """A scheduler, at the same address and state directory each time; the first is called `scheduler`."""
+        name = f"scheduler-{index}" if index else "scheduler"
         state = str(self.folder / "state")
-        port, redis = str(self.port), self.redis_url
-        self.start("scheduler", "paramserver_scheduler", "--port", port, "--redis", redis, "--state-dir", state)
-        eventually(lambda: self.http.get("/readyz").status_code == 200, what="the scheduler's start")
+        port, redis = str(self.ports[index]), self.redis_url
+        own = ("--name", name, "--port", port, "--redis", redis, "--state-dir", state)
+        self.start(name, "paramserver_scheduler", *own, *args)
+        ready = f"{self.urls[index]}/readyz"
+        eventually(lambda: self.http.get(ready).status_code == 200, what="the scheduler's start")
 
     def start_shard(self, name: str) -> None:
         """A shard of that name, at the same port each time."""
-        port, redis = str(self.shard_ports[name]), self.redis_url
-        self.start(name, "paramserver_shard", "--name", name, "--port", port, "--scheduler", self.url, "--redis", redis)
+        port, urls = str(self.shard_ports[name]), ",".join(self.urls)
+        own = ("--name", name, "--port", port, "--scheduler", urls, "--redis", self.redis_url)
+        self.start(name, "paramserver_shard", *own)
 
     def kill(self, name: str) -> None:
         """SIGKILL that process and wait for its end."""
@@ -108,18 +119,19 @@ class Nodes:
 
 
 @contextmanager
-def nodes(folder: Path, *, shards: int = 1) -> Iterator[Nodes]:
-    """Redis, a scheduler and shards, all of them serving; gone with the block, their logs printed if it failed."""
+def nodes(folder: Path, *, shards: int = 1, schedulers: int = 1) -> Iterator[Nodes]:
+    """Redis, schedulers and shards, all of them serving; gone with the block, their logs printed if it failed."""
     folder.mkdir(parents=True, exist_ok=True)
     with redis_server.running(folder / "redis") as url:
-        cluster = Nodes(folder, url, shards)
+        cluster = Nodes(folder, url, shards, schedulers)
         try:
-            cluster.start_scheduler()
+            for index in range(schedulers):
+                cluster.start_scheduler(index)
             for name in cluster.shard_ports:
                 cluster.start_shard(name)
             eventually(
                 lambda: sum(s["alive"] for s in cluster.get("/map")["shards"].values()) == shards,
-                within_s=40.0,
+                within_s=120.0,
                 what="the shards' joining",
             )
             yield cluster

@@ -1,0 +1,257 @@
+"""Several schedulers: one leads, the others hand on; whatever happens to the leader, the training goes on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from redis import Redis
+
+import paramserver as ps
+from paramserver_node import redis_server
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+TAKE_OVER_S = 5.0
+"""The promise: after kill -9 of the leader another leads within this time."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two schedulers, of which tests may kill and start again either, and two shards."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2, schedulers=2) as running:
+        yield running
+
+
+def leader(cluster: Nodes) -> int:
+    """The index of the scheduler that leads, as any of them says."""
+    for url in cluster.urls:
+        try:
+            found = cluster.http.get(f"{url}/status", timeout=2.0)
+        except httpx.HTTPError:
+            continue
+        if found.status_code == 200:
+            schedulers = [n for n in found.json()["nodes"] if n["role"] == "scheduler"]
+            (active,) = [n["addresses"][0] for n in schedulers if n["state"] == "active"]
+            return cluster.urls.index(active)
+    raise AssertionError("nobody leads")
+
+
+def term_of(cluster: Nodes, index: int) -> int:
+    """The term that the scheduler of that index speaks of, once it can."""
+
+    def asked() -> int:
+        found = cluster.http.get(f"{cluster.urls[index]}/status", timeout=1.0)
+        return int(found.json()["cluster"]["term"]) if found.status_code == 200 else 0
+
+    return eventually(asked, within_s=10.0, what="a leader")
+
+
+def process_name(index: int) -> str:
+    """What `Nodes` calls the scheduler of that index."""
+    return f"scheduler-{index}" if index else "scheduler"
+
+
+def signal_to(cluster: Nodes, index: int, number: signal.Signals) -> None:
+    """Send a signal to that scheduler."""
+    os.kill(cluster.processes[process_name(index)].pid, number)
+
+
+def model(cluster: Nodes, mode: str = "sync") -> str:
+    """A fresh model of five cells whose optimizer adds."""
+    name = unique("m")
+    spec = {
+        "name": name,
+        "params": {"w": {"shape": [5]}},
+        "optimizer": {"name": "sum"},
+        "consistency": {"mode": mode},
+        "partitions": 2,
+    }
+    eventually(lambda: cluster.call("POST", "/models", spec)["name"] == name, what="the model")
+    return name
+
+
+class Training:
+    """Workers of the SDK, each adding one to every cell in every iteration, until told to stop."""
+
+    def __init__(self, urls: str, model: str, workers: int) -> None:
+        self.done = [0] * workers
+        """Iterations finished, of each worker."""
+        self.errors: list[BaseException] = []
+        self._stop = threading.Event()
+        self._urls, self._model = urls, model
+        self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(workers)]
+
+    def _work(self, index: int) -> None:
+        try:
+            with ps.connect(self._urls) as client, client.model(self._model).worker(name=f"w{index}") as worker:
+                while not self._stop.is_set():
+                    worker.push({"w": np.ones(5, np.float32)})
+                    worker.clock()
+                    self.done[index] += 1
+        except BaseException as e:  # shown by the test
+            self.errors.append(e)
+
+    def goes_on(self, within_s: float = 20.0) -> None:
+        """Every worker finishes another two iterations."""
+        goal = [n + 2 for n in self.done]
+
+        def reached() -> bool:
+            assert not self.errors, self.errors
+            return all(n >= g for n, g in zip(self.done, goal, strict=True))
+
+        eventually(reached, within_s=within_s, what="the training's going on")
+
+    @contextmanager
+    def running(self) -> Iterator["Training"]:
+        """Train for as long as the block runs; no worker may have seen an error."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            self.goes_on()
+            yield self
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(60.0)
+        assert self.errors == []
+
+
+def test_one_leads_and_the_other_hands_on(cluster: Nodes) -> None:
+    """Either scheduler answers everything alike: reads, decisions, pushes, long polls, feeds and server-sent events."""
+    assert {cluster.http.get(f"{u}/readyz").status_code for u in cluster.urls} == {200}
+    first = leader(cluster)
+    nodes_seen = {(n["name"], n["state"]) for n in cluster.get("/status")["nodes"] if n["role"] == "scheduler"}
+    assert nodes_seen == {(process_name(first), "active"), (process_name(1 - first), "standby")}
+    name = model(cluster, "async")
+    for url in cluster.urls:
+        with httpx.Client(base_url=url, timeout=30.0) as http:
+            assert http.get(f"/models/{name}").json()["name"] == name
+            assert http.post("/push", json={"model": name, "grads": {"w": [1.0] * 5}}).json()["state"] == "applied"
+            assert http.post(f"/models/{name}/workers", json={}).status_code == 201
+            assert http.get("/models/nothing").json()["code"] == "unknown_model"
+            epoch = http.get("/map").json()["map_epoch"]
+            waited_from = time.monotonic()
+            http.get("/map", params={"since": epoch, "wait_s": 1})
+            assert time.monotonic() - waited_from >= 0.9
+            for path, first_bytes in (("/events", b"event: map"), ("/internal/feed", b'{"type":"map"')):
+                with http.stream("GET", path) as stream:
+                    assert next(stream.iter_bytes()).startswith(first_bytes)
+            big = http.post("/models", content=b'{"x": "' + b"y" * (5 << 20) + b'"}')
+            assert big.json()["code"] == "too_large"
+    assert cluster.post("/pull", {"model": name, "min_version": 2, "wait_s": 10})["params"]["w"] == [2.0] * 5
+
+
+def test_kill_of_the_leader_twice_in_a_row(cluster: Nodes) -> None:
+    """The leader is killed, then who took over: each time another leads within 5 s, and no worker sees an error."""
+    name = model(cluster)
+    with Training(",".join(cluster.urls), name, 2).running() as training:
+        for _ in range(2):
+            old = leader(cluster)
+            term = term_of(cluster, old)
+            cluster.kill(process_name(old))
+            killed_s = time.monotonic()
+            assert term_of(cluster, 1 - old) > term
+            assert time.monotonic() - killed_s < TAKE_OVER_S
+            training.goes_on()
+            cluster.start_scheduler(old)
+    values = cluster.post("/pull", {"model": name})["params"]["w"]
+    version = cluster.get(f"/models/{name}")["clock"]
+    assert values == [float(values[0])] * 5
+    assert version >= min(training.done)
+
+
+def test_a_leader_that_is_told_to_stop_hands_over_at_once(cluster: Nodes) -> None:
+    """After SIGTERM another leads well before a lease could have run out."""
+    old = leader(cluster)
+    term = term_of(cluster, old)
+    signal_to(cluster, old, signal.SIGTERM)
+    told_s = time.monotonic()
+    eventually(lambda: term_of(cluster, 1 - old) > term, within_s=TAKE_OVER_S)
+    assert time.monotonic() - told_s < 2.0
+    assert cluster.processes[process_name(old)].wait(20) == 0
+    cluster.start_scheduler(old)
+
+
+def test_a_paused_leader_says_nothing_before_it_asked(cluster: Nodes) -> None:
+    """Stopped past its lease and replaced, it answers only as one that stands by, in the same process."""
+    name = model(cluster)
+    old = leader(cluster)
+    process = cluster.processes[process_name(old)]
+    with Training(",".join(cluster.urls), name, 2).running() as training:
+        signal_to(cluster, old, signal.SIGSTOP)
+        try:
+            term = term_of(cluster, 1 - old)
+            training.goes_on(within_s=30.0)
+        finally:
+            signal_to(cluster, old, signal.SIGCONT)
+        found = cluster.http.get(f"{cluster.urls[old]}/status")
+        # Its first word after the pause is the new leader's, or that there is none to ask.
+        assert found.status_code == 503 or found.json()["cluster"]["term"] == term
+        assert term_of(cluster, old) == term
+        training.goes_on()
+    assert process.poll() is None
+    assert leader(cluster) == 1 - old
+
+
+def test_redis_away_keeps_the_leader(cluster: Nodes) -> None:
+    """While Redis is stopped for longer than a lease the leader answers heartbeats, and leads when Redis is back."""
+    name = model(cluster, "async")
+    before = leader(cluster)
+    term = cluster.get("/status")["cluster"]["term"]
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0"}, status=201)["worker"]
+    pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stopped_s = time.monotonic()
+        while time.monotonic() - stopped_s < 5.0:
+            for url in cluster.urls:
+                beat = cluster.http.put(f"{url}/models/{name}/workers/{worker}", json={"epoch": 1})
+                assert beat.status_code == 200, beat.text
+        assert cluster.get("/status")["cluster"]["redis"] == "away"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok", within_s=5.0)
+    assert leader(cluster) == before
+    status: Any = cluster.get("/status")["cluster"]
+    assert status["term"] == term
+
+
+def test_an_emptied_redis_is_written_anew_by_the_leader(cluster: Nodes) -> None:
+    """After FLUSHALL the leader leads on in a new term, and Redis holds its models again within seconds."""
+    name = model(cluster, "async")
+    before, term = leader(cluster), cluster.get("/status")["cluster"]["term"]
+    with Redis.from_url(cluster.redis_url) as plain:
+        plain.flushall()
+        eventually(lambda: plain.hexists("ps:state", f"model:{name}"), within_s=5.0, what="the state's return")
+        assert int(plain.get("ps:term") or 0) > term
+    assert leader(cluster) == before
+    assert cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)["state"] == "applied"
+
+
+def test_an_empty_redis_is_refused_where_a_state_is_expected(tmp_path: Path) -> None:
+    """With --expect-state a scheduler ends with a word about it, and writes nothing."""
+    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+        lone = Nodes(tmp_path, url, 0)
+        own = ("--port", str(lone.port), "--redis", url, "--state-dir", str(tmp_path / "state"), "--expect-state")
+        lone.start("scheduler", "paramserver_scheduler", *own)
+        assert lone.processes["scheduler"].wait(20) == 1
+        assert "--expect-state" in lone.logs()
+        assert plain.get("ps:term") is None
+        lone.start_scheduler()
+        lone.stop()
+        lone.start("scheduler", "paramserver_scheduler", *own)
+        http = httpx.Client(base_url=lone.url)
+        eventually(lambda: http.get("/readyz").status_code == 200)
+        http.close()
+        lone.stop()
