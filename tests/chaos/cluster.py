@@ -48,6 +48,7 @@ class ChaosCluster:
             words(folder / "nodes", plan), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=load.ROOT, text=True
         )
         self._loads: list[subprocess.Popen[bytes]] = []
+        self._begun = 0
         self._jobs: list[Job] = []
         self._read: dict[Path, int] = {}
         """How far each file of records has been read for `progress`."""
@@ -94,7 +95,15 @@ class ChaosCluster:
         """SIGKILL, and wait until the process is gone; it is restarted unless `hold`."""
         before = len(self.process(who)["deaths"])
         self.signal(who, signal.SIGKILL, **how)
-        eventually(lambda: len(self.process(who)["deaths"]) > before, within_s=10, what=f"the death of {who}")
+        self.end_of(who, before, within_s=10.0)
+
+    def end_of(self, who: str, after: int, within_s: float) -> int:
+        """The exit status of a process, once it has died more often than `after` times."""
+
+        def codes() -> list[int]:
+            return [code for _, code in self.process(who)["deaths"]][after:]
+
+        return eventually(codes, within_s=within_s, what=f"the end of {who}")[0]
 
     def start(self, who: str) -> None:
         """Let a process that was held run again."""
@@ -175,7 +184,17 @@ class ChaosCluster:
     def load(self, jobs: Sequence[Job], name: str = "load") -> None:
         """Start a process that works on these jobs."""
         self._jobs += jobs
-        self._loads.append(load.begin(self.records / f"{name}-{len(self._loads)}.jsonl", self.url, jobs))
+        self._begun += 1
+        self._loads.append(load.begin(self.records / f"{name}-{self._begun}.jsonl", self.url, jobs))
+
+    def kill_load(self, index: int) -> None:
+        """SIGKILL a load process in the middle of its work; its jobs are nobody's then."""
+        self.recorder.fault(f"SIGKILL load {index}")
+        process = self._loads.pop(index)
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
 
     def stop_load(self, within_s: float = 120.0) -> None:
         """End the load; fails if one hangs or has died."""

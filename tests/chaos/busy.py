@@ -1,0 +1,105 @@
+"""A cluster at work: models of several modes and levels, two workers on each, and the verdict at the end."""
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import redis
+
+from . import load
+from .checkers import Verdict, judge
+from .cluster import ChaosCluster, eventually
+from .load import Job
+
+WORKERS: Final = 2
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Mode and level of one model."""
+
+    mode: Literal["async", "sync"]
+    ack: Literal["applied", "journaled", "fsynced"]
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return f"{self.mode}-{self.ack}"
+
+
+APPLIED: Final = (Kind("async", "applied"), Kind("sync", "applied"))
+JOURNALED: Final = (Kind("async", "journaled"), Kind("sync", "journaled"))
+KINDS: Final = (*APPLIED, *JOURNALED)
+
+
+class Busy:
+    """A cluster under load."""
+
+    def __init__(self, cluster: ChaosCluster, kinds: Sequence[Kind] = KINDS, *, pause_s: float = 0.03) -> None:
+        self.cluster, self.kinds = cluster, tuple(kinds)
+        for kind in kinds:
+            load.create(cluster.client, kind.name, workers=WORKERS, mode=kind.mode, ack=kind.ack)
+        self.jobs = [
+            # One of the asynchronous pushers never joins: its pushes are numbered by itself.
+            [Job(k.name, i, WORKERS, k.mode, joined=k.mode == "sync" or i == 0, pause_s=pause_s) for k in kinds]
+            for i in range(WORKERS)
+        ]
+        for jobs in self.jobs:
+            cluster.load(jobs)
+        cluster.until_progress()
+
+    def leader(self) -> str:
+        """The name of the scheduler that leads."""
+        if len(self.cluster.urls) == 1:
+            return "scheduler-0"
+
+        def held() -> bytes | None:
+            with redis.Redis(port=self.cluster.redis_port, socket_timeout=2.0) as connection:
+                try:
+                    found: bytes | None = connection.get("ps:leader")
+                except redis.RedisError:  # it may be starting
+                    return None
+                return found
+
+        document = eventually(held, what="a leader")
+        return f"scheduler-{self.cluster.urls.index(json.loads(document or '')['url'])}"
+
+    def look(self) -> None:
+        """Put what the models hold now on record, as somebody sees it who takes no part."""
+        for kind in self.kinds:
+            self.cluster.final_pull(Job(kind.name, -1, WORKERS, kind.mode))
+
+    def finish(self) -> None:
+        """End the load, and put what the models hold then on record."""
+        self.cluster.stop_load()
+        self.look()
+
+    def verdicts(self, *, shards_died: bool) -> dict[Kind, Verdict]:
+        """What the checkers say of each model; without the death of a shard every level loses nothing."""
+        history = self.cluster.history()
+        assert history.errors == []
+        return {
+            k: judge(history.of(k.name), mode=k.mode, durable=k.ack != "applied" or not shards_died) for k in self.kinds
+        }
+
+    def assert_kept(self, *, shards_died: bool, acknowledged: int = 40, in_doubt: int = 0) -> None:
+        """Fail unless every promise was kept until now, under enough load to tell.
+
+        `in_doubt` bounds the pushes of each model that may have got no answer, and the pulls of all.
+        """
+        history = self.cluster.history()
+        for kind, verdict in self.verdicts(shards_died=shards_died).items():
+            print(f"{kind.name}: {verdict}")
+            assert verdict.wrong == [], f"{kind.name}: {verdict}"
+            assert verdict.acknowledged >= acknowledged, f"{kind.name} was hardly under load: {verdict}"
+            assert verdict.in_doubt <= in_doubt, f"{kind.name}: {verdict}"
+        assert len(history.failed_pulls) <= in_doubt, history.failed_pulls[:5]
+
+    def pause(self, who: str, seconds: float) -> None:
+        """Stop a process for a while."""
+        self.cluster.signal(who, signal.SIGSTOP)
+        time.sleep(seconds)
+        self.cluster.signal(who, signal.SIGCONT)

@@ -1,0 +1,25 @@
+"""Clusters under load for the chaos tests."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .busy import KINDS, Busy, Kind
+from .cluster import chaos_cluster
+from .keeper import Plan
+
+Start = Callable[[Plan, Sequence[Kind]], Busy]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Busy]]:
+    """Starts a cluster with models under load; gone with the test, its logs shown if that failed."""
+    with ExitStack() as stack:
+
+        def begin(plan: Plan | None = None, kinds: Sequence[Kind] = KINDS) -> Busy:
+            cluster = stack.enter_context(chaos_cluster(tmp_path / "cluster", plan))
+            return Busy(cluster, kinds)
+
+        yield begin

@@ -1,0 +1,87 @@
+"""Processes are killed, paused and restarted under load: nothing acknowledged is lost, nothing counts twice.
+
+At `journaled` no acknowledged push is lost whatever dies; at `applied` none while no shard dies.  Nothing is doubled at
+any level, and no client sees an error.
+"""
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from .busy import Busy
+from .cluster import eventually
+from .keeper import Plan
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+Start = Callable[..., Busy]
+
+
+def test_ten_shard_kills(start: Start) -> None:
+    """Each shard is killed in turn; some die while another comes back, one twice in a row."""
+    run = start(Plan(shards=3))
+    for victim, wait in zip((0, 1, 2, 0, 0, 1, 2, 1, 0, 2), (1, 1, 0, 1, 0, 1, 0, 1, 0, 1), strict=True):
+        run.cluster.kill(f"shard-{victim}")
+        if wait:
+            run.cluster.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=True)
+
+
+def test_five_scheduler_kills_and_five_redis_restarts(start: Start) -> None:
+    """The leader is killed, Redis is killed or stopped, and both at once."""
+    run = start(Plan(shards=2, schedulers=2))
+    c = run.cluster
+    for i in range(5):
+        c.kill(run.leader())
+        if i < 3:
+            c.until_healthy()
+        c.signal("redis", signal.SIGTERM if i == 1 else signal.SIGKILL)
+        c.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=False)
+
+
+def test_ten_pauses(start: Start) -> None:
+    """Shards, the leader and Redis stand still, shorter than their lease and longer; the zombies change nothing."""
+    run = start(Plan(shards=3, schedulers=2))
+    for who, seconds in (("shard-0", 1), ("shard-1", 2), ("redis", 2), ("leader", 2), ("shard-2", 7), ("leader", 5)):
+        run.pause(run.leader() if who == "leader" else who, seconds)
+        run.cluster.until_healthy()
+    for who in ("shard-0", "shard-1", "redis", "shard-0"):
+        run.pause(who, 1)
+    run.cluster.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=True)
+
+
+def test_a_rolling_restart(start: Start) -> None:
+    """Every process is told to stop in its turn, and ends by itself in time; no level loses anything."""
+    run = start(Plan(shards=3, schedulers=2))
+    c = run.cluster
+    for who in ("shard-0", "shard-1", "shard-2", "scheduler-0", "scheduler-1", "redis"):
+        before = len(c.process(who)["deaths"])
+        c.signal(who, signal.SIGTERM)
+        ended = c.end_of(who, before, within_s=25.0)
+        assert ended == 0, f"{who} did not end by itself, but with {ended}"
+        c.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=False)
+
+
+def test_anything_killed_twice_in_a_row(start: Start) -> None:
+    """Whatever is killed again as soon as it runs again only makes the training slower."""
+    run = start(Plan(shards=2))
+    c = run.cluster
+    for name in ("scheduler-0", "redis", "worker", "shard-0"):
+        for _ in range(2):
+            if name == "worker":
+                c.kill_load(1)
+                c.load(run.jobs[1])
+            else:
+                c.kill(name)
+                eventually(lambda n=name: c.process(n)["pid"], what=f"the restart of {name}")  # type: ignore[misc]
+        c.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=True, in_doubt=2)

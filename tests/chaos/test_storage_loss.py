@@ -1,0 +1,101 @@
+"""Redis is emptied, loses its newest writes, or everything is lost but a checkpoint."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+import paramserver as ps
+
+from .busy import JOURNALED, Busy
+from .cluster import chaos_cluster, eventually
+from .keeper import Plan
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(200)]
+
+Start = Callable[..., Busy]
+TAIL_BYTES = 20_000
+
+
+def test_an_emptied_redis_is_seeded_from_memory(start: Start) -> None:
+    """FLUSHALL in the middle of a training loses nothing, though a shard dies soon after it."""
+    run = start(Plan(shards=2))
+    c = run.cluster
+    with redis.Redis(port=c.redis_port) as connection:
+        for _ in range(2):
+            c.recorder.fault("FLUSHALL")
+            connection.flushall()
+            c.until_healthy()
+            assert connection.exists("ps:term")
+    run.look()
+    run.assert_kept(shards_died=False)
+    eventually(lambda: seeded(run), what="snapshots of every partition")
+    c.kill("shard-0")
+    c.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=True)
+
+
+def seeded(run: Busy) -> bool:
+    """Whether Redis has a snapshot of every partition of every model."""
+    with redis.Redis(port=run.cluster.redis_port) as connection:
+        wanted = 0
+        for kind in run.kinds:
+            model = run.cluster.get(f"/models/{kind.name}")
+            for p in model["partitions"]:
+                wanted += 1
+                if not connection.exists(f"{{{kind.name}.{model['generation']}/{p['index']}}}:manifest"):
+                    return False
+        return wanted > 0
+
+
+def test_a_redis_that_comes_back_without_its_last_writes(start: Start) -> None:
+    """The end of the append-only file is gone, as after a power cut.  Shards that live on store it again."""
+    run = start(Plan(shards=2), JOURNALED)
+    c = run.cluster
+    c.kill("redis", hold=True)
+    (file,) = (c.folder / "nodes" / "redis" / "appendonlydir").glob("*.incr.aof")
+    size = file.stat().st_size
+    assert size > 2 * TAIL_BYTES
+    with file.open("r+b") as aof:
+        aof.truncate(size - TAIL_BYTES)
+    c.recorder.fault(f"{TAIL_BYTES} of {size} bytes of the AOF are gone")
+    c.start("redis")
+    c.until_healthy()
+    run.look()
+    run.assert_kept(shards_died=False, acknowledged=1)
+
+    eventually(lambda: seeded(run), what="snapshots of every partition")
+    time.sleep(6.0)  # an interval of snapshots: what Redis has lost is there again
+    c.kill("shard-0")
+    c.until_healthy()
+    run.finish()
+    run.assert_kept(shards_died=True)
+
+
+def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path) -> None:
+    """All nodes and volumes are gone; an empty cluster goes on from the checkpoint with the same values."""
+    saved = tmp_path / "saved"
+    rng = np.random.default_rng(3)
+    gradients = [{"w": rng.normal(size=(40, 25)).astype(np.float32)} for _ in range(8)]
+    with chaos_cluster(tmp_path / "one", Plan(shards=2)) as first:
+        model = first.client.create_model("net", {"w": (40, 25)}, optimizer=ps.Adam(lr=0.1), partitions=4)
+        for g in gradients[:4]:
+            model.push(g)
+        model.checkpoint(saved)
+        before = model.pull()["w"]
+        for g in gradients[4:]:
+            model.push(g)
+        after = model.pull()["w"]
+    shutil.rmtree(tmp_path / "one")
+
+    with chaos_cluster(tmp_path / "two", Plan(shards=3)) as second:
+        restored = second.client.restore(saved, partitions=5)
+        np.testing.assert_array_equal(restored.pull()["w"], before)
+        for g in gradients[4:]:
+            restored.push(g)
+        np.testing.assert_array_equal(restored.pull()["w"], after)
