@@ -1,0 +1,197 @@
+"""Encoded pushes at a shard's door: applied, staged, forwarded, repeated, refused when they are not what they say."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import msgpack
+import numpy as np
+import pytest
+
+from paramserver.codecs import Codec, decode_whole, encode_whole
+from paramserver.codecs.stage import pack
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.types import AnyArray, PushId
+from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, PushReply, decode_prefix, encode_header
+
+from .processes import Nodes, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+PARTITIONS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two shards that no test hurts."""
+    with nodes(tmp_path_factory.mktemp("codecs"), shards=2) as running:
+        yield running
+
+
+class Model:
+    """A model that adds up what is pushed, over four partitions and both shards."""
+
+    def __init__(self, cluster: Nodes, **spec: Any) -> None:
+        self.name = unique("codec")
+        body = {
+            "name": self.name, "params": {"w": {"shape": [1500]}, "b": {"shape": [7]}}, "partitions": PARTITIONS,
+            "optimizer": {"name": "sum"}, **spec,
+        }  # fmt: skip
+        self.http = cluster.http
+        self.url = cluster.url
+        self.document = self.http.post(f"{cluster.url}/models", json=body).raise_for_status().json()
+        self.layout = Layout(ModelSpec.parse(self.document["spec"]))
+        self.shard_url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
+        self.flat = np.random.default_rng(1).standard_normal(self.layout.size, dtype=np.float32)
+
+    def encoded(self, text: str) -> tuple[list[AnyArray], AnyArray]:
+        """(each partition's bytes before a second stage, what they decode to, end to end)."""
+        codec, parts, decoded = Codec.parse(text), [], []
+        for a, b in zip(self.layout.bounds[:-1], self.layout.bounds[1:], strict=True):
+            parts.append(encode_whole(codec, self.flat[a:b], None, None)[0])
+            decoded.append(decode_whole(codec.coding, parts[-1], b - a))
+        return parts, np.concatenate(decoded)
+
+    def push(self, text: str, parts: Sequence[AnyArray], sizes: Any = None, **fields: Any) -> httpx.Response:
+        """One frame of all partitions to the first shard, which hands on what the second one owns."""
+        codec = Codec.parse(text)
+        bodies = parts if codec.stage is None else [pack(codec.stage, p) for p in parts]
+        frame = PushFrame(
+            self.name, [PushPart(i) for i in range(len(parts))],
+            codec=codec, sizes=sizes or [(b.size, p.size) for b, p in zip(bodies, parts, strict=True)], **fields,
+        )  # fmt: skip
+        return self.send(frame.to_header(), b"".join(b.tobytes() for b in bodies))
+
+    def send(self, header: dict[str, Any], body: bytes) -> httpx.Response:
+        """POST a frame."""
+        content = encode_header(header) + body
+        return self.http.post(f"{self.shard_url}/push", content=content, headers={"content-type": MEDIA_TYPE})
+
+    def values(self) -> AnyArray:
+        """The model as it is."""
+        headers = {"content-type": "application/msgpack", "accept": "application/msgpack"}
+        answer = self.http.post(f"{self.url}/pull", content=msgpack.packb({"model": self.name}), headers=headers)
+        params = msgpack.unpackb(answer.raise_for_status().content)["params"]
+        return np.concatenate([np.frombuffer(params[n]["data"], np.float32) for n in ("w", "b")])
+
+
+@pytest.fixture
+def model(cluster: Nodes) -> Model:
+    """A model of its own for each test."""
+    return Model(cluster)
+
+
+def refused(answer: httpx.Response, status: int, code: str) -> str:
+    """The detail of a problem document that must have that status and code."""
+    assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text
+    return str(answer.json()["detail"])
+
+
+@pytest.mark.parametrize("text", ["int8", "topk:0.1", "int8+zstd", "int8+lz4", "topk:0.1+zstd", "topk:0.1+lz4"])
+def test_encoded_partitions_are_applied_on_both_shards(model: Model, text: str) -> None:
+    """What is pulled afterwards is what the bytes decode to, to the bit."""
+    parts, decoded = model.encoded(text)
+
+    answer = model.push(text, parts)
+
+    assert answer.status_code == 200, answer.text
+    assert np.array_equal(model.values(), decoded)
+
+
+@pytest.mark.parametrize("stage", ["zstd", "lz4"])
+def test_elements_may_be_packed_too(model: Model, stage: str) -> None:
+    """fp32 with a second stage is the same push as the plain elements: a repeat without it is a duplicate."""
+    whole = [p.view(np.uint8) for p in np.split(model.flat, model.layout.bounds[1:-1])]
+    ident = PushId("w", 1, 1)
+
+    first = model.push(f"fp32+{stage}", whole, push_id=ident)
+    frame = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], push_id=ident)
+    again = model.send(frame.to_header(), model.flat.tobytes())
+
+    assert first.status_code == 200, first.text
+    assert PushReply.from_header(decode_prefix(again.content)[0]).duplicate
+    assert np.array_equal(model.values(), model.flat)
+
+
+def test_a_repeat_is_known_by_its_encoded_bytes(model: Model) -> None:
+    """The same id and bytes are a duplicate, packed or not; the same id with other bytes is refused."""
+    parts, decoded = model.encoded("int8")
+    other, _ = model.encoded("topk:0.5")
+    ident = PushId("w", 1, 1)
+
+    assert model.push("int8", parts, push_id=ident).status_code == 200
+    again = model.push("int8+zstd", parts, push_id=ident)
+
+    assert PushReply.from_header(decode_prefix(again.content)[0]).duplicate
+    refused(model.push("topk:0.5", other, push_id=ident), 422, "id_reused")
+    assert np.array_equal(model.values(), decoded)
+
+
+def test_a_commit_takes_encoded_and_plain_contributions(cluster: Nodes) -> None:
+    """In sync a staged int8 part, a ranged plain one and a topk one are one mean, decoded as it is computed."""
+    model = Model(cluster, consistency={"mode": "sync"})
+    joined = [model.http.post(f"{model.url}/models/{model.name}/workers", json={}).json() for _ in range(3)]
+    ids = [PushId(j["worker"], j["epoch"], 1) for j in joined]
+    (int8, a), (topk, b) = model.encoded("int8"), model.encoded("topk:0.1")
+    c = np.zeros(model.layout.size, np.float32)
+    c[10:50] = 3.0
+
+    assert model.push("int8", int8, push_id=ids[0], clock=0).status_code == 202
+    assert model.push("topk:0.1+zstd", topk, push_id=ids[1], clock=0).status_code == 202
+    ranged = PushFrame(model.name, [PushPart(0, None, [(10, 50)])], push_id=ids[2], clock=0)
+    assert model.send(ranged.to_header(), c[10:50].tobytes()).status_code == 202
+    for j in joined:
+        body = {"worker": j["worker"], "epoch": j["epoch"], "clock": 1, "wait_s": 0}
+        model.http.post(f"{model.url}/models/{model.name}/clock", json=body).raise_for_status()
+    pull = {"model": model.name, "min_version": 1, "wait_s": 20}
+    model.http.post(f"{model.url}/pull", json=pull).raise_for_status()
+
+    assert np.array_equal(model.values(), (a + b + c) / np.float32(3.0))
+
+
+def test_what_is_not_what_it_says_changes_nothing(model: Model) -> None:
+    """Unknown codecs are 415; wrong sizes, ranges, indices, stages and scales are 422, and nothing was applied."""
+    parts, _ = model.encoded("int8")
+    sizes = [(p.size, p.size) for p in parts]
+    whole = PushFrame(
+        model.name, [PushPart(i) for i in range(PARTITIONS)], codec=Codec("int8"), sizes=sizes
+    ).to_header()
+    body = b"".join(p.tobytes() for p in parts)
+
+    refused(model.send({**whole, "codec": "int4"}, body), 415, "unknown_codec")
+    refused(model.send({**whole, "codec": "topk:0.1"}, body), 415, "unknown_codec")
+    refused(model.send({**whole, "sizes": sizes[:-1]}, body), 422, "invalid_encoding")
+    refused(model.send({**whole, "sizes": [[1, 1]] * PARTITIONS}, body), 422, "invalid_encoding")
+    refused(model.send({**whole, "sizes": None}, body), 400, "malformed")
+    ranged = [[i, None, [[0, 5]]] for i in range(PARTITIONS)]
+    refused(model.send({**whole, "parts": ranged}, body), 422, "invalid_encoding")
+    refused(model.send(whole, body[:-1]), 400, "malformed")
+    refused(model.send({**whole, "codec": "int8+lz4"}, body), 422, "invalid_encoding")
+    refused(model.push("int8+zstd", [p[:-1] for p in parts]), 422, "invalid_encoding")
+    bad = parts[1].copy()
+    bad[:4] = np.array([np.inf], np.float32).view(np.uint8)
+    refused(model.push("int8", [parts[0], bad, *parts[2:]]), 422, "non_finite")
+    topk, _ = model.encoded("topk:0.1")
+    bad = topk[2].copy()
+    bad[:4] = np.array([1 << 20], "<u4").view(np.uint8)
+    refused(model.push("topk", [*topk[:2], bad, topk[3]]), 422, "invalid_encoding")
+
+    assert not model.values().any()
+
+
+def test_a_bomb_is_refused_before_it_unpacks(model: Model) -> None:
+    """A small body that says, or turns out, to unpack to more than its partition is 422."""
+    parts, _ = model.encoded("topk:0.5")
+    bomb = pack("zstd", np.zeros(1 << 28, np.uint8))
+    assert bomb.size < 1 << 15
+
+    body = b"".join([bomb.tobytes(), *(p.tobytes() for p in parts[1:])])
+    said = [[bomb.size, 1 << 28], *([p.size, p.size] for p in parts[1:])]
+    header = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], codec=Codec("topk", "zstd")).to_header()
+    refused(model.send({**header, "sizes": said}, body), 422, "invalid_encoding")
+    small = pack("zstd", np.zeros(1 << 20, np.uint8))
+    header["parts"], size = header["parts"][:1], parts[0].size
+    assert small.size < size
+    refused(model.send({**header, "sizes": [[small.size, size]]}, small.tobytes()), 422, "invalid_encoding")
+
+    assert not model.values().any()
