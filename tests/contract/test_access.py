@@ -1,0 +1,226 @@
+"""A real cluster that demands tokens: every route against every role, from both apps, and the ways through."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.errors import AuthError
+from paramserver_node import roles, tokens
+from paramserver_node.roles import ROLES, Role
+from paramserver_node.settings import ShardSettings
+from paramserver_scheduler.app import make_app as scheduler_app
+from paramserver_shard.app import make_app as shard_app
+from paramserver_shard.main import assemble
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+SECRET = tokens.new_key()
+KEYS = tokens.keys_of(SECRET)
+TOKEN: dict[Role, str] = {role: tokens.make(KEYS[0], role) for role in ROLES[1:]}
+REFUSED = {401, 403}
+MARKED = list[tuple[str, str, Role]]
+"""Method, path with names filled in, and the mark of every route of an app."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two schedulers, one of which stands by, and two shards, which share a secret."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("closed")
+        (folder / "secret").write_text(f"{SECRET}\n")
+        patch.setenv("PARAMSERVER_SECRET_FILE", str(folder / "secret"))
+        patch.setenv("PARAMSERVER_REVOKED", "stolen")
+        patch.setenv("PARAMSERVER_TOKEN", TOKEN["admin"])
+        with nodes(folder, shards=2, schedulers=2) as running:
+            patch.delenv("PARAMSERVER_TOKEN")
+            yield running
+
+
+def marked(app: Any) -> MARKED:
+    assert roles.unmarked(app) == []
+    found: MARKED = []
+    for route in roles.routes(app):
+        path = re.sub(r"\{[^}]*\}", "7", route.path)  # type: ignore[attr-defined]  # all of ours have a path
+        role = roles.role_of(route)
+        assert role is not None
+        found += [(method, path, role) for method in sorted(route.methods)]  # type: ignore[attr-defined]
+    return found
+
+
+async def shard_routes() -> MARKED:
+    async with asyncio.TaskGroup() as group:
+        shard = assemble(ShardSettings(redis="redis://127.0.0.1:9/0", scheduler="http://127.0.0.1:9"), group)
+        try:
+            return marked(shard_app(shard.services))
+        finally:
+            shard.services.runtime.close()
+            await shard.aclose()
+
+
+def status_of(http: httpx.Client, method: str, url: str, role: Role) -> int:
+    """The status of a request that no route can do anything with: it names what is not there."""
+    headers = {} if role == "open" else {"authorization": f"Bearer {TOKEN[role]}"}
+    headers |= {"content-type": "application/json"}
+    with http.stream(method, url, headers=headers, content=b"" if method in ("GET", "HEAD") else b"{}") as answer:
+        return answer.status_code  # a feed without end is hung up on
+
+
+def wrong_cells(url: str, table: MARKED) -> list[str]:
+    """Every (route, role) that is not answered as the marks say; a wrong token in the form is 401 to anybody."""
+    wrong: list[str] = []
+    with httpx.Client(timeout=30.0) as http:
+        for method, path, need in table:
+            if (method, path) == ("POST", "/login"):
+                continue
+            for have in ROLES:
+                status = status_of(http, method, url + path, have)
+                good = status not in REFUSED if roles.allows(have, need) else status == (401 if have == "open" else 403)
+                if not good:
+                    wrong.append(f"{method} {path} ({need}) as {have}: {status}")
+    return wrong
+
+
+def node_urls(cluster: Nodes) -> dict[str, str]:
+    shards = {name: f"http://127.0.0.1:{port}" for name, port in cluster.shard_ports.items()}
+    return {f"scheduler-{i}": url for i, url in enumerate(cluster.urls)} | shards
+
+
+def test_every_route_answers_every_role_as_it_is_marked(cluster: Nodes) -> None:
+    """The matrix of both schedulers' and a shard's own routes: 401 without a token, 403 below the mark, else in."""
+    table = marked(scheduler_app())
+    assert {role for _, _, role in table} == set(ROLES)
+    assert len(table) > 45
+    own = [cell for cell in asyncio.run(shard_routes()) if cell[1] != "/7"]
+    assert {("POST", "/push", "worker"), ("POST", "/pull", "reader"), ("POST", "/internal/set/7", "node")} <= set(own)
+
+    wrong = [f"{name}: {w}" for name, url in list(node_urls(cluster).items())[:2] for w in wrong_cells(url, table)]
+    wrong += [f"shard: {w}" for w in wrong_cells(node_urls(cluster)["shard-0"], own)]
+
+    assert wrong == []
+
+
+def test_a_shard_hands_on_no_more_than_the_caller_may(cluster: Nodes) -> None:
+    """A scheduler's routes asked of a shard: what reaches the scheduler has the caller's role, not the shard's."""
+    own = {(method, path) for method, path, _ in asyncio.run(shard_routes())}
+    table = [cell for cell in marked(scheduler_app()) if cell[:2] not in own and not cell[1].startswith("/internal")]
+    assert {role for _, _, role in table} >= {"reader", "worker", "admin"}
+
+    assert wrong_cells(node_urls(cluster)["shard-1"], table) == []
+
+
+def test_training_with_the_least_role(cluster: Nodes) -> None:
+    """An admin makes a model, a worker trains it through every address, a reader pulls; each may no more than that."""
+    admin = ps.connect(cluster.url, token=TOKEN["admin"])
+    name = unique("m")
+    model = admin.create_model(name, {"w": (6,)}, optimizer=ps.SGD(lr=1.0), partitions=2)
+    for i, url in enumerate(node_urls(cluster).values()):
+        with ps.connect(url, token=TOKEN["worker"]) as client, client.model(name).worker() as worker:
+            pushed = worker.pushpull({"w": np.ones(6, np.float32)})
+            assert pushed["w"].tolist() == [-1.0 - i] * 6
+            with pytest.raises(AuthError, match="'admin'"):
+                client.model(name).delete()
+        with ps.connect(url, token=TOKEN["reader"]) as reader:
+            assert reader.model(name).pull(min_version=i + 1)["w"].tolist() == [-1.0 - i] * 6
+            with pytest.raises(AuthError, match="'worker'"):
+                reader.model(name).push({"w": np.ones(6, np.float32)})
+        with ps.connect(url) as nobody, pytest.raises(AuthError, match="needs a token"):
+            nobody.model(name).pull()
+    assert model.save()["model"] == name  # the scheduler fetches it from the shards, and they show each other theirs
+    model.restore()
+
+
+def test_plain_requests_meet_the_same_doors(cluster: Nodes) -> None:
+    """By name through a shard that owns half of the model: the other half comes under the shard's own token."""
+    name = unique("m")
+    spec = {"name": name, "params": {"a": {"shape": [2]}, "b": {"shape": [2]}}, "partitions": 2}
+    cluster.post("/models", spec, status=201)
+    for url in node_urls(cluster).values():
+        http = httpx.Client(base_url=url, headers={"authorization": f"bearer {TOKEN['worker']}"})
+        with http:
+            pushed = http.post("/push", json={"model": name, "grads": {"a": [1, 1], "b": [1, 1]}})
+            assert pushed.status_code == 200, pushed.text
+            answer = http.post("/pull", json={"model": name, "min_version": pushed.json()["version"]})
+            assert set(answer.json()["params"]) == {"a", "b"}
+            assert http.get(f"/pull/{name}/a").status_code == 200
+
+
+def test_a_revoked_token_is_nobodys(cluster: Nodes) -> None:
+    """Its name in PARAMSERVER_REVOKED ends it at every node."""
+    stolen = tokens.make(KEYS[0], "admin", "stolen")
+
+    for url in node_urls(cluster).values():
+        answer = httpx.get(f"{url}/models", headers={"authorization": f"Bearer {stolen}"})
+        assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
+
+
+def test_a_refused_body_does_not_cost_the_connection(cluster: Nodes) -> None:
+    """A big push without a token gets its 401 over HTTP/1.1 and the next request of that connection its answer."""
+    for url in node_urls(cluster).values():
+        with httpx.Client(base_url=url) as http:
+            refused = http.post("/push", content=b"x" * 3_000_000)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, 'Bearer realm="paramserver"')
+            assert http.get("/livez").status_code == 200
+
+
+def test_a_browser_gets_in_once_by_the_link(cluster: Nodes) -> None:
+    """The link that a scheduler prints leads one browser to the page with a cookie that reads, and no second one."""
+    links = []
+    for name in ("scheduler", "scheduler-1"):
+        log = cluster.folder / f"{name}.log"
+        (link,) = eventually(lambda log=log: re.findall(r"scheduler\.page .*: (http\S+)", log.read_text()))  # type: ignore[misc]
+        links.append(link)
+    for link in links:
+        assert link.startswith(tuple(cluster.urls))
+        with httpx.Client() as browser:
+            entered = browser.get(link)
+            assert (entered.status_code, entered.headers["location"]) == (303, "./")
+            attributes = entered.headers["set-cookie"].split("; ")
+            assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+            for url in node_urls(cluster).values():  # any node's page: they share the secret
+                assert browser.get(f"{url}/status").status_code == 200
+            assert browser.delete(f"{cluster.url}/models/7").status_code == 401
+        again = httpx.get(link)
+        assert again.status_code == 401
+        assert "set-cookie" not in again.headers
+
+
+def test_a_browser_gets_in_by_a_token(cluster: Nodes) -> None:
+    """The form takes any token that counts, at any node, and gives no more than reading; others it asks again."""
+    for name, url in node_urls(cluster).items():
+        form = httpx.get(f"{url}/login")
+        assert form.status_code == 200
+        assert '<input name="token" type="password"' in form.text, name
+        assert "script" not in form.headers["content-security-policy"]
+        with httpx.Client() as browser:
+            entered = browser.post(f"{url}/login", data={"token": f" {TOKEN['admin']} "})
+            assert (entered.status_code, entered.headers["location"]) == (303, "./")
+            assert TOKEN["admin"] not in entered.headers["set-cookie"]
+            assert browser.get(f"{url}/status").status_code == 200
+            assert browser.post(f"{url}/runs", json={}).status_code == 401
+        for wrong in ("", "nonsense", tokens.make(KEYS[0], "admin", "stolen")):
+            refused = httpx.post(f"{url}/login", data={"token": wrong})
+            assert refused.status_code == 401
+            assert "set-cookie" not in refused.headers
+
+
+def test_no_log_shows_a_token(cluster: Nodes) -> None:
+    """After all of the above neither the secret nor any token stands in a log."""
+    text = "".join(p.read_text(errors="replace") for p in cluster.folder.glob("*.log"))
+
+    assert "scheduler.page" in text
+    assert SECRET not in text
+    assert "ps1." not in text
+
+
+def test_roles_are_in_order() -> None:
+    """Each role may do what those before it may: the matrix above rests on it."""
+    assert all(roles.allows(high, low) and not roles.allows(low, high) for low, high in pairwise(ROLES))
