@@ -68,17 +68,17 @@ class History:
         """What this process took of its machine in the last second, as `Usage.look` tells it."""
         self.wall_offset_s = wall_offset_s
         """Unix time minus monotonic time."""
-        self._alive: dict[str, bool] = {}
         self._models: dict[str, tuple[int, int, int]] = {}
         self._workers: dict[str, dict[str, int]] = {}
         self._versions: dict[tuple[str, int], deque[tuple[float, int]]] = {}
         self._runs: dict[str, str] | None = None
+        self._shards: dict[str, tuple[str, int]] | None = None
+        self._moving = 0
         self._redis = "ok"
         self._degraded: set[str] = set()
 
     def begin(self, read: Reading) -> None:
         """What is there at the start is no news."""
-        self._alive = {name: shard["alive"] for name, shard in read.map()["shards"].items()}
         self._models = {m["name"]: (m["generation"], m["revision"], m["timeline"]) for m in read.models()}
 
     def add(self, now: float, kind: str, text: str, level: Level = "info") -> None:
@@ -92,8 +92,6 @@ class History:
     def note(self, document: Mapping[str, Any], now: float) -> None:
         """Take in a published document."""
         match document["type"]:
-            case "map":
-                self._note_map(document, now)
             case "model":
                 self._note_model(document, now)
             case "roster":
@@ -102,15 +100,6 @@ class History:
                 self._models.pop(document["model"], None)
                 self._workers.pop(document["model"], None)
                 self.add(now, "model_deleted", f"model {document['model']} is deleted")
-
-    def _note_map(self, document: Mapping[str, Any], now: float) -> None:
-        alive = {name: bool(shard["alive"]) for name, shard in document["shards"].items()}
-        for name, lives in alive.items():
-            if lives and not self._alive.get(name, False):
-                self.add(now, "shard_joined", f"shard {name} has joined", "good")
-            elif not lives and self._alive.get(name, False):
-                self.add(now, "shard_dead", f"shard {name} is gone; its partitions go to the others", "bad")
-        self._alive = alive
 
     def _note_model(self, document: Mapping[str, Any], now: float) -> None:
         name = document["name"]
@@ -169,6 +158,7 @@ class History:
                 self._record(NODE_METRICS, node, (("node", node.name),), unix_s)
         for model in status.models:
             self._record_model(model, unix_s)
+        self._note_shards(status, now)
         self._note_runs(status.runs, now)
         self._note_troubles(status, now)
 
@@ -189,6 +179,30 @@ class History:
     ) -> None:
         for metric, (field, _) in metrics.items():
             self.rings.add(metric, labels, unix_s, getattr(of, field))
+
+    def _note_shards(self, status: Status, now: float) -> None:
+        states = {n.name: (n.state, n.epoch) for n in status.nodes if n.role == "shard"}
+        for name, (state, epoch) in states.items():
+            old, old_epoch = (self._shards or {}).get(name, ("", 0))
+            if self._shards is None or (old, old_epoch) == (state, epoch):
+                continue
+            if state == "active" and old == "draining" and epoch == old_epoch:
+                self.add(now, "shard_stays", f"shard {name} is drained no more", "good")
+            elif state == "active":
+                self.add(now, "shard_joined", f"shard {name} has joined", "good")
+            elif state == "draining":
+                self.add(now, "shard_draining", f"shard {name} is being drained: its partitions move to the others")
+            elif state == "left":
+                self.add(now, "shard_left", f"shard {name} has left")
+            elif state == "dead":
+                self.add(now, "shard_dead", f"shard {name} is dead; its partitions go to the others", "bad")
+        self._shards = states
+        moving = sum(len(m.moving) for m in status.models)
+        if moving and not self._moving:
+            self.add(now, "moves_began", "partitions are moving to other shards")
+        elif self._moving and not moving:
+            self.add(now, "moves_done", "all partitions are where they are to be", "good")
+        self._moving = moving
 
     def _note_runs(self, runs: Sequence[RunStatus], now: float) -> None:
         states = {r.id: r.state for r in runs}

@@ -64,13 +64,13 @@ function rows(nodes, colours) {
     kind: n.alive ? null : "gone",
     cells: [
       el("span.node", {vars: n.role === "pool" ? {} : {"--c": nodeColour(n, colours)}}, n.role !== "pool" && el("i"), n.name),
-      n.role === "pool" ? "worker" : n.role, pill(n.alive ? n.state : "dead"), age(n.heartbeat_age_s),
+      n.role === "pool" ? "worker" : n.role, pill(n.state), age(n.heartbeat_age_s),
       n.cpu_cores === null ? "" : short(n.cpu_cores), n.cpu_cores === null ? "" : bar(n.cpu_cores / most),
       n.rss_bytes === null ? "" : bytes(n.rss_bytes),
       n.rss_bytes === null ? "" : bar(n.rss_bytes / (n.memory_limit_bytes ?? busiest), n.memory_limit_bytes ? "" : "soft"),
       n.in_bytes_per_s === null ? "" : rate(n.in_bytes_per_s), n.out_bytes_per_s === null ? "" : rate(n.out_bytes_per_s),
       n.role === "shard" ? String(n.partitions) : "", n.role === "shard" ? bytes(n.bytes) : "",
-      n.role === "pool" ? (n.metrics.run ? `${n.metrics.run}, place ${n.metrics.place}` : "") : n.addresses.join(" "),
+      n.role === "pool" ? (n.metrics.run ? `${n.metrics.run}, place ${n.metrics.place}` : "") : n.addresses.filter(a => a.startsWith("http")).join(" "),
     ],
   })));
 }

@@ -8,7 +8,7 @@ const most = values => values.reduce((high, v) => v !== null && (high === null |
 
 /** Draw the tiles; `series` has the cluster's totals over time. */
 export function drawTiles({nodes, models, cluster}, series) {
-  const shards = nodes.filter(n => n.role === "shard"), alive = shards.filter(n => n.alive);
+  const shards = nodes.filter(n => n.role === "shard" && n.state !== "left"), alive = shards.filter(n => n.alive);
   const workers = models.flatMap(m => m.workers).filter(w => w.state !== "dead");
   const waited = new Set(models.flatMap(m => m.waiting_for));
   const traffic = models.reduce((sum, m) => sum + m.in_bytes_per_s + m.out_bytes_per_s, 0);

@@ -1,0 +1,149 @@
+"""`/status/series`, `/status/events` and `/status/stream` of a real cluster, asked of the scheduler and of a shard."""
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from paramserver_scheduler.history import UNITS
+
+from .processes import Nodes, eventually, unique
+
+SGD = {"name": "sgd", "lr": 0.1}
+
+
+@pytest.fixture(scope="module")
+def model(rest_cluster: Nodes) -> str:
+    """A model with a worker that has pushed, pulled and reported."""
+    name = unique("watched")
+    spec = {"name": name, "params": {"w": {"shape": [64]}}, "optimizer": SGD, "partitions": 4}
+    rest_cluster.post("/models", spec, status=201)
+    worker = rest_cluster.post(f"/models/{name}/workers", {"name": "a"}, status=201)
+    for seq in range(1, 4):
+        push = {"model": name, "worker": worker["worker"], "epoch": worker["epoch"], "seq": seq, "base_version": 0}
+        rest_cluster.post("/push", {**push, "grads": {"w": [0.5] * 64}})
+        rest_cluster.post("/pull", {"model": name})
+        rest_cluster.post(f"/models/{name}/metrics", {"worker": worker["worker"], "metrics": {"loss": 1.0 / seq}})
+    return name
+
+
+def series(cluster: Nodes, metric: str, status: int = 200, **query: Any) -> Any:
+    answer = cluster.http.get("/status/series", params={"metric": metric, **query})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def values(answer: Any, **labels: str) -> list[float]:
+    (item,) = [i for i in answer["items"] if labels.items() <= i["labels"].items()]
+    assert len(item["values"]) == answer["count"]
+    return [v for v in item["values"] if v is not None]
+
+
+def test_what_a_model_did_can_be_read_later(rest_cluster: Nodes, model: str) -> None:
+    """Its pushes, times, lag and reports are in the series of its name, with their units, on one grid."""
+    metrics = "model.pushes_per_s,model.push_p99_s,model.in_bytes_per_s,worker.lag,reported.loss,model.version"
+
+    def told() -> Any:
+        answer = series(rest_cluster, metrics, model=model, step=1)
+        return answer if len(answer["items"]) == 6 else None
+
+    answer = eventually(told, what="all six series")
+
+    assert {i["metric"]: i["unit"] for i in answer["items"]} == {
+        "model.pushes_per_s": "1/s",
+        "model.push_p99_s": "s",
+        "model.in_bytes_per_s": "B/s",
+        "worker.lag": "versions",
+        "reported.loss": "",
+        "model.version": "versions",
+    }
+    assert answer["step_s"] == 1
+    assert abs(answer["start_s"] + answer["count"] - time.time()) < 5
+    by_name = {i["metric"]: {"count": answer["count"], "items": [i]} for i in answer["items"]}
+    assert max(values(by_name["model.version"], model=model)) == 3
+    assert max(values(by_name["model.pushes_per_s"], model=model)) > 0
+    assert 0 < max(values(by_name["model.push_p99_s"], model=model)) < 30
+    assert 0 <= min(values(by_name["worker.lag"], worker=f"{model}/a"))
+    assert max(values(by_name["worker.lag"], worker=f"{model}/a")) <= 2
+    assert sum(values(by_name["reported.loss"])) <= 1.0 + 1 / 2 + 1 / 3 + 1e-6
+
+
+def test_every_metric_of_the_list_can_be_asked_for(rest_cluster: Nodes, model: str) -> None:
+    """None of the names is unknown, and the nodes' and the cluster's have values of the last seconds."""
+    names = list(UNITS)
+
+    def told() -> Any:
+        answer = series(rest_cluster, ",".join(names))
+        return answer if len({i["metric"] for i in answer["items"]}) > 12 else None
+
+    answer: Any = eventually(told, what="a second's record")
+
+    assert {i["metric"] for i in answer["items"]} <= set(names)
+    nodes = {i["labels"]["node"] for i in answer["items"] if i["metric"] == "node.rss_bytes"}
+    assert {"shard-0", "shard-1"} < nodes
+    rss = series(rest_cluster, "node.rss_bytes", node="shard-0")
+    assert min(values(rss, node="shard-0")) > 10 << 20
+    assert max(values(series(rest_cluster, "cluster.shards"))) == 2
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"metric": ""},
+        {"metric": "no.such"},
+        {"metric": ",".join(["model.lag"] * 33)},
+        {"metric": "model.lag", "step": "x"},
+        {"metric": "model.lag", "from": "-1"},
+        {"metric": "model.lag", "from": "nan"},
+        {"metric": "model.lag", "from": "200", "to": "100"},
+        {"metric": "model.lag", "form": "100"},
+    ],
+)
+def test_a_wrong_question_is_refused(rest_cluster: Nodes, query: dict[str, str]) -> None:
+    """A name that is not known, a number that is none, a span turned round: 400 with the reason."""
+    answer = rest_cluster.http.get("/status/series", params=query)
+
+    assert (answer.status_code, answer.json()["code"]) == (400, "malformed")
+    assert answer.json()["detail"]
+
+
+def test_a_model_that_is_not_there_has_no_reports(rest_cluster: Nodes) -> None:
+    """404, for a name that was misspelt should not look like silence."""
+    assert series(rest_cluster, "reported.loss", status=404, model="no-such-model")["code"] == "unknown_model"
+
+
+def test_events_can_be_chosen(rest_cluster: Nodes, model: str) -> None:
+    """By kind, by time and by number, newest first."""
+    created = rest_cluster.get("/status/events?kind=model_created")["items"]
+    assert any(model in e["text"] for e in created)
+    assert {e["kind"] for e in created} == {"model_created"}
+    all_of_them = rest_cluster.get("/status/events?limit=500")["items"]
+    assert [e["at"] for e in all_of_them] == sorted((e["at"] for e in all_of_them), reverse=True)
+    newest = all_of_them[0]["at"]
+    assert rest_cluster.get(f"/status/events?from={newest + 1000}")["items"] == []
+    assert len(rest_cluster.get("/status/events?limit=1")["items"]) == 1
+    assert rest_cluster.get("/status/events?limit=0", status=400)["code"] == "malformed"
+
+
+def test_the_stream_tells_every_second_from_any_node(rest_cluster: Nodes, model: str) -> None:
+    """Scheduler and shard send the same status as server-sent events, newer each time, without the curves."""
+    shard = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
+    for url in (rest_cluster.url, shard):
+        seen: list[Any] = []
+        with httpx.stream("GET", f"{url}/status/stream", timeout=10.0) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    seen.append(json.loads(line.removeprefix("data: ")))
+                if len(seen) == 3:
+                    break
+        times = [s["cluster"]["now"] for s in seen]
+        assert times == sorted(set(times))
+        watched = next(m for m in seen[-1]["models"] if m["name"] == model)
+        assert (watched["version"], watched["series"]) == (3, [])
+        assert watched["latest"]["loss"][1] <= 1.0
+        assert sorted(watched["shards"]) == ["shard-0", "shard-1"]
+        assert len(watched["owners"]) == watched["partitions"] == 4
+        assert set(watched["owners"]) == {0, 1}

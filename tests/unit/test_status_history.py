@@ -1,0 +1,193 @@
+"""What the status page is told of the past: rings of numbers, and events made of what differs between two seconds."""
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver import limits
+from paramserver.errors import PsError
+from paramserver_scheduler.history import History
+from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
+from paramserver_scheduler.schema import ClusterStatus, NodeStatus, RunStatus, Status
+from paramserver_scheduler.screen import Screen
+
+NOW = 1_700_000_000
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.floats(-1e6, 1e6)), max_size=60), st.integers(1, 7))
+def test_a_ring_keeps_the_mean_of_each_step(points: list[tuple[int, float]], step: int) -> None:
+    """Against a plain dictionary: the newest slots hold the mean of what fell in, the others nothing."""
+    ring, size = Ring(step, 10), 10
+    kept: dict[int, list[float]] = {}
+    for at, value in sorted(points, key=lambda p: p[0]):
+        ring.add(NOW + at, value)
+        kept.setdefault((NOW + at) // step, []).append(value)
+    newest = max(kept, default=0)
+
+    for slot in range(NOW // step - 2, (NOW + 310) // step):
+        found = ring.read(slot, 1)[0]
+        if slot in kept and slot > newest - size:
+            assert found == pytest.approx(np.mean(kept[slot]))
+        else:
+            assert math.isnan(found)
+
+
+def test_a_late_value_is_left_out() -> None:
+    """A clock that was set back writes into no slot that is taken."""
+    ring = Ring(1, 10)
+    ring.add(NOW, 5.0)
+    ring.add(NOW - 3, 9.0)
+
+    assert ring.read(NOW, 1).tolist() == [5.0]
+    assert math.isnan(ring.read(NOW - 3, 1)[0])
+
+
+def test_a_span_is_answered_from_the_ring_that_reaches_so_far() -> None:
+    """A second's step for minutes, ten for hours, a minute for a day; never more points than the bound."""
+    rings = Rings()
+    for second in range(0, 7200):
+        rings.add("m", (), NOW - 7199 + second, float(second))
+
+    for span_s, step_s, expected in ((300, 1, 1), (900, 3, 3), (3600, 1, 10), (3600, 30, 30), (80_000, 60, 60)):
+        grid = Grid.of(NOW - span_s, NOW, step_s, NOW)
+        ((_, values),) = rings.read("m", {}, grid)
+        assert grid.step_s == expected
+        assert len(values) == grid.count == NOW // expected - (NOW - span_s) // expected + 1
+        assert grid.count <= limits.STATUS_POINTS_MAX + 1
+        known = [v for v in values if v is not None]
+        assert known == sorted(known)
+        assert known[-1] == pytest.approx(7199, abs=expected)
+    huge = Grid.of(NOW - limits.STATUS_SPAN_S_MAX, NOW, 1, NOW)
+    assert huge.count == pytest.approx(limits.STATUS_POINTS_MAX, rel=0.1)
+    assert huge.step_s % RESOLUTIONS[-1][0] == 0
+
+
+def test_series_are_bounded_and_the_oldest_goes_first() -> None:
+    """A new series takes the place of the one not written for longest, but of none that is still written."""
+    rings, grid = Rings(series_max=2), Grid.of(NOW - 800, NOW, 1, NOW)
+    rings.add("old", (), NOW - 700, 1.0)
+    rings.add("new", (), NOW - 1, 1.0)
+    rings.add("third", (), NOW, 1.0)
+    rings.add("fourth", (), NOW, 1.0)
+
+    assert rings.read("old", {}, grid) == []
+    assert len(rings.read("third", {}, grid)) == 1
+    assert rings.read("fourth", {}, grid) == []
+    rings.add("fourth", (), NOW + FRESH_S, 1.0)
+    assert len(rings.read("fourth", {}, Grid.of(NOW, NOW + 90, 1, NOW + 90))) == 1
+
+
+def test_only_finite_values_are_kept_and_labels_choose() -> None:
+    """NaN, infinity and nothing leave no trace; a label that a series has not got leaves it out."""
+    rings, grid = Rings(), Grid.of(NOW - 10, NOW, 1, NOW)
+    for value in (math.nan, math.inf, None):
+        rings.add("m", (("model", "a"),), NOW, value)
+    assert rings.read("m", {}, grid) == []
+    rings.add("m", (("model", "a"),), NOW, 1.0)
+    rings.add("m", (("model", "b"),), NOW, 2.0)
+
+    assert [labels for labels, _ in rings.read("m", {"model": "b"}, grid)] == [(("model", "b"),)]
+    assert rings.read("m", {"node": "b"}, grid) == []
+
+
+def status(now: float, *, shards: dict[str, tuple[str, int]], runs: dict[str, str], redis: Any = "ok") -> Status:
+    nodes = [
+        NodeStatus(
+            name=name, role="shard", state=state, alive=state in ("active", "draining"), addresses=[], epoch=epoch,
+            heartbeat_age_s=0.5, cpu_cores=0.25,
+        )
+        for name, (state, epoch) in shards.items()
+    ]  # fmt: skip
+    made = [
+        RunStatus(
+            id=r, name="", model="m", entry="a:b", state=state, reason="", workers=1, placed=1, created_s=now,
+            ran_s=1.0, clocks=1, stop={}, progress=None,
+        )
+        for r, state in runs.items()
+    ]  # fmt: skip
+    cluster = ClusterStatus(
+        state="ok", problems=[], version="0", term=1, map_epoch=1, uptime_s=1.0, redis=redis, now=now
+    )
+    return Status(cluster=cluster, nodes=nodes, models=[], runs=made, events=[])
+
+
+def test_events_are_what_differs_from_the_second_before() -> None:
+    """Shards, runs and Redis that change are told once, with how bad it is; what was there at first is no news."""
+    history = History(0.0)
+    seconds: list[dict[str, Any]] = [
+        {"shards": {"a": ("active", 1), "b": ("active", 1)}, "runs": {"run-1": "running"}},
+        {"shards": {"a": ("dead", 1), "b": ("draining", 1)}, "runs": {"run-1": "running"}, "redis": "away"},
+        {"shards": {"a": ("dead", 1), "b": ("left", 1)}, "runs": {"run-1": "failed", "run-2": "waiting"}},
+        {"shards": {"a": ("active", 2), "b": ("left", 1)}, "runs": {"run-1": "failed", "run-2": "running"}},
+    ]
+    told: list[list[tuple[str, str]]] = []
+    for i, second in enumerate(seconds):
+        before = len(history.events)
+        history.record(status(NOW + i, **second), float(i))
+        told.append(sorted((e.kind, e.level) for e in list(history.events)[: len(history.events) - before]))
+
+    assert told == [
+        [],
+        [("redis_away", "bad"), ("shard_dead", "bad"), ("shard_draining", "info")],
+        [("redis_back", "good"), ("run_failed", "bad"), ("run_waiting", "info"), ("shard_left", "info")],
+        [("run_running", "good"), ("shard_joined", "good")],
+    ]
+    grid = Grid.of(NOW, NOW + 3, 1, NOW + 3)
+    ((_, alive),) = history.rings.read("cluster.shards", {}, grid)
+    assert alive == [2, 1, 0, 1]
+    ((_, load),) = history.rings.read("node.cpu_cores", {"node": "a"}, grid)
+    assert load == [0.25, None, None, 0.25]
+
+
+def test_events_are_bounded() -> None:
+    """The newest stay; the same one again takes no second place."""
+    history = History(0.0)
+    for i in range(limits.STATUS_EVENTS_MAX + 10):
+        history.add(float(i), "k", f"event {i // 2}")
+
+    assert len(history.events) <= limits.STATUS_EVENTS_MAX
+    assert history.events[0].text != history.events[1].text
+
+
+async def _read(screen: Screen, seen: list[bytes]) -> None:
+    async for event in screen.stream():
+        seen.append(event)
+
+
+@pytest.mark.asyncio
+async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() -> None:
+    """A reader gets what is there at once, then each new one; a closed screen ends it, and its place is free."""
+    screen, seen = Screen(), list[bytes]()
+    screen.show(b'{"n":1}')
+    reading = asyncio.ensure_future(_read(screen, seen))
+    await asyncio.sleep(0)
+    screen.show(b'{"n":2}')
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    screen.close()
+    await asyncio.wait_for(reading, 5)
+
+    assert seen == [b'event: status\ndata: {"n":1}\n\n', b'event: status\ndata: {"n":2}\n\n']
+    screen.check_room()
+
+
+@pytest.mark.asyncio
+async def test_streams_are_bounded() -> None:
+    """As many pages may be open as the bound says, and one more when one is closed."""
+    screen = Screen()
+    screen.show(b"{}")
+    streams = [screen.stream() for _ in range(limits.STATUS_STREAMS_MAX)]
+    for stream in streams:
+        await anext(stream)
+    with pytest.raises(PsError, match="bound"):
+        screen.check_room()
+    await streams[0].aclose()  # type: ignore[attr-defined]
+
+    screen.check_room()
+    for stream in streams:
+        await stream.aclose()  # type: ignore[attr-defined]
