@@ -5,14 +5,15 @@ same state; where there is no journal (level `applied`) what was changed between
 """
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from paramserver.core.shard_io import LoadedState, LoadPartition
-from paramserver.errors import problem
+from paramserver.core.replay import replay
+from paramserver.core.shard_io import LoadedState, LoadPartition, Task, TaskResult
+from paramserver.errors import CorruptState, PsError, problem
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute
 from paramserver_shard.journal import Journal
 from paramserver_shard.snapshots import first_state, from_stored, set_later
 from paramserver_shard.store import SnapshotStore
@@ -42,30 +43,76 @@ class Loader:
         Raises CorruptState where stored state is damaged beyond repair, Unavailable while Redis lacks the owner token.
         """
         key, source = effect.key, effect.source
-        if source == "init":
+        if source == "init" and effect.spec.ack == "applied":
             return await self._first(effect)
         if not await self._store.knows(key, effect.token):
             raise problem("storage_unavailable", f"Redis has lost its state; partition {key} waits for its new token")
         manifest = await self._store.manifest(key)
-        wanted = [e for e in manifest if not isinstance(source, int) or e["cut"] == source]
-        if not wanted and not (manifest and isinstance(source, int)):
-            if set_later(effect.spec, effect.layout, key.index):
-                reason = f"partition {key}: its first values were never stored"
-                raise problem("corrupt_state", reason, never_stored=True)
-            return await self._first(effect)
-        for entry in wanted:
+        if isinstance(source, int):
+            return await self._cut(effect, source, manifest)
+        errors: list[PsError] = []
+        for entry in manifest:
             stored = await self._store.read(key, entry)
             if stored is None:
-                log.error("partition %s: its snapshot of version %d is damaged", key, entry["version"])
+                errors.append(problem("corrupt_state", f"the snapshot of version {entry['version']} is damaged"))
                 continue
-            if entry is not manifest[0]:
-                log.error("partition %s: its snapshot of version %d is used", key, entry["version"])
-            return from_stored(stored.head, stored.arrays)
-        which = f"the cut at clock {source} of" if isinstance(source, int) else "the snapshots of"
-        raise problem("corrupt_state", f"{which} partition {key} cannot be read back whole")
+            try:
+                loaded = await self._continued(effect, from_stored(stored.head, stored.arrays))
+            except CorruptState as error:
+                errors.append(error)
+                continue
+            for reason in errors:
+                log.error("partition %s: version %d is used instead: %s", key, loaded.version, reason)
+            return loaded
+        # A journal that was never cut off leads from the first values to the same state.
+        first = await self._first(effect)
+        try:
+            loaded = await self._continued(effect, first)
+        except CorruptState as error:
+            raise errors[0] if errors else error from None
+        if loaded is not first:
+            return loaded
+        if errors:
+            details = "; ".join(e.detail for e in errors)
+            raise problem("corrupt_state", f"partition {key} cannot be read back whole: {details}")
+        if source != "init" and set_later(effect.spec, effect.layout, key.index):
+            raise _never_stored(effect)
+        return first
+
+    async def _cut(self, effect: LoadPartition, clock: int, manifest: Sequence[Mapping[str, Any]]) -> LoadedState:
+        """The partition as it was stored at that clock."""
+        key = effect.key
+        for entry in manifest:
+            if entry["cut"] == clock and (stored := await self._store.read(key, entry)) is not None:
+                return from_stored(stored.head, stored.arrays)
+        if manifest:
+            raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be read back whole")
+        if set_later(effect.spec, effect.layout, key.index):
+            raise _never_stored(effect)
+        return await self._first(effect)
+
+    async def _continued(self, effect: LoadPartition, loaded: LoadedState) -> LoadedState:
+        """The state after all that was journaled since; raises CorruptState where that cannot be told."""
+        entries = await self._journal.read(effect.key, loaded.lsn)
+        if not entries:
+            return loaded
+
+        def work() -> LoadedState:
+            def computed(task: Task) -> TaskResult:
+                return compute((task,), self._pool)[0]
+
+            return replay(effect.key, loaded, entries, effect.spec, effect.layout, computed)
+
+        log.info("partition %s: replaying %d entries after version %d", effect.key, len(entries), loaded.version)
+        return await self._offload(work)
 
     async def _first(self, effect: LoadPartition) -> LoadedState:
         work = partial(first_state, effect.spec, effect.layout, effect.key.index, self._pool.take)
         if effect.layout.partition_size(effect.key.index) <= INLINE_ELEMENTS_MAX // 16:
             return work()
         return await self._offload(work)
+
+
+def _never_stored(effect: LoadPartition) -> PsError:
+    """The error for values that cannot be drawn again; the scheduler hears of it (`lost` in heartbeats)."""
+    return problem("corrupt_state", f"partition {effect.key}: its first values were never stored", never_stored=True)

@@ -194,7 +194,7 @@ class Membership:
             "metrics": self._metrics(),
             "partitions": partitions,
             "cuts": [list(c) for c in core.cuts()],
-            "released": [list(r) for r in getattr(core, "released", tuple)()],
+            "released": [list(r) for r in core.released()],
             "lost": [[k.model.name, k.model.generation, k.index, token] for k, token in self._runtime.lost.items()],
             "memory": self.memory.document(),
             "loads": self._runtime.loads.rates(),

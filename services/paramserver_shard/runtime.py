@@ -113,18 +113,13 @@ class Runtime:
         self._last_request = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
-        self.writer = JournalWriter(journal, self.feed, self._owns)
+        self.writer = JournalWriter(journal, self.feed, core.owns)
         self._spawn(self.writer.run())
 
     @property
     def degraded(self) -> str:
         """Why nothing can be made durable now; empty when all is well."""
         return self._away or self._refused
-
-    def _owns(self, key: PartitionKey, token: Token) -> bool:
-        model = self.core.models.get(key.model.name)
-        held = model.partitions.get(key.index) if model is not None and model.key == key.model else None
-        return held is not None and held.token == token
 
     # -- requests and events
 
@@ -304,7 +299,7 @@ class Runtime:
         if effect.urgent:
             crash_point("shard.release_stored")
         done = SnapshotStored if saved is Saved.STORED else SnapshotFailed
-        self.feed(done(key, token, version))
+        self.feed(done(key, token, version, effect.urgent))
 
     def redis_away(self, error: Exception) -> None:
         """Redis did not answer somebody."""
