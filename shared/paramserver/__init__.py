@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paramserver import codecs as codecs
+    from paramserver import torch as torch
     from paramserver.client.aio import AsyncClient, AsyncModel
     from paramserver.client.aio_worker import AsyncWorker
     from paramserver.client.arrays import Params
@@ -73,6 +75,8 @@ _HOMES = {
     "errors": "AuthError ConflictError CorruptState FencedError InDoubt InternalError NotFoundError PsError "
     "RequestError StaleMapError Unavailable Unreachable",
 }
+_PACKAGES = ("codecs", "torch")
+"""Loaded by their names too; torch says what to install where PyTorch is missing."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
@@ -85,6 +89,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"paramserver.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'paramserver' has no attribute '{name}'")
     value = getattr(import_module(f"paramserver.{_HOME_OF[name]}"), name)

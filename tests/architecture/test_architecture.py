@@ -24,6 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "wire": BASE | {"core", "kernels", "codecs", "wire"},
     "checkpoint": BASE | {"core", "wire"},
     "client": BASE | {"core", "codecs", "wire", "checkpoint", "client"},
+    "torch": BASE | {"core", "codecs", "wire", "client", "torch"},
 }
 PURE_FORBIDDEN = {
     "asyncio", "time", "datetime", "random", "secrets", "uuid", "socket", "ssl", "threading", "subprocess", "os",

@@ -1,0 +1,16 @@
+"""Training PyTorch modules against a cluster: `ParameterServerOptimizer` in the place of `torch.optim.Adam`.
+
+    import paramserver as ps
+    opt = ps.torch.ParameterServerOptimizer(net, "http://localhost:8700/models/demo", optimizer=ps.Adam(lr=1e-3))
+
+Needs PyTorch, which is an extra: `pip install 'paramserver[torch]'`.
+"""
+
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("paramserver.torch needs PyTorch: pip install 'paramserver[torch]'", name="torch")
+
+from paramserver.torch.optimizer import ParameterServerOptimizer
+
+__all__ = ["ParameterServerOptimizer"]

@@ -1,0 +1,200 @@
+"""One flat buffer of gradients for each shard, on the device, and the way of its bytes to the host.
+
+A shard's partitions lie end to end in its buffer; for int8 each begins at a multiple of 256 elements, so that all of
+them are encoded at once.  What the codec leaves out lies beside it on the device.  On CUDA the work runs on a side
+stream and ends in pinned host memory; on a CPU the same code runs without either.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paramserver.client.cluster import ModelMap
+from paramserver.client.encoding import Encoded, stored
+from paramserver.codecs.codec import INT8_BLOCK, Codec
+from paramserver.core.selection import Selection, select
+from paramserver.errors import combined, problem
+from paramserver.torch import device_codecs
+from paramserver.types import AnyArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one partition lies in its shard's buffer."""
+
+    start: int
+    """First element."""
+    size: int
+    byte: int
+    """First byte in the packed bytes."""
+    nbytes: int
+
+
+class SideStream:
+    """The stream that gradients and values are moved on; on a CPU nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self.cuda else None
+
+    def after_current(self) -> AbstractContextManager[Any]:
+        """What is done inside comes after all that the present stream has been given."""
+        if not self.cuda:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return, unused-ignore]
+
+    def wait(self) -> None:
+        """Until the host may read what was copied to it."""
+        if self.cuda:
+            self._stream.synchronize()
+
+    def before_current(self) -> None:
+        """What the present stream is given from now on comes after all that is on this one."""
+        if self.cuda:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+class ShardBuffer:
+    """The gradients for one shard."""
+
+    def __init__(self, partitions: Sequence[int], sizes: Sequence[int], codec: Codec, device: torch.device) -> None:
+        align = INT8_BLOCK if codec.coding == "int8" else 1
+        self.codec = codec
+        self.places: dict[int, _Place] = {}
+        at = byte = 0
+        for partition, size in zip(partitions, sizes, strict=True):
+            nbytes = device_codecs.part_bytes(codec, size)
+            self.places[partition] = _Place(at, size, byte, nbytes)
+            at, byte = at + size + -size % align, byte + nbytes
+        self.grads = torch.zeros(at, dtype=torch.float32, device=device)
+        self._left = torch.zeros_like(self.grads) if codec.whole else None
+        self._draft = torch.zeros_like(self.grads) if codec.whole else None
+        pinned = device.type == "cuda"
+        self._host = torch.empty(byte, dtype=torch.uint8, pin_memory=True) if pinned else None
+
+    def part(self, partition: int) -> Tensor:
+        """One partition's gradient, float32 [size], to be written."""
+        place = self.places[partition]
+        return self.grads[place.start : place.start + place.size]
+
+    def left(self, partition: int) -> Tensor | None:
+        """What the codec has left out of one partition so far; None for codecs that leave nothing out."""
+        place = self.places[partition]
+        return None if self._left is None else self._left[place.start : place.start + place.size]
+
+    def encode(self) -> tuple[Tensor, Tensor]:
+        """(packed bytes on their way to the host, squares); complete once the stream was waited for.
+
+        The squares, float64 of shape [], are of what the bytes decode to, and not finite if that is not.
+        """
+        codec = self.codec
+        if codec.coding == "int8":
+            packed, squares = self._int8()
+        elif codec.coding == "topk":
+            packed, squares = self._topk()
+        else:
+            packed, squares = device_codecs.elements(self.grads, codec.coding)
+        if self._host is None:
+            return packed, squares
+        self._host.copy_(packed, non_blocking=True)
+        return self._host, squares
+
+    def _int8(self) -> tuple[Tensor, Tensor]:
+        scales, q, squares = device_codecs.int8_blocks(self.grads, self._left, self._draft)
+        pieces: list[Tensor] = []
+        for place in self.places.values():
+            first = place.start // INT8_BLOCK
+            pieces.append(scales[first : first + -(-place.size // INT8_BLOCK)].view(torch.uint8))
+            pieces.append(q[place.start : place.start + place.size].view(torch.uint8))
+        return torch.cat(pieces), squares
+
+    def _topk(self) -> tuple[Tensor, Tensor]:
+        assert self._left is not None
+        assert self._draft is not None
+        pieces: list[Tensor] = []
+        squares = torch.zeros((), dtype=torch.float64, device=self.grads.device)
+        for place in self.places.values():
+            span = slice(place.start, place.start + place.size)
+            data, more = device_codecs.topk(self.grads[span], self._left[span], self._draft[span], self.codec.fraction)
+            pieces.append(data)
+            squares = squares + more
+        return torch.cat(pieces), squares
+
+    def keep(self) -> None:
+        """The push was accepted: what it left out is added to the next one."""
+        self._left, self._draft = self._draft, self._left
+
+
+class GradientBuffers:
+    """The gradients of a whole model, by shard; arranged anew when partitions have moved."""
+
+    def __init__(self, held: ModelMap, codec: Codec, device: torch.device) -> None:
+        self.codec, self._device = codec, device
+        self.side = SideStream(device)
+        self.selection: Selection = select(held.layout)
+        self._generation = held.generation
+        self._owners: tuple[str | None, ...] = ()
+        self._shards: list[ShardBuffer] = []
+        self._of: dict[int, ShardBuffer] = {}
+        self.arrange(held)
+
+    def arrange(self, held: ModelMap) -> None:
+        """Take up who owns what now; what codecs have left out so far moves along."""
+        if held.owners == self._owners:
+            return
+        sizes = {p.partition: p.stop - p.start for p in self.selection.parts}
+        groups: dict[str | None, list[int]] = {}
+        for partition in sizes:
+            groups.setdefault(held.owners[partition], []).append(partition)
+        before = self._of
+        self._shards = [ShardBuffer(g, [sizes[p] for p in g], self.codec, self._device) for g in groups.values()]
+        self._of = {p: shard for shard in self._shards for p in shard.places}
+        for partition, shard in self._of.items():
+            old = before[partition].left(partition) if partition in before else None
+            new = shard.left(partition)
+            if old is not None and new is not None:
+                new.copy_(old)
+        self._owners = held.owners
+
+    def encode(self, grads: Mapping[str, Tensor | None]) -> Encoded:
+        """The gradient as it travels; what is None counts as zero.  Raises RequestError (`non_finite`)."""
+        flat = [None if (g := grads[p.name]) is None else g.detach().reshape(-1) for p in self.selection.params]
+        with self.side.after_current():
+            for part in self.selection.parts:
+                into, at = self._of[part.partition].part(part.partition), 0
+                for piece in part.pieces:
+                    source = flat[piece.param]
+                    if source is None:
+                        into[at : at + piece.length].zero_()
+                    else:
+                        into[at : at + piece.length].copy_(source[piece.source : piece.source + piece.length])
+                    at += piece.length
+            made = [shard.encode() for shard in self._shards]
+            total = float(torch.stack([squares for _, squares in made]).sum())  # waits for the device
+        self.side.wait()
+        if not total < float("inf"):
+            self._raise_for_bad(grads)
+        parts: dict[int, tuple[AnyArray, int]] = {}
+        for shard, (packed, _) in zip(self._shards, made, strict=True):
+            host: AnyArray = packed.numpy()
+            for partition, place in shard.places.items():
+                parts[partition] = stored(self.codec, host[place.byte : place.byte + place.nbytes])
+        return Encoded(self.selection, self.codec, parts, sqrt(total), self._generation)
+
+    def _raise_for_bad(self, grads: Mapping[str, Tensor | None]) -> None:
+        bad = [n for n, g in grads.items() if g is not None and not bool(g.isfinite().all())]
+        if bad:
+            raise combined([problem("non_finite", f"'{n}' holds NaN or infinity", where=n) for n in bad])
+        raise problem("non_finite", f"the gradient is beyond what {self.codec.text} can say")
+
+    def keep(self) -> None:
+        """The push was accepted."""
+        if self.codec.whole:
+            for shard in self._shards:
+                shard.keep()

@@ -1,0 +1,70 @@
+"""The codecs on tensors of any device: the same bytes as `paramserver.codecs`, held to the same golden files.
+
+Every operation is one rounding of IEEE float32, in the order in which the compiled encoder does it; a division by a
+number of the host would not be one on CUDA, which multiplies by the inverse instead.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from paramserver.codecs.codec import INT8_BLOCK, Codec
+from paramserver.codecs.parts import topk_count
+
+_SCALE: Final = 1.0 / 127.0
+_SMALLEST: Final = 2.0**-126
+_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def elements(values: Tensor, coding: str) -> tuple[Tensor, Tensor]:
+    """(bytes as uint8, sum of squares) of a float32 vector as elements of a dtype.
+
+    The sum, float64 of shape [], is of the values as they were; it is NaN if one of them is infinite in that dtype.
+    """
+    narrow = values.to(_DTYPES[coding])
+    squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    if coding != "float32":
+        squares = squares + narrow.abs().amax().double() * 0.0
+    return narrow.view(torch.uint8), squares
+
+
+def int8_blocks(values: Tensor, residual: Tensor | None, left: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(scales, numbers, sum of squares) of values + residual, float32 vectors of a multiple of 256 elements.
+
+    `left`, if given, gets what the numbers do not say.  Scales are float32, one for each block; numbers int8; the sum
+    of the squares of the decoded numbers float64, of shape [].
+    """
+    v = (values if residual is None else values + residual).view(-1, INT8_BLOCK)
+    scales = v.abs().amax(1) * _SCALE
+    zero = scales < _SMALLEST
+    scales = scales.masked_fill(zero, 0.0)
+    inverse = scales.reciprocal().masked_fill(zero, 0.0)
+    q = (v * inverse[:, None]).round()
+    if left is not None:
+        torch.sub(v, q * scales[:, None], out=left.view(-1, INT8_BLOCK))
+    squares = (q.square().sum(1).double() * scales.double().square()).sum()  # below 2^24: exact in float32
+    return scales, q.to(torch.int8).view(-1), squares
+
+
+def topk(values: Tensor, residual: Tensor | None, left: Tensor | None, fraction: float) -> tuple[Tensor, Tensor]:
+    """(bytes as uint8, sum of squares) of the largest elements of values + residual, one partition's float32 vector."""
+    v = values if residual is None else values + residual
+    size = v.view(torch.int32) & 0x7FFFFFFF  # ordered as the magnitudes are
+    count = topk_count(v.numel(), fraction)
+    least = size.topk(count, sorted=False).values.amin()
+    above, equal = size > least, size == least
+    chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))  # of equal magnitudes the first ones
+    at = chosen.nonzero().view(-1)
+    sent = v[at]
+    if left is not None:
+        left.copy_(v)
+        left[at] = 0.0
+    data = torch.cat((at.to(torch.int32).view(torch.uint8), sent.view(torch.uint8)))
+    return data, sent.double().square().sum()
+
+
+def part_bytes(codec: Codec, elements_: int) -> int:
+    """Bytes of a partition of so many elements, which are known before it is encoded."""
+    exact = codec.exact_bytes(elements_)
+    return 8 * topk_count(elements_, codec.fraction) if exact is None else exact

@@ -1,0 +1,82 @@
+"""A module's parameters beside a model's: their names, whether they fit, and making the model that does."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paramserver.client.cluster import ModelMap
+from paramserver.client.spec_builder import Param
+from paramserver.errors import PsError, combined, problem
+
+_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+def named(net: Any) -> dict[str, Tensor]:
+    """The parameters of a module, or of what its `named_parameters()` gave, under their names.
+
+    Raises RequestError (`invalid_field`) for tensors without names, (`invalid_dtype`) for ones that are no floats.
+    """
+    if isinstance(net, torch.nn.Module):
+        return _checked(dict(net.named_parameters()))
+    if isinstance(net, Mapping):
+        return _checked(dict(net))
+    found = list(net) if isinstance(net, Iterable) else [net]
+    if not found or not all(isinstance(f, tuple) and len(f) == 2 and isinstance(f[0], str) for f in found):
+        raise problem(
+            "invalid_field",
+            "net.parameters() says no names, by which the cluster knows parameters",
+            hint="ParameterServerOptimizer(net, ...) or ParameterServerOptimizer(net.named_parameters(), ...)",
+        )
+    return _checked(dict(found))
+
+
+def _checked(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not params:
+        raise problem("invalid_field", "the module has no parameters")
+    wrong = [
+        problem("invalid_dtype", f"'{n}' has dtype {p.dtype}, which cannot be trained here", where=n)
+        for n, p in params.items()
+        if p.dtype not in _DTYPES
+    ]
+    if wrong:
+        raise combined(wrong)
+    return params
+
+
+def as_params(params: Mapping[str, Tensor]) -> dict[str, Param]:
+    """What `create_model` takes: shapes, dtypes and present values; what needs no gradient is not trained."""
+    return {
+        n: Param(p.detach().float().cpu().numpy(), dtype=_DTYPES[p.dtype], trainable=p.requires_grad)
+        for n, p in params.items()
+    }
+
+
+def check_fit(params: Mapping[str, Tensor], held: ModelMap) -> None:
+    """Raise one RequestError that lists every difference between a module and a model."""
+    have, errors = held.layout.by_name, list[PsError]()
+    for n, p in params.items():
+        if n not in have:
+            errors.append(problem("unknown_parameter", f"the model lacks '{n}' {list(p.shape)}", where=n))
+        elif have[n].shape != tuple(p.shape):
+            detail = f"'{n}' is {list(p.shape)} in the module and {list(have[n].shape)} in the model"
+            errors.append(problem("invalid_shape", detail, where=n))
+    errors += [
+        problem("unknown_parameter", f"the module lacks '{n}' {list(spec.shape)}", where=n)
+        for n, spec in have.items()
+        if n not in params
+    ]
+    if errors:
+        found = "; ".join(e.detail for e in errors[:8]) + ("; ..." if len(errors) > 8 else "")
+        raise problem(
+            "invalid_shape",
+            f"model '{held.name}' does not fit the module: {found}",
+            hint="take another name, or delete the model",
+            errors=tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors),
+        )

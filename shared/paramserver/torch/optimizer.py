@@ -1,0 +1,249 @@
+"""`ParameterServerOptimizer`: what a training loop calls in the place of an optimizer of torch.
+
+The optimizer's state and its step are the cluster's; here gradients go out and parameters come in.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paramserver.client.arrays import HANDED_OUT, Origin, Params
+from paramserver.client.client import Client, connect
+from paramserver.client.consistency import Consistency
+from paramserver.client.model import Model
+from paramserver.client.optimizers import Optimizer
+from paramserver.client.transfer import Pushed, wire_dtype
+from paramserver.client.worker import Worker
+from paramserver.codecs.codec import Codec
+from paramserver.core.selection import select
+from paramserver.errors import ConflictError, NotFoundError, problem
+from paramserver.limits import CLIENT_TIMEOUT_S
+from paramserver.torch.buffers import GradientBuffers, SideStream
+from paramserver.torch.fitting import as_params, check_fit, named
+
+log = logging.getLogger("paramserver")
+PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
+
+
+class ParameterServerOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` whose state and step live in a cluster.
+
+    `step()` pushes the gradients, finishes the worker's clock (which waits for others in sync and ssp) and takes the
+    parameters in.  Learning-rate schedulers of torch work on it: the worker of rank 0 tells the cluster of a change.
+
+    Args:
+        net: a module, or its `named_parameters()`.
+        model: a `ps.Model`; the URL of one (`http://localhost:8700/models/demo`); its name, at PARAMSERVER_URL; or a
+            `ps.Worker` that has joined, as functions of a run get it.
+        optimizer: with what a model that is not there yet is created: `ps.Adam(lr=1e-3)`.  Of one that is there it
+            only says where `param_groups[0]["lr"]` starts.
+        create: whether to create a model that is not there, from the module's shapes and values.  Of several workers
+            one uploads; the others take the values it brought.
+        consistency: of a model that is created here; None: async.
+        codec: how gradients travel: "fp32", "fp16", "bf16", "int8", "topk:0.01", each with "+zstd" or "+lz4" or not.
+        pull_codec: how parameters travel: "fp32", "fp16" or "bf16"; None: as the model keeps them.
+        rank: the worker's rank; None: the lowest free one.
+        worker: the id to join under; None: a new one.
+        partitions, ack: of a model that is created here.
+        timeout: of each call to the cluster, in seconds.
+
+    Raises RequestError listing every difference where the model does not fit the module.  `close()` leaves the
+    cluster, as do the end of a `with` block and of the process.
+    """
+
+    def __init__(
+        self,
+        net: Any,
+        model: Model | Worker | str,
+        optimizer: Optimizer | None = None,
+        create: bool = True,
+        *,
+        consistency: Consistency | str | None = None,
+        codec: str = "fp32",
+        pull_codec: str | None = None,
+        rank: int | None = None,
+        worker: str | None = None,
+        partitions: int | None = None,
+        ack: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self._params = named(net)
+        self._codec = Codec.parse(codec)
+        pull = None if pull_codec is None else Codec.parse(pull_codec)
+        if self._codec.coding == "float64" or (pull and (pull.stage or pull.coding not in PULL_CODINGS)):
+            raise problem("unknown_codec", f"codec '{pull_codec or codec}' cannot be used here")
+        with ExitStack() as stack:
+            self._client, name = _opened(model, timeout, stack)
+            self._model = Model(self._client, name)
+            self._create(optimizer if create else None, consistency, partitions, ack)
+            held = self._map()
+            check_fit(self._params, held)
+            if isinstance(model, Worker):
+                self._worker = model
+            else:
+                self._worker = stack.enter_context(Worker(self._client, name, worker, rank, timeout))
+            self._rate = held.spec.optimizer.lr
+            started = getattr(optimizer, "lr", None)
+            super().__init__(list(self._params.values()), {"lr": self._rate if started is None else started})
+            device = next(iter(self._params.values())).device
+            self._buffers = GradientBuffers(held, self._codec, device)
+            self._values = _Values(held.layout, wire_dtype(select(held.layout), pull.coding if pull else None), device)
+            self._take_in()
+            self._leave = weakref.finalize(self, stack.pop_all().close)
+        self.pushed: Pushed | None = None
+        """What became of the last push."""
+
+    @property
+    def worker(self) -> Worker:
+        """The worker it trains as: rank, clock, `draining`, `report()`, `evaluate()`, `tasks()`."""
+        return self._worker
+
+    @property
+    def model(self) -> Model:
+        """The model it trains."""
+        return self._model
+
+    def close(self) -> None:
+        """Leave the cluster; the module keeps the parameters it has."""
+        self._leave()
+
+    def __enter__(self) -> "ParameterServerOptimizer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push the gradients, finish the clock, take the parameters in; the closure's loss, if there is a closure.
+
+        A push may be dropped where the model went back to an earlier clock (`pushed.state`); the parameters that come
+        in are then those of that clock.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._tell_rate()
+        self._push(None if loss is None else float(loss))
+        self._take_in()
+        return loss
+
+    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+    def pull(self) -> None:
+        """Take the present parameters in without a step."""
+        self._take_in()
+
+    def _push(self, loss: float | None) -> None:
+        held = self._map()
+        grads = {n: p.grad for n, p in self._params.items()}
+        missing = [n for n, g in grads.items() if g is None and held.layout.by_name[n].trainable]
+        there = {n: g for n, g in grads.items() if g is not None}
+        if not there:
+            self._worker.clock()
+        elif missing and not self._codec.whole:  # parameters without a gradient keep their state: they are not named
+            arrays = {n: _array(g) for n, g in there.items()}
+            self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
+        else:
+            self._buffers.arrange(held)
+            self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss)
+            if self.pushed.state != "dropped":
+                self._buffers.keep()
+
+    def _take_in(self) -> None:
+        self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
+        self._values.into(self._params)
+
+    def _tell_rate(self) -> None:
+        """Tell the cluster of a learning rate that a scheduler has changed; rank 0 speaks for all."""
+        rate = float(self.param_groups[0]["lr"])
+        if rate == self._rate:
+            return
+        self._rate = rate
+        if self._worker.rank == 0:
+            self._model.set(lr=rate)
+
+    def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
+        """Make the model if it is not there and may be made."""
+        try:
+            self._map()
+        except NotFoundError as e:
+            if optimizer is None:
+                hint = "pass optimizer=ps.Adam(lr=1e-3), say, to have it created"
+                raise problem(e.code, e.detail, hint=hint) from None
+        else:
+            return
+        try:
+            self._client.create_model(
+                self._model.name,
+                as_params(self._params),
+                optimizer=optimizer,
+                consistency=consistency,
+                partitions=partitions,
+                ack=ack,
+                exist_ok=True,
+            )
+        except ConflictError as e:
+            if e.code != "model_exists":
+                raise
+            log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
+
+    def _map(self) -> Any:
+        client = self._client
+        return client.run(client.cluster.map_of(self._model.name, client.deadline(None)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One group alone: the cluster has one learning rate, and `lr_scale` and `weight_decay` of each parameter."""
+        if self.param_groups:
+            raise problem("invalid_field", "a model has one group of parameters", hint="use ps.Param(lr_scale=...)")
+        super().add_param_group(param_group)
+
+
+class _Values:
+    """The parameters on their way in: host memory (pinned for CUDA), one flat device buffer, views of it."""
+
+    def __init__(self, layout: Any, dtype: str, device: torch.device) -> None:
+        self.dtype = dtype
+        self._side = SideStream(device)
+        self._selection = select(layout)
+        numpy_dtype = HANDED_OUT[dtype]
+        kind = torch.from_numpy(np.empty(0, numpy_dtype)).dtype
+        self._host = torch.empty(self._selection.size, dtype=kind, pin_memory=self._side.cuda)
+        self._flat = torch.empty_like(self._host, device=device) if self._side.cuda else self._host
+        nothing = Origin(layout.spec.name, 0, 0, 0, 0, {})
+        self.params = Params(self._selection, self._host.numpy(), nothing)
+
+    def into(self, params: dict[str, Tensor]) -> None:
+        """Copy what was pulled into the module's parameters."""
+        if self._side.cuda:
+            with self._side.after_current():
+                self._flat.copy_(self._host, non_blocking=True)
+            self._side.before_current()
+        at = self._selection.offsets
+        for i, spec in enumerate(self._selection.params):
+            p = params[spec.name]
+            p.data.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
+        self._side.wait()  # before the host memory is written again
+
+
+def _opened(model: Model | Worker | str, timeout: float | None, stack: ExitStack) -> tuple[Client, str]:
+    """The client and the name of a model that is given in one of the ways of the constructor."""
+    if isinstance(model, Worker):
+        return model._client, model.model
+    if isinstance(model, Model):
+        return model._client, model.name
+    base, found, name = model.partition("/models/") if "://" in model else ("", "yes", model)
+    if not found or not name or "/" in name:
+        raise problem("malformed", f"'{model}' is not a model's URL", hint="http://localhost:8700/models/demo")
+    return stack.enter_context(connect(base or None, CLIENT_TIMEOUT_S if timeout is None else timeout)), name
+
+
+def _array(grad: Tensor) -> Any:
+    host = grad.detach().cpu()
+    return host.float().numpy() if host.dtype == torch.bfloat16 else host.numpy()
