@@ -65,14 +65,14 @@ def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: Buf
     first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
     first[:], second[:] = 1.0, 2.0
     paths = [str(folder.path / str(versions.file_of(a))) for a in (first, second)]
-    window = Window([(paths[0], 4 * COUNT), (paths[1], 40)])
-    assert window.values.size == COUNT + 10
-    assert window.values[COUNT - 1] == 1.0
-    assert window.values[COUNT] == 2.0
+    window = Window([(paths[0], 4 * COUNT), (paths[1], 40)]).values()
+    assert window.size == COUNT + 10
+    assert window[COUNT - 1] == 1.0
+    assert window[COUNT] == 2.0
     first[-1] = 5.0
-    assert window.values[COUNT - 1] == 5.0
+    assert window[COUNT - 1] == 5.0
     with pytest.raises(ValueError, match="read-only"):
-        window.values[0] = 1.0
+        window[0] = 1.0
 
 
 def test_a_reader_keeps_its_bytes_when_the_file_goes(
@@ -83,7 +83,7 @@ def test_a_reader_keeps_its_bytes_when_the_file_goes(
     values[:] = 3.0
     granted = lending.lease([values])
     assert granted is not None
-    window = Window([(str(folder.path / granted[1][0]), 4 * COUNT)])
+    window = Window([(str(folder.path / granted[1][0]), 4 * COUNT)]).values()
     clock.now = limits.SHARED_LEASE_S
     lending.expire()
     assert lending.leased_bytes == 0
@@ -92,7 +92,7 @@ def test_a_reader_keeps_its_bytes_when_the_file_goes(
     del values
     for _ in range(4):
         versions.take(COUNT, shared=True)[:] = 9.0
-    assert (window.values == 3.0).all()
+    assert (window == 3.0).all()
 
 
 def test_a_released_lease_gives_its_memory_back(versions: BufferPool, lending: Lending) -> None:

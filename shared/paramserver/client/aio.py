@@ -170,7 +170,7 @@ class AsyncModel:
             kept = client.shared.kept(self.name, options)
             if kept is not None:
                 return kept
-        call = transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, **options)
+        call = transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, view=not copy, **options)
         fresh = await client.run(call)
         return fresh if copy else client.shared.keep(self.name, options, fresh)
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.client.retry import Backoff, deliver
+from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
@@ -99,6 +100,7 @@ class Cluster:
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self.urls = urls
+        self.same_host = SameHost()
         self._maps: dict[str, ModelMap] = {}
         self._known: dict[str, _Address] = {}
         self._told = False
@@ -132,17 +134,27 @@ class Cluster:
         self._maps.pop(model, None)
 
     def route(self, held: ModelMap, partition: int) -> str | None:
-        """Base URL of the partition's owner, if it can be asked directly."""
+        """Base URL of the partition's owner, if it can be asked directly; through shared memory if that can be."""
         owner = held.owners[partition]
+        found = None
         for address in held.addresses.get(owner or "", ()):
             known = self._known.get(address)
             if known is not None and known.answers:
-                return address
-        return None
+                if is_same_host(address):
+                    return address
+                found = found or address
+        return found
+
+    def lost(self, address: str) -> None:
+        """Nobody answered there; a shard that has another address is reached by that from now on."""
+        if is_same_host(address):
+            self._known[address] = _Address(answers=False, tries=len(_TRY_AGAIN_S), again_at=None)
 
     def _due(self, held: ModelMap, now: float) -> bool:
         for owner in set(held.owners):
             states = [self._known.get(a) for a in held.addresses.get(owner or "", ())]
+            if None in states:
+                return True
             if any(s is not None and s.answers for s in states):
                 continue
             if any(s is None or (s.again_at is not None and s.again_at <= now) for s in states):

@@ -4,8 +4,8 @@ One request to a shard holds all the partitions it owns that the call touches.  
 from the caller's arrays; a pull's body goes chunk by chunk into the caller's vector.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from paramserver.client.calls import Request, Response, foreign
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded
 from paramserver.client.gradients import Content, Scan
+from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
@@ -56,17 +57,29 @@ class PullTerms:
     """In which the values travel."""
     min_version: int = 0
     timeline: int | None = None
+    whole: bool = False
+    """The values of the whole model: a shard of this machine may lend them in place of sending them."""
 
 
 class Outgoing:
     """The frames of one push, one for each way its parts take; the norm is known when all have been written."""
 
-    def __init__(self, gradient: Content, terms: PushTerms) -> None:
-        self._gradient, self._terms = gradient, terms
+    def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost) -> None:
+        self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
 
+    def slot_bytes(self, to: str | None, parts: Sequence[Part]) -> int:
+        """Bytes of the slot that these parts are worth writing into; 0 if they are to be sent."""
+        size = self._gradient.body_bytes(parts)
+        return size if is_same_host(to) and SLOT_BYTES_MIN <= size else 0
+
     def requests(
-        self, held: ModelMap, groups: Sequence[tuple[str | None, Sequence[Part]]], pull: PullTerms | None, wait_s: float
+        self,
+        held: ModelMap,
+        groups: Sequence[tuple[str | None, Sequence[Part]]],
+        slots: Mapping[str | None, Slot],
+        pull: PullTerms | None,
+        wait_s: float,
     ) -> list[Request]:
         """One request for each (way, parts); raises RequestError (`non_finite`) before any is sent.
 
@@ -75,10 +88,14 @@ class Outgoing:
         scan = Scan()
         drafts: list[tuple[str | None, PushFrame, AnyArray, int]] = []
         for to, parts in groups:
+            slot = slots.get(to)
             frame = self._frame(held, to, parts, pull, wait_s)
+            if slot is not None:
+                frame = replace(frame, slot=slot.file)
             head = len(encode_header(frame.to_header()))
-            body = np.empty(head + self._gradient.body_bytes(parts), np.uint8)
-            self._gradient.write(parts, body.data[head:], scan)
+            size = self._gradient.body_bytes(parts)
+            body = np.empty(head + (size if slot is None else 0), np.uint8)
+            self._gradient.write(parts, body.data[head:] if slot is None else slot.memory[:size].data, scan)
             drafts.append((to, frame, body, head))
         scan.raise_for_bad()
         if self._norm is None:
@@ -112,14 +129,27 @@ class Outgoing:
             forwarded=False,
             pull=None
             if pull is None
-            else PullSpec([(p.partition, _listed(p)) for p in parts], pull.min_version, wait_s, pull.dtype),
+            else PullSpec(
+                [(p.partition, _listed(p)) for p in parts], pull.min_version, wait_s, pull.dtype, _mapped(to, pull)
+            ),
             codec=self._gradient.codec if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
+            release=self._same_host.released(to),
         )
 
 
+def _mapped(to: str | None, terms: PullTerms) -> bool:
+    return terms.whole and terms.dtype == "float32" and is_same_host(to)
+
+
 def pull_request(
-    held: ModelMap, to: str | None, parts: Sequence[Part], terms: PullTerms, wait_s: float, sink: "Incoming"
+    held: ModelMap,
+    to: str | None,
+    parts: Sequence[Part],
+    terms: PullTerms,
+    wait_s: float,
+    sink: "Incoming",
+    same_host: SameHost,
 ) -> Request:
     """One pull from one shard, or from the URL given where `to` is None."""
     frame = PullFrame(
@@ -132,6 +162,8 @@ def pull_request(
         wait_s=wait_s,
         dtype=terms.dtype,
         forwarded=False,
+        mapped=_mapped(to, terms),
+        release=same_host.released(to),
     )
     return Request("POST", "/pull", encode_header(frame.to_header()), _HEADERS, to, sink)
 
@@ -183,6 +215,16 @@ class Incoming:
                 del self._places[0]
                 self._at = 0
 
+    def leased(self, address: str | None) -> Leased | None:
+        """What the shard at that address lent in place of a body."""
+        if self.reply is None or self.reply.lease is None or address is None:
+            return None
+        number, files = self.reply.lease
+        itemsize = ITEMSIZE[self._dtype]
+        sizes = [itemsize * (self._parts[p].stop - self._parts[p].start) for p, _, _ in self.reply.parts]
+        pieces = tuple((p, f, size) for (p, _, _), f, size in zip(self.reply.parts, files, sizes, strict=True))
+        return Leased(address, number, pieces)
+
     def end(self) -> None:
         """Check that all is here; widen bfloat16."""
         if self.reply is None or self._places:
@@ -214,6 +256,10 @@ class Incoming:
     def _place(self, reply: PullReply) -> None:
         if reply.dtype != self._dtype or sorted(p[0] for p in reply.parts) != sorted(self._parts):
             raise problem("in_doubt", "the answer to a pull is not what was asked for")
+        if reply.lease is not None:
+            if len(reply.lease[1]) != len(reply.parts):
+                raise problem("in_doubt", "the answer to a pull lends something else than was asked for")
+            return
         for partition, _version, _incarnation in reply.parts:
             part = self._parts[partition]
             out = self._flat[part.start : part.stop]

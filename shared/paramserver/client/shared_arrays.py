@@ -35,7 +35,11 @@ class SharedArrays:
         return (
             kept
             if kept is not None
-            else self.keep(model, options, run(transfer.pull(self._cluster, model, deadline, wait_s=wait_s, **options)))
+            else self.keep(
+                model,
+                options,
+                run(transfer.pull(self._cluster, model, deadline, wait_s=wait_s, view=True, **options)),
+            )
         )
 
     def kept(self, model: str, options: dict[str, Any]) -> Params | None:

@@ -11,12 +11,25 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import numpy as np
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
-from paramserver.client.calls import POLL_S, Call, Deadline, Outcome, Pause, Request, Response
+from paramserver.client.arrivals import Arrivals
+from paramserver.client.calls import (
+    POLL_S,
+    Call,
+    Deadline,
+    Outcome,
+    Pause,
+    Request,
+    Response,
+    error_of,
+    json_of,
+    json_request,
+)
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Feedback, ready
 from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, pull_request, push_reply
 from paramserver.client.gradients import Grads
 from paramserver.client.retry import Backoff, judged, passes
+from paramserver.client.same_host import Slot
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Part, Ranges, Selection, select
 from paramserver.errors import ConflictError, InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
@@ -84,8 +97,12 @@ class Transfer:
             if isinstance(result, StaleMapError):
                 stale = True
                 failures.append(result)
+            elif result.code == "slot_gone":
+                continue  # another slot is asked for at once
             elif passes(result):
                 stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
+                if to is not None and isinstance(result, Unreachable):
+                    self.cluster.lost(to)
                 failures.append(result)
             else:
                 refused = refused or result
@@ -103,6 +120,48 @@ class Transfer:
                 yield from self._refresh()
         again.sort(key=lambda p: p.partition)
         return good, again
+
+    def slots(self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]]) -> Call[dict[str | None, Slot]]:
+        """A slot for each way on this machine that is worth one; what gets none is sent."""
+        found: dict[str | None, Slot] = {}
+        wanted: list[tuple[str, int]] = []
+        for to, parts in groups:
+            size = outgoing.slot_bytes(to, parts)
+            if to is None or not size:
+                continue
+            slot = self.cluster.same_host.slot(to, size)
+            if slot is None:
+                wanted.append((to, size))
+            else:
+                found[to] = slot
+        if wanted:
+            asked = [replace(json_request("POST", "/slots", {"bytes": size}), to=to) for to, size in wanted]
+            outcomes = yield [_timed(r, self.deadline) for r in asked]
+            for (to, size), outcome in zip(wanted, outcomes, strict=True):
+                if isinstance(outcome, Response) and outcome.status == 200:
+                    slot = self.cluster.same_host.lent(to, str(json_of(outcome)["slot"]), size)
+                    if slot is not None:
+                        found[to] = slot
+        return found
+
+    def keep_slots(
+        self,
+        slots: Mapping[str | None, Slot],
+        groups: list[tuple[str | None, list[Part]]],
+        outcomes: list[Outcome],
+    ) -> None:
+        """Slots whose push was applied or refused for good are this client's again; of others the shard has need."""
+        for (to, _), outcome in zip(groups, outcomes, strict=True):
+            if to in slots and isinstance(outcome, Response):
+                refused = 400 <= outcome.status < 500 and error_of(outcome).code != "slot_gone"
+                if outcome.status == 200 or refused:
+                    self.cluster.same_host.keep(slots[to])
+
+    def without_memory(self, arrivals: Arrivals) -> list[Part]:
+        """What shards lent cannot be mapped here: they are reached by their other addresses; all parts anew."""
+        for address in arrivals.lenders:
+            self.cluster.lost(address)
+        return list(self.selection.parts)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
         """The replies of the newest timeline, and the parts to pull again because theirs was older.
@@ -151,17 +210,22 @@ def pull(
     min_version: int = 0,
     wait_s: float = 0.0,
     timeline: int | None = None,
+    view: bool = False,
 ) -> Call[Params]:
     """The present values of the elements chosen; waits up to `wait_s` for `min_version`.
+
+    `view`: they may be read-only memory of shards on this machine.
 
     Raises NotFoundError, ConflictError (`version_not_reached`), or Unavailable when the deadline passes.
     """
     held = yield from cluster.map_of(model, deadline)
     selection = select(held.layout, names, ranges)
-    terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline)
+    whole = selection.size == held.layout.size
+    terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole)
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, held, selection, deadline)
     wait_until = deadline.clock() + wait_s
+    arrivals, found = Arrivals(cluster.same_host), None
     replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
@@ -169,7 +233,7 @@ def pull(
         left_s = max(0.0, min(wait_until - deadline.clock(), deadline.left_s(), POLL_S))
         sinks = [Incoming(selection, parts, flat, terms.dtype) for _, parts in groups]
         requests = [
-            _timed(pull_request(transfer.held, to, parts, terms, left_s, sink), deadline)
+            _timed(pull_request(transfer.held, to, parts, terms, left_s, sink, cluster.same_host), deadline)
             for (to, parts), sink in zip(groups, sinks, strict=True)
         ]
         outcomes = yield requests
@@ -180,10 +244,15 @@ def pull(
                 raise
             yield Pause(0.01)
             continue
-        replies += [_read(sinks[i]) for i, _ in good]
+        replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
         if not pending:
             replies, pending = yield from transfer.of_one_timeline(replies)
-    return _params(selection, flat, out, model, replies)
+        if not pending:
+            found = arrivals.gather(selection, flat, view=view and out is None)
+            if found is None:
+                replies, pending, arrivals = [], transfer.without_memory(arrivals), Arrivals(cluster.same_host)
+    assert found is not None
+    return _params(selection, found, out, model, replies)
 
 
 def push(
@@ -201,13 +270,15 @@ def push(
     """Deliver a gradient exactly once to every partition it touches."""
     held = yield from cluster.map_of(model, deadline)
     gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback)
-    outgoing = Outgoing(gradient, _based(terms, held))
+    outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
     transfer = Transfer(cluster, held, gradient.selection, deadline)
     replies: list[PushReply] = []
     pending = list(gradient.selection.parts)
     while pending:
         groups = transfer.groups(pending)
-        outcomes = yield [_timed(r, deadline) for r in outgoing.requests(transfer.held, groups, None, 0.0)]
+        slots = yield from transfer.slots(outgoing, groups)
+        outcomes = yield [_timed(r, deadline) for r in outgoing.requests(transfer.held, groups, slots, None, 0.0)]
+        transfer.keep_slots(slots, groups, outcomes)
         good, pending = yield from transfer.settle(groups, outcomes)
         replies += [push_reply(response) for _, response in good]
     return summed(replies)
@@ -235,24 +306,30 @@ def pushpull(
         pushed = yield from push(cluster, model, deadline, grads, terms, ranges=ranges, dtype=dtype, codec=codec)
         return pushed, (yield from pull(cluster, model, deadline, out=out))
     selection = gradient.selection
-    pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline)
+    pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
     flat = _memory(selection, pull_terms.dtype, out)
-    outgoing = Outgoing(gradient, _based(terms, held))
+    outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
     transfer = Transfer(cluster, held, selection, deadline)
+    arrivals = Arrivals(cluster.same_host)
     replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
         groups = transfer.groups(pending)
         sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
-        bare = outgoing.requests(transfer.held, groups, pull_terms, 0.0)
+        slots = yield from transfer.slots(outgoing, groups)
+        bare = outgoing.requests(transfer.held, groups, slots, pull_terms, 0.0)
         outcomes = yield [_timed(replace(r, sink=s), deadline) for r, s in zip(bare, sinks, strict=True)]
+        transfer.keep_slots(slots, groups, outcomes)
         good, pending = yield from transfer.settle(groups, outcomes)
-        replies += [_read(sinks[i]) for i, _ in good]
+        replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
+    found = arrivals.gather(selection, flat, view=False)
     pushed, params = (
         summed([r.push for r in replies if r.push is not None]),
         _params(selection, flat, out, model, replies),
     )
-    if len({r.timeline for r in replies}) > 1:
+    if found is None:
+        transfer.without_memory(arrivals)
+    if found is None or len({r.timeline for r in replies}) > 1:
         params = yield from pull(cluster, model, deadline, out=params)
     return pushed, params
 
@@ -284,12 +361,6 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     if origin.model != held.name:
         raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{held.name}'")
     return replace(terms, base=origin.versions if origin.generation == held.generation else None)
-
-
-def _read(sink: Incoming) -> PullReply:
-    """The header of an answer that was read to its end."""
-    assert sink.reply is not None
-    return sink.reply
 
 
 def _timed(request: Request, deadline: Deadline) -> Request:

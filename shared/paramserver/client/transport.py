@@ -23,6 +23,7 @@ from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.credentials import Credentials
 from paramserver.client.plain import PlainTransport
+from paramserver.client.unix import SCHEME, UnixTransport
 from paramserver.errors import InDoubt, PsError, problem
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class BlockingTransport:
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
+        self._unix = UnixTransport(credentials)
         self._lock = threading.Lock()
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
@@ -137,6 +139,7 @@ class BlockingTransport:
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
+            self._unix.close()
             self._pool.shutdown(wait=False)
             for client in (self._control, self._direct):
                 if client is not None:
@@ -172,6 +175,8 @@ class BlockingTransport:
     def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
         if self._closed:
             return problem("unreachable", "this client is closed", hint="make another with ps.connect()")
+        if url.startswith(SCHEME):
+            return self._unix.send(request, url)
         if self._plain is not None:
             return self._plain.send(request, url)
         client = self._direct if direct else self._control
@@ -204,6 +209,7 @@ class AsyncTransport:
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
+        self._unix = UnixTransport(credentials)
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: Client | None = None
@@ -240,6 +246,7 @@ class AsyncTransport:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
+        self._unix.close()
         for client in (self._control, self._direct):
             if client is not None:
                 await client.close()
@@ -269,6 +276,8 @@ class AsyncTransport:
     async def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
         if self._closed:
             return problem("unreachable", "this client is closed", hint="make another AsyncClient")
+        if url.startswith(SCHEME):
+            return await asyncio.to_thread(self._unix.send, request, url)
         if self._plain is not None:
             return await asyncio.to_thread(self._plain.send, request, url)
         client = self._direct if direct else self._control

@@ -11,6 +11,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
 
 SCHEME: Final = "unix://"
@@ -101,10 +102,9 @@ class _Connection:
 class UnixTransport:
     """Sends requests one at a time per thread; safe to share between threads, and after a fork."""
 
-    def __init__(self, token: str | None = None) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         lines = ["host: localhost", "user-agent: paramserver-python"]
-        if token:
-            lines.append(f"authorization: Bearer {token}")
+        lines += [f"{name}: {value}" for name, value in credentials.headers.items()]
         self._common = "\r\n".join(lines)
         self._idle: dict[str, list[_Connection]] = {}
         self._lock = threading.Lock()

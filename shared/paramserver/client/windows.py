@@ -64,10 +64,16 @@ class Window:
             finally:
                 os.close(file)
             at += piece_bytes
-        values = np.frombuffer(memoryview(memory), np.float32)
+        self._memory = memory
+
+    def values(self) -> F32:
+        """All elements, 1-D and read-only: writing to them would end the process.
+
+        Each call gives an array of its own, which every view of it keeps alive: so its end is the end of them all.
+        """
+        values = np.frombuffer(memoryview(self._memory), np.float32)
         values.flags.writeable = False
-        self.values: Final[F32] = values
-        """All elements, read-only: writing to them would end the process."""
+        return values
 
 
 def _mapped(libc: Any, at: int | None, size: int, protection: int, flags: int, file: int) -> int:

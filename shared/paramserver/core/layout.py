@@ -9,7 +9,8 @@ from paramserver.core.spec import ModelSpec, ParamSpec
 Range = tuple[int, int]
 """Half-open element range [start, stop)."""
 
-_ALIGN = 16  # elements; cuts fall on cache lines of float32 where the partitions are large enough
+_ALIGN = (1024, 16)
+"""Elements: where partitions are large enough, cuts fall on memory pages of float32, else on cache lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Layout:
     def bounds(self) -> tuple[int, ...]:
         """Partition i is [bounds[i], bounds[i+1]); every partition holds at least one element."""
         count, size = self.spec.partitions, self.size
-        align = _ALIGN if size >= count * _ALIGN * 4 else 1
+        align = next((a for a in _ALIGN if size >= count * a * 4), 1)
         inner = (size * i // count // align * align for i in range(1, count))
         return (0, *inner, size)
 

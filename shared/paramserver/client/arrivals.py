@@ -1,0 +1,61 @@
+"""What the answers of one pull brought: values copied into the caller's memory, or lent by shards of this machine."""
+
+from collections.abc import Sequence
+
+from paramserver.client.frames import Incoming
+from paramserver.client.same_host import Leased, SameHost
+from paramserver.core.selection import Selection
+from paramserver.types import AnyArray
+from paramserver.wire.frame import PullReply
+
+
+class Arrivals:
+    """The answers of one pull, in their order; a later one for the same partition counts."""
+
+    def __init__(self, same_host: SameHost) -> None:
+        self._same_host = same_host
+        self._leased: list[Leased] = []
+        self._lent: dict[int, Leased | None] = {}
+
+    def read(self, sink: Incoming, to: str | None) -> PullReply:
+        """The header of an answer that was read to its end."""
+        assert sink.reply is not None
+        lease = sink.leased(to)
+        if lease is not None:
+            self._leased.append(lease)
+        for partition, _, _ in sink.reply.parts:
+            self._lent[partition] = lease
+        return sink.reply
+
+    @property
+    def lenders(self) -> set[str]:
+        """The addresses of the shards that lent something."""
+        return {lease.address for lease in self._leased}
+
+    def gather(self, selection: Selection, flat: AnyArray, *, view: bool) -> AnyArray | None:
+        """The values: `flat`, or with `view` a read-only array where all was lent; None if that cannot be mapped."""
+        if not self._leased:
+            return flat
+        used = _used(self._leased, self._lent)
+        values = self._same_host.values(used)
+        if values is None:
+            return None
+        if all(self._lent.get(part.partition) is not None for part in selection.parts):
+            if view:
+                return values
+            flat[...] = values
+            return flat
+        at = 0
+        for part in selection.parts:  # in the order of the partitions, as the window is
+            if self._lent.get(part.partition) is not None:
+                size = part.stop - part.start
+                flat[part.start : part.stop] = values[at : at + size]
+                at += size
+        return flat
+
+
+def _used(leased: Sequence[Leased], lent: dict[int, Leased | None]) -> list[Leased]:
+    """The leases with only those pieces that no later answer has replaced."""
+    return [
+        Leased(lease.address, lease.number, tuple(p for p in lease.pieces if lent[p[0]] is lease)) for lease in leased
+    ]

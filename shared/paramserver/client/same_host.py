@@ -1,0 +1,142 @@
+"""What a client holds of the shared memory of shards on its own machine: slots for gradients, leases of values.
+
+A shard's `unix://` address names the folder of its files (docs/protocol.md).  Everything here falls back by itself: a
+slot or a window that cannot be had only means that bytes travel.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from paramserver.client.unix import SCHEME, path_of
+from paramserver.client.windows import POSSIBLE, Windows, writable
+from paramserver.limits import SHARED_LEASE_S
+from paramserver.types import F32, AnyArray
+
+log = logging.getLogger("paramserver")
+
+SLOT_BYTES_MIN: Final = 64 << 10
+"""A smaller gradient costs less to send than to look for a slot."""
+_SLOTS_KEPT: Final = 4
+"""Idle slots kept for each shard."""
+_FRESH_S: Final = SHARED_LEASE_S * 0.6
+"""A slot idle for longer may be taken back at any moment."""
+
+
+def is_same_host(address: str | None) -> bool:
+    """Whether that way leads to a shard whose memory can be mapped."""
+    return address is not None and address.startswith(SCHEME) and POSSIBLE
+
+
+def _folder(address: str) -> str:
+    return path_of(address).rpartition("/")[0]
+
+
+@dataclass(slots=True)
+class Slot:
+    """Memory of a shard that this client writes a gradient into."""
+
+    address: str
+    file: str
+    memory: AnyArray
+    """1-D uint8, writable."""
+    used_at: float
+
+
+@dataclass(slots=True)
+class _Shard:
+    slots: list[Slot] = field(default_factory=list)
+    over: deque[int] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Values that one shard lent in place of sending them."""
+
+    address: str
+    number: int
+    pieces: tuple[tuple[int, str, int], ...]
+    """(partition, file, bytes) in the order of the answer."""
+
+
+class SameHost:
+    """Slots and leases of one client; safe between threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._shards: dict[str, _Shard] = {}
+        self._windows = Windows()
+        self._told = False
+
+    def released(self, address: str | None) -> tuple[int, ...]:
+        """Leases of that shard that are over, to be told with the next request; each is returned once."""
+        shard = self._shards.get(address or "")
+        out: list[int] = []
+        while shard is not None and shard.over:
+            out.append(shard.over.popleft())
+        return tuple(out)
+
+    def slot(self, address: str, size_bytes: int) -> Slot | None:
+        """An idle slot of at least that size."""
+        with self._lock:
+            idle = self._shard(address).slots
+            idle[:] = [s for s in idle if self._clock() - s.used_at < _FRESH_S]
+            found = next((s for s in idle if s.memory.size >= size_bytes), None)
+            if found is not None:
+                idle.remove(found)
+            return found
+
+    def lent(self, address: str, file: str, size_bytes: int) -> Slot | None:
+        """The slot that the shard has lent; None if it cannot be mapped here."""
+        try:
+            memory = writable(f"{_folder(address)}/{file}", size_bytes)
+        except (OSError, ValueError) as error:
+            self._tell(error)
+            return None
+        return Slot(address, file, memory, self._clock())
+
+    def keep(self, slot: Slot) -> None:
+        """That slot is this client's again."""
+        slot.used_at = self._clock()
+        with self._lock:
+            idle = self._shard(slot.address).slots
+            idle.append(slot)
+            del idle[:-_SLOTS_KEPT]
+
+    def values(self, leased: Sequence[Leased]) -> F32 | None:
+        """All partitions side by side, read-only, 1-D; None where that cannot be.
+
+        The leases last as long as the array or any view of it; without an array they are over now.
+        """
+        pieces = sorted(
+            (partition, f"{_folder(lease.address)}/{file}", size)
+            for lease in leased
+            for partition, file, size in lease.pieces
+        )
+        try:
+            values = self._windows.of([(path, size) for _, path, size in pieces]).values()
+        except (OSError, ValueError) as error:
+            self._tell(error)
+            self.done(leased)
+            return None
+        weakref.finalize(values, self.done, tuple(leased)).atexit = False
+        return values
+
+    def done(self, leased: Sequence[Leased]) -> None:
+        """Those leases are over."""
+        for lease in leased:
+            self._shard(lease.address).over.append(lease.number)
+
+    def _shard(self, address: str) -> _Shard:
+        return self._shards.setdefault(address, _Shard())
+
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            log.info("shared_memory.unused reason=%s: values travel over HTTP", error)
