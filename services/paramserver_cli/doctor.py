@@ -176,8 +176,6 @@ def cluster(url: str | None) -> Iterator[Finding]:
 
 def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
     """Pulls each shard's part of a model made for this, from the shard's own address."""
-    import httpx
-
     name = f"psctl-doctor-{os.getpid()}-{socket.gethostname()}"[:64].rstrip("._-")
     model = client.create_model(name, {"probe": (shards * PROBE_ELEMENTS,)}, partitions=shards)
     try:
@@ -187,17 +185,20 @@ def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
             shard, span = part["shard"], [bounds[part["index"]], bounds[part["index"] + 1]]
             addresses = [a for a in document["shards"][shard]["addresses"] if a.startswith("http")]
             body = {"model": name, "ranges": {"probe": [span]}}
-            yield _measure(httpx, shard, addresses, body, 4 * (span[1] - span[0]))
+            yield _measure(client, shard, addresses, body, 4 * (span[1] - span[0]))
     finally:
         with suppress(PsError):
             model.delete()
 
 
-def _measure(httpx: Any, shard: str, addresses: list[str], body: dict[str, Any], size: int) -> Finding:
-    reached = ""
+def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str, Any], size: int) -> Finding:
+    import httpx
+
+    reached, trusted = "", client.credentials.context()
+    headers = {"accept": "application/msgpack", **client.credentials.headers}
     for address in addresses:
         try:
-            with httpx.Client(base_url=address, timeout=10.0, headers={"accept": "application/msgpack"}) as http:
+            with httpx.Client(base_url=address, timeout=10.0, headers=headers, verify=trusted) as http:
                 http.get("/livez").raise_for_status()
                 began_s = time.perf_counter()
                 http.get("/livez")

@@ -31,6 +31,8 @@ class Client:
         self.urls = urls
         self.timeout = timeout
         """Seconds that a call may take unless it says otherwise."""
+        self.credentials = credentials
+        """What it shows the nodes, and whose certificates it believes."""
         self.cluster = Cluster(urls)
         self.shared = SharedArrays(self.cluster)
         self.transport = BlockingTransport(urls, credentials)
