@@ -247,7 +247,7 @@ class Cluster:
             out.append(Publish(self.map_document()))
         for name in self._models_changed:
             if name in self.models:
-                out.append(Publish(self.models[name].feed_document()))
+                out.append(Publish(self.model_document(self.models[name])))
         for name in self._rosters_changed:
             if name in self.models and name not in self._models_changed:
                 out.append(Publish(self.models[name].roster_document()))
@@ -314,10 +314,15 @@ class Cluster:
         """The model's public document."""
         return model.public(self.map_epoch, self.addresses())
 
+    def model_document(self, model: Model, all_commits: bool = False) -> dict[str, Any]:
+        """The feed's `model`."""
+        return {**model.feed_document(all_commits), "term": self.term}
+
     def map_document(self) -> dict[str, Any]:
         """The feed's `map`."""
         return {
             "type": "map",
+            "term": self.term,
             "map_epoch": self.map_epoch,
             "shards": {
                 s.name: {"addresses": list(s.addresses), "alive": s.alive} for s in self.shards.values() if s.listed

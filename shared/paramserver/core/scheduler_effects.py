@@ -36,7 +36,9 @@ class SetTokens:
 class Publish:
     """A document for every open feed; all are level-triggered, so one that is lost is healed by reconnecting.
 
-    Types: `map`, `model`, `roster`, `commit`, `gone`.  Beyond the usual fields a `model` document has
+    Types: `map`, `model`, `roster`, `commit`, `gone`.  `map` and `model` tell the leader's `term`: who has seen a
+    higher one must not heed them, for a leader that was deposed and has not noticed may know other owners.  Beyond the
+    usual fields a `model` document has
     `cut` (the newest clock stored on all partitions, null if none) and `upload` ({"token","missing":[names]} while
     initial values are awaited, else null); its `owners` are [shard, token] or [shard, token, options], options any of
     `{"release": number}` (the owner is to hand it over: hold, store everything, report `released` with that number),

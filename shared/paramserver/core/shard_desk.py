@@ -104,7 +104,10 @@ class ShardDesk:
     def feed(self, e: OpenFeed, now: float) -> None:
         if e.shard is not None:
             current(self.c.shards.get(e.shard), e.epoch or 0, f"shard {e.shard!r:.80}", "unknown_node")
-        documents = [self.c.map_document(), *(m.feed_document(all_commits=True) for m in self.c.models.values())]
+        documents = [
+            self.c.map_document(),
+            *(self.c.model_document(m, all_commits=True) for m in self.c.models.values()),
+        ]
         self.c.answer(e.request, {"documents": documents})
 
     # --- ownership ---
