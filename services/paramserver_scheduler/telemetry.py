@@ -1,36 +1,91 @@
-"""What a scheduler tells Prometheus, set once a second from what it knows."""
+"""What a scheduler tells Prometheus of the cluster: the newest status, and nothing while another scheduler leads.
 
+So nothing stays of a model that is gone, and a scheduler that leads no more contradicts nobody.  docs/metrics.md lists
+the names.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import Final
 
-from prometheus_client import Gauge
+from prometheus_client import REGISTRY
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from paramserver.core.reading import Reading
+from paramserver_scheduler.schema import ModelStatus, Status
 
-TERM: Final = Gauge("paramserver_scheduler_term", "How often a scheduler has started on this Redis")
-MAP_EPOCH: Final = Gauge("paramserver_map_epoch", "Version of the partition map")
-REDIS: Final = Gauge("paramserver_scheduler_redis_up", "1 while Redis answers the scheduler")
-SHARDS: Final = Gauge("paramserver_shards", "Shards by whether they are alive", ["state"])
-POOL: Final = Gauge("paramserver_pool_members", "Worker processes in the pool")
-RUNS: Final = Gauge("paramserver_runs", "Runs by state", ["state"])
-VERSION: Final = Gauge("paramserver_model_version", "Lowest version over the partitions of a model", ["model"])
-CLOCK: Final = Gauge("paramserver_model_clock", "Clock of a model", ["model"])
-WORKERS: Final = Gauge("paramserver_model_workers", "Live workers of a model", ["model"])
+NODE_STATES: Final = ("active", "draining", "left", "dead")
+RUN_STATES: Final = ("waiting", "running", "paused", "finished", "failed", "stopped")
 
 
-def update(read: Reading, now: float, *, redis_away: bool) -> None:
-    """Set every gauge; `now` is monotonic."""
-    TERM.set(read.term)
-    MAP_EPOCH.set(read.map()["map_epoch"])
-    REDIS.set(0 if redis_away else 1)
-    shards = read.shards(now)
-    SHARDS.labels("alive").set(sum(s["alive"] for s in shards))
-    SHARDS.labels("dead").set(sum(not s["alive"] for s in shards))
-    POOL.set(len(read.pool(now)))
-    for gauge in (RUNS, VERSION, CLOCK, WORKERS):
-        gauge.clear()  # of what is gone, nothing stays
-    for run in read.runs():
-        RUNS.labels(run["state"]).inc()
-    for model in read.models():
-        VERSION.labels(model["name"]).set(model["version"])
-        CLOCK.labels(model["name"]).set(model["clock"])
-        WORKERS.labels(model["name"]).set(model["live_workers"])
+class ClusterMetrics(Collector):
+    """Turns the newest status into metrics when they are asked for."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = None
+        """Of the last second; None while another scheduler leads."""
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering asks for nothing."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every gauge of the cluster."""
+        status = self.status
+        yield _one("paramserver_scheduler_leads", "1 while this scheduler leads", status is not None)
+        if status is None:
+            return
+        cluster = status.cluster
+        yield _one("paramserver_scheduler_term", "How often a scheduler has begun to lead on this Redis", cluster.term)
+        yield _one("paramserver_scheduler_redis_up", "1 while Redis answers the scheduler", cluster.redis == "ok")
+        yield _one("paramserver_map_epoch", "Version of the partition map", cluster.map_epoch)
+        shards = [n for n in status.nodes if n.role == "shard"]
+        states = [(s, sum(n.state == s for n in shards)) for s in NODE_STATES]
+        yield _by("paramserver_shards", "Shards by state", "state", states)
+        ages = [(n.name, n.heartbeat_age_s) for n in shards if n.alive]
+        yield _by("paramserver_shard_heartbeat_age_seconds", "Since a live shard was heard of", "shard", ages)
+        pool = sum(n.role == "pool" for n in status.nodes)
+        yield _one("paramserver_pool_members", "Worker processes in the pool", pool)
+        runs = [(s, sum(r.state == s for r in status.runs)) for s in RUN_STATES]
+        yield _by("paramserver_runs", "The newest 20 runs by state", "state", runs)
+        yield from _models(status.models)
+
+
+def _models(models: list[ModelStatus]) -> Iterator[Metric]:
+    def each(name: str, text: str, values: Iterable[tuple[ModelStatus, float | None]]) -> Metric:
+        return _by(name, text, "model", ((m.name, v) for m, v in values if v is not None))
+
+    yield each("paramserver_model_version", "Lowest version over the partitions", ((m, m.version) for m in models))
+    yield each(
+        "paramserver_model_durable_version",
+        "Lowest version over the partitions that outlives the loss of its shard",
+        ((m, m.durable_version) for m in models),
+    )
+    yield each("paramserver_model_clock", "Clock of a model", ((m, m.clock) for m in models))
+    yield each("paramserver_model_workers", "Live workers of a model", ((m, _live(m)) for m in models))
+    waited = ((m, len(m.waiting_for)) for m in models)
+    yield each("paramserver_model_waited_for", "Workers that the others wait for", waited)
+    yield each("paramserver_model_lag_versions", "Mean version lag over the workers", ((m, m.lag) for m in models))
+    yield each("paramserver_model_partitions", "Partitions of a model", ((m, m.partitions) for m in models))
+    loading = ((m, m.partitions - m.served) for m in models)
+    yield each("paramserver_model_partitions_loading", "Partitions that no owner serves yet", loading)
+    moving = ((m, len(m.moving)) for m in models)
+    yield each("paramserver_model_partitions_moving", "Partitions on their way to another shard", moving)
+
+
+def _live(model: ModelStatus) -> int:
+    return sum(w.state != "dead" for w in model.workers)
+
+
+def _one(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _by(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for of, value in values:
+        family.add_metric([of], value)
+    return family
+
+
+METRICS: Final = ClusterMetrics()
+REGISTRY.register(METRICS)

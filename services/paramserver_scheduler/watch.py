@@ -6,9 +6,9 @@ from time import monotonic
 from typing import Final
 
 from paramserver_node.usage import Usage
-from paramserver_scheduler import telemetry
 from paramserver_scheduler.exchange import Service, without_nan
 from paramserver_scheduler.overview import describe
+from paramserver_scheduler.telemetry import METRICS
 
 LOOK_S: Final = 1.0
 SHARE: Final = 20
@@ -25,9 +25,10 @@ async def watch(service: Service) -> None:
             history.sample(service.read, began_s)
             status = describe(service, series=False)
             history.record(status, began_s)
-            telemetry.update(service.read, began_s, redis_away=service.runtime.redis_away)
+            METRICS.status = status
             text = json.dumps(without_nan(status.model_dump()), separators=(",", ":"))
             service.screen.show(text.encode())
             await asyncio.sleep(max(LOOK_S, SHARE * (monotonic() - began_s)))
     finally:
+        METRICS.status = None
         service.screen.close()

@@ -32,7 +32,7 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.runtime import Runtime
-from paramserver_shard.telemetry import KEPT, LENT, PARTITIONS, Telemetry
+from paramserver_shard.telemetry import DEGRADED, KEPT, LENT, PARTITIONS, Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
@@ -204,6 +204,7 @@ class Membership:
         pool = self._runtime.pool
         LENT.set(pool.lent_bytes)
         KEPT.set(pool.kept_bytes)
+        DEGRADED.set(bool(self._runtime.degraded))
         metrics = self._telemetry.rates() | {"buffer_bytes": pool.lent_bytes + pool.kept_bytes}
         if self._runtime.degraded:
             metrics["degraded"] = self._runtime.degraded[:300]

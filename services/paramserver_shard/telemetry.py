@@ -34,6 +34,7 @@ LAG: Final = Histogram(
 PARTITIONS: Final = Gauge("paramserver_partitions", "Partitions that this shard serves")
 LENT: Final = Gauge("paramserver_buffer_lent_bytes", "Pooled memory in use")
 KEPT: Final = Gauge("paramserver_buffer_kept_bytes", "Pooled memory kept for reuse")
+DEGRADED: Final = Gauge("paramserver_shard_degraded", "1 while this shard cannot store its snapshots")
 _BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG)
 
 INTERVAL_S: Final = 0.9
