@@ -62,6 +62,7 @@ class _Batch:
     since: float
     fields: Mapping[str, Any] = field(default_factory=dict)
     tokens: list[tuple[PartitionKey, Token | None]] = field(default_factory=list)
+    fences: list[tuple[str, int]] = field(default_factory=list)
     effects: list[io.Effect] = field(default_factory=list)
 
 
@@ -145,14 +146,16 @@ class Runtime:
             match effect:
                 case io.Store(fields):
                     batch.fields = {**batch.fields, **fields}
-                case io.SetTokens(tokens):
+                case io.SetTokens(tokens, fences):
                     batch.tokens.extend(tokens)
+                    batch.fences.extend(fences)
                 case io.Reply(waits=False):
                     self._perform(effect)
                 case _:
                     batch.effects.append(effect)
-        if batch.fields or batch.tokens or self._queue:
-            if batch.fields or batch.tokens or batch.effects:
+        stored = batch.fields or batch.tokens or batch.fences
+        if stored or self._queue:
+            if stored or batch.effects:
                 self._queue.append(batch)
                 self._queued.set()
             return
@@ -246,13 +249,15 @@ class Runtime:
         """Write the first `count` batches in one script, then make what is behind them visible."""
         fields: dict[str, Any] = {}
         tokens: dict[PartitionKey, Token | None] = {}
+        fences: dict[str, int] = {}
         for batch in itertools.islice(self._queue, count):
             fields.update(batch.fields)
             tokens.update(batch.tokens)
+            fences.update(batch.fences)
         crash_point("scheduler.before_store")
         try:
-            if fields or tokens or self._store.anew:
-                await self._store.write(fields, tokens.items())
+            if fields or tokens or fences:
+                await self._store.write(fields, tokens.items(), fences.items())
                 crash_point("scheduler.after_tokens" if tokens else "scheduler.after_store")
         except Deposed as e:
             self.close(problem("no_leader", str(e)))
@@ -264,19 +269,13 @@ class Runtime:
             self._redis_lost(e)
             await asyncio.sleep(RETRY_S)
             return
-        if self.redis_away:
-            log.info("redis.back")
-            self.redis_away = False
-            self._redis_back.set()
+        self._redis_is("")
         for _ in range(count):
             for effect in self._queue.popleft().effects:
                 self._perform(effect)
 
     def _redis_lost(self, why: PsError) -> None:
-        if not self.redis_away:
-            log.warning("redis.away %s", why.detail)
-            self.redis_away = True
-            self._redis_back.clear()
+        self._redis_is(why.detail)
         before = monotonic() - STORE_WAIT_S
         late = [n for n, w in self._waiters.items() if w.since is not None and w.since < before]
         for number in late:
@@ -289,23 +288,27 @@ class Runtime:
 
     def redis_answers(self, answers: bool) -> None:
         """What the last question to Redis has shown, also while there is nothing to write."""
-        if self._queue:
-            return  # the writer finds out
-        if answers and self.redis_away:
-            log.info("redis.back")
-            self.redis_away = False
-            self._redis_back.set()
-        elif not answers and not self.redis_away:
-            log.warning("redis.away")
-            self.redis_away = True
-            self._redis_back.clear()
+        if not self._queue:  # else the writer finds out
+            self._redis_is("" if answers else "Redis does not answer")
 
     def redis_emptied(self) -> None:
         """Redis has lost everything: a new term begins in which it is all written again."""
         if self._store.begin_anew():
             log.error("redis.emptied: writing everything again in term %d", self._store.term)
-            self._queue.append(_Batch(monotonic()))
-            self._queued.set()
+            self.send(io.RedisEmptied(self._store.term))
+
+    def _redis_is(self, away: str) -> None:
+        """Redis answers (''), or why not."""
+        if bool(away) == self.redis_away:
+            return
+        self.redis_away = bool(away)
+        if away:
+            log.warning("redis.away %s", away)
+            self._redis_back.clear()
+        else:
+            log.info("redis.back")
+            self._redis_back.set()
+        self.send(io.StorageChanged(away))
 
 
 def _storage_away() -> PsError:

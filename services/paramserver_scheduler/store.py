@@ -32,7 +32,7 @@ local stored = redis.call('GET', KEYS[1])
 if stored and tonumber(stored) > tonumber(ARGV[1]) then return 0 end
 if not stored or tonumber(stored) < tonumber(ARGV[1]) then
   if ARGV[3] == '' then return -1 end
-  redis.call('DEL', KEYS[2], KEYS[3])
+  redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
   redis.call('SET', KEYS[1], ARGV[1])
   local clock, lease = redis.call('TIME'), cjson.decode(ARGV[3])
   lease.renewed = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -54,7 +54,9 @@ end
 at = at + 1
 for i = 1, tonumber(ARGV[at]) do
   local fenced = redis.call('HGET', KEYS[4], ARGV[at + 1])
-  if not fenced or tonumber(fenced) < tonumber(ARGV[at + 2]) then
+  if ARGV[at + 2] == '0' then
+    redis.call('HDEL', KEYS[4], ARGV[at + 1])
+  elseif not fenced or tonumber(fenced) < tonumber(ARGV[at + 2]) then
     redis.call('HSET', KEYS[4], ARGV[at + 1], ARGV[at + 2])
   end
   at = at + 2
@@ -75,10 +77,6 @@ class StateStore:
         self._lease = lease
         self._timeout_s = timeout_s
         self._script = redis.register_script(_WRITE)
-        self._fields: dict[str, str] = {}
-        """All of `ps:state` as it stands, so that an emptied Redis gets everything back."""
-        self._tokens: dict[str, str] = {}
-        self._fences: dict[str, int] = {}
         self._writes = 0
         self.anew = False
         """Whether the next write begins a new term with everything in it."""
@@ -99,17 +97,14 @@ class StateStore:
                 pipe = self._redis.pipeline(transaction=True)
                 pipe.get(TERM_KEY)
                 pipe.hgetall(STATE_KEY)
-                pipe.hgetall(FENCE_KEY)
-                term, raw, fences = await pipe.execute()
+                term, raw = await pipe.execute()
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
             raise unavailable(e) from e
         if int(term or 0) != self.term:
             raise Deposed(f"term {int(term or 0)} has begun, this was {self.term}")
-        self._fences = {_text(k): int(v) for k, v in fences.items()}
-        self._fields = {_text(k): _text(v) for k, v in raw.items()}
         documents: dict[str, Any] = {}
-        for field, text in self._fields.items():
+        for field, text in ((k.decode(), v) for k, v in raw.items()):
             try:
                 document = json.loads(text)
                 if document["format"] != FORMAT:
@@ -120,7 +115,7 @@ class StateStore:
         return documents
 
     def begin_anew(self) -> bool:
-        """Redis was emptied: the next write begins a new term and holds everything; False if that is known already."""
+        """Redis was emptied: the next write begins a new term and must hold everything; False if known already."""
         if self.anew:
             return False
         self.anew = True
@@ -134,7 +129,7 @@ class StateStore:
         tokens: Iterable[tuple[PartitionKey, Token | None]] = (),
         fences: Iterable[tuple[str, int]] = (),
     ) -> None:
-        """Set (or with None delete) fields and owner tokens and raise fences (shard, epoch), all at once.
+        """Set (or with None delete) fields and owner tokens, raise fences (with epoch 0: delete them), all at once.
 
         Raises Unavailable (`storage_unavailable`) if Redis did not say that it was done: it may have been, so the
         caller repeats the same write before any other.  Raises Deposed if a newer scheduler leads, Emptied if Redis
@@ -145,15 +140,10 @@ class StateStore:
             f: None if d is None else json.dumps({**d, "format": FORMAT}, separators=(",", ":"))
             for f, d in documents.items()
         }
-        new_fences = dict(fences)
+        anew = self.anew
         try:
             async with asyncio.timeout(self._timeout_s):
-                if self.anew:
-                    done = await self._run(
-                        {**self._fields, **new_fields}, {**self._tokens, **new_tokens}, {**self._fences, **new_fences}
-                    )
-                else:
-                    done = await self._run(new_fields, new_tokens, new_fences)
+                done = await self._run(new_fields, new_tokens, dict(fences))
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
             raise unavailable(e) from e
@@ -162,9 +152,8 @@ class StateStore:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
             raise Emptied(f"Redis has lost term {self.term}")
-        self.anew = False
-        self._keep(new_fields, new_tokens)
-        self._fences.update(new_fences)
+        if anew:  # else Redis may have been emptied since this write
+            self.anew = False
 
     async def _run(self, fields: Mapping[str, str | None], tokens: Mapping[str, str], fences: Mapping[str, int]) -> int:
         sets = [(f, text) for f, text in fields.items() if text is not None]
@@ -180,19 +169,3 @@ class StateStore:
         args += tokens.values()
         keys = [TERM_KEY, STATE_KEY, WRITTEN_KEY, FENCE_KEY, LEADER_KEY, *tokens]
         return int(await self._script(keys=keys, args=args))
-
-    def _keep(self, fields: Mapping[str, str | None], tokens: Mapping[str, str]) -> None:
-        for field, text in fields.items():
-            if text is None:
-                self._fields.pop(field, None)
-            else:
-                self._fields[field] = text
-        for key, token in tokens.items():
-            if token:
-                self._tokens[key] = token
-            else:
-                self._tokens.pop(key, None)
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -75,7 +75,7 @@ async def test_an_older_scheduler_cannot_write(redis_url: str, plain: Redis) -> 
 
 @pytest.mark.asyncio
 async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redis) -> None:
-    """The first write after Redis lost its data brings all fields and tokens with it."""
+    """What Redis has lost is not written in half: all of it comes in one write, under a new term."""
     async with connect(redis_url) as redis:
         store = await leading(redis)
         await store.open()
@@ -86,7 +86,9 @@ async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redi
             await store.write({"b": None, "c": {"x": 3}})
         assert plain.dbsize() == 0
         assert store.begin_anew()
-        await store.write({"b": None, "c": {"x": 3}})
+        assert not store.begin_anew()
+        plain.hset("ps:state", "stale", "1")
+        await store.write({"a": {"x": 1}, "b": None, "c": {"x": 3}}, [(KEY, 5)], [("shard-0", 3)])
 
         assert sorted(plain.hkeys("ps:state")) == [b"a", b"c"]
         assert plain.get("{m.1/0}:token") == b"00000000000000000005"
@@ -101,8 +103,8 @@ async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
     async with connect(redis_url) as redis:
         store = await leading(redis)
         await store.open()
-        await store.write({"a": {"x": 1}}, [(KEY, 5)], [("shard-0", 3), ("shard-1", 1)])
-        await store.write({}, (), [("shard-0", 2)])
+        await store.write({"a": {"x": 1}}, [(KEY, 5)], [("shard-0", 3), ("shard-1", 1), ("shard-2", 4)])
+        await store.write({}, (), [("shard-0", 2), ("shard-2", 0)])
 
         assert plain.hgetall("ps:fence") == {b"shard-0": b"3", b"shard-1": b"1"}
 
