@@ -93,6 +93,8 @@ class Loader:
 
     async def _continued(self, effect: LoadPartition, loaded: LoadedState) -> LoadedState:
         """The state after all that was journaled since; raises CorruptState where that cannot be told."""
+        if effect.spec.ack == "applied":
+            return loaded
         entries = await self._journal.read(effect.key, loaded.lsn)
         if not entries:
             return loaded

@@ -84,7 +84,7 @@ class Durability:
         """Answer when all that these partitions have executed is durable at that level."""
         waiting = Waiting(request, done, list(partitions), now + limits.JOURNAL_WAIT_S)
         for p in partitions:
-            if p.lsn > p.mark.durable(level):
+            if level and p.lsn > p.mark.durable(level):
                 waiting.left += 1
                 p.mark.waiting.append((p.lsn, level, waiting))
                 if level > p.level:
