@@ -58,6 +58,7 @@ class ChaosCluster:
         self.redis_port: int = first["redis_port"]
         self.urls: list[str] = first["schedulers"]
         self.url = ",".join(self.urls)
+        self.shard_urls: list[str] = first["shards"]
         self.http = httpx.Client(timeout=3.0, trust_env=False)
         self.client: ps.Client
         """Of the test itself; there once the cluster has started."""
@@ -87,7 +88,7 @@ class ChaosCluster:
     # --- faults
 
     def signal(self, who: str, number: signal.Signals, **how: Any) -> None:
-        """Send a signal; `hold`: not to be restarted until `start`; `env`, `argv`: of its next start only."""
+        """Send a signal; `hold`: not to be restarted until `start`; `env`, `bug`: of its next start only."""
         self.recorder.fault(f"{number.name} {who} {how or ''}")
         self.order("signal", who=who, signal=int(number), **how)
 
@@ -144,7 +145,10 @@ class ChaosCluster:
         raise last
 
     def healthy(self) -> bool:
-        """Whether every shard is alive and every partition of every model has an owner that serves it."""
+        """Whether every node is ready, every shard alive, and every partition of every model served by its owner."""
+        for url in (*self.urls, *self.shard_urls):
+            if self.http.get(url + "/readyz").status_code != 200:
+                return False
         shards = self.get("/map")["shards"]
         if len(shards) < self.plan.shards or not all(s["alive"] for s in shards.values()):
             return False

@@ -25,6 +25,7 @@ from paramserver_node import redis_server
 from .proxy import Link
 
 PROBE_S = 0.02
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class Keeper:
                 continue
             env, argv = kept.next_env, kept.next_argv or list(kept.spec.argv)
             kept.next_env, kept.next_argv = {}, None
+            if self.plan.proxied:  # no way past the links: a folder that cannot be made
+                env["PARAMSERVER_SHARED_MEMORY"] = "/dev/null/none"
             spec = ChildSpec(name, kept.spec.kind, argv, env)
             kept.child = start(spec, self.folder / f"{name}.log", self.guard)
             kept.starts += 1
@@ -132,7 +135,10 @@ class Keeper:
             case "signal":
                 kept = self.kept[order["who"]]
                 kept.held = bool(order.get("hold", kept.held))
-                kept.next_env, kept.next_argv = dict(order.get("env") or {}), order.get("argv")
+                kept.next_env, kept.next_argv = dict(order.get("env") or {}), None
+                if bug := order.get("bug"):  # the same node with a bug planted in it
+                    kept.next_env["PYTHONPATH"] = str(ROOT)
+                    kept.next_argv = [sys.executable, "-m", "tests.chaos.planted", bug, *kept.spec.argv[4:]]
                 if kept.child is not None:
                     # SIGKILL ends a stopped process too; to the whole group only what must leave nothing behind.
                     os.kill(kept.child.pid, order["signal"])
@@ -159,6 +165,7 @@ class Keeper:
         return {
             "redis_port": self.redis_port,
             "schedulers": [f"http://127.0.0.1:{p}" for p in self.scheduler_ports],
+            "shards": [f"http://127.0.0.1:{p}" for p in self.shard_ports],
             "processes": {
                 name: {"pid": k.child and k.child.pid, "starts": k.starts, "deaths": k.deaths, "held": k.held}
                 for name, k in self.kept.items()

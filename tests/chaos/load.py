@@ -17,10 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 import paramserver as ps
+from paramserver.client import transfer
 from paramserver.client.client import Client
+from paramserver.client.frames import PushTerms
 from paramserver.client.worker import Worker
 from paramserver.errors import PsError
-from paramserver.types import AnyArray
+from paramserver.types import AnyArray, PushId
 
 from .history import Recorder
 
@@ -44,6 +46,8 @@ class Job:
     pause_s: float = 0.02
     """Between two operations."""
     timeout_s: float = 60.0
+    deliveries: int = 1
+    """How often each push of one who has not joined is sent, whole and under the same id."""
 
 
 def create(
@@ -139,7 +143,8 @@ class Load(threading.Thread):
         key = f"{self.job.model}:{number}"
         self.recorder.write(op="invoke", id=key, **who, start=time.monotonic())
         try:
-            done = target.push({"w": self.gradient})
+            for _ in range(self.job.deliveries):
+                done = self.deliver(target)
         except PsError as e:
             self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result="doubt", error=e.code)
             return "doubt"
@@ -147,6 +152,16 @@ class Load(threading.Thread):
         result = "doubt" if done.state == "dropped" else "ok"
         self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result=result, error=done.state)
         return "dropped" if done.state == "dropped" else "ok"
+
+    def deliver(self, target: Any) -> ps.Pushed:
+        """Send the push; once more if it was sent already."""
+        if self.job.deliveries == 1:
+            done: ps.Pushed = target.push({"w": self.gradient})
+            return done
+        client: Client = target._client
+        deadline = client.deadline(None)
+        terms = PushTerms(PushId(f"twice-{self.job.worker}", 1, self.pushes), None, 1.0, None, None, None)
+        return client.run(transfer.push(client.cluster, target.name, deadline, {"w": self.gradient}, terms))
 
     def pull(self, target: Any) -> None:
         start = time.monotonic()

@@ -1,0 +1,94 @@
+"""A shard with a bug planted in it: `python -m tests.chaos.planted BUG [words of paramserver-shard]`.
+
+The chaos tests must notice each of them; one that they did not notice would be a promise that nobody checks.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paramserver.core.journal import JournalEntry
+from paramserver.core.shard_io import Journaled, Task, TaskResult, UpdateTask
+from paramserver.core.window import PushMemory
+from paramserver_shard import journal, runtime, store
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.computing import compute
+from paramserver_shard.journal_writer import JournalWriter
+from paramserver_shard.main import app
+from paramserver_shard.membership import Membership
+
+EVERY = 7
+"""A bug strikes each so many times only, as bugs do."""
+
+
+def skip_the_window() -> None:
+    """What was delivered before is taken for new."""
+    PushMemory.judge = lambda *_: None  # type: ignore[method-assign]
+
+
+def apply_twice() -> None:
+    """Some updates are added twice."""
+    passes = 0
+
+    def twice(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
+        nonlocal passes
+        passes += 1
+        results = tuple(compute(tasks, pool))
+        if passes % EVERY or not all(isinstance(t, UpdateTask) for t in tasks):
+            return results
+        again = [replace(t, state=r.state) for t, r in zip(tasks, results, strict=True) if r.state is not None]
+        return tuple(compute(again, pool))
+
+    vars(runtime)["compute"] = twice
+
+
+def tear() -> None:
+    """Of some updates only the first half is there."""
+    passes = 0
+
+    def half(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
+        nonlocal passes
+        passes += 1
+        results = tuple(compute(tasks, pool))
+        for task, result in zip(tasks, results, strict=True):
+            if passes % EVERY == 0 and result.state is not None:
+                size = result.state.values.size
+                result.state.values[size // 2 :] = task.state.values[size // 2 :]
+        return results
+
+    vars(runtime)["compute"] = half
+
+
+def acknowledge_early() -> None:
+    """What is not in the journal yet is taken for durable."""
+    write = JournalWriter.add
+
+    def add(self: JournalWriter, entries: Iterable[JournalEntry], fsync: bool) -> None:
+        entries = list(entries)
+        loop = asyncio.get_running_loop()
+        for e in entries:
+            loop.call_soon(self._feed, Journaled(e.key, e.token, e.lsn))
+        loop.call_later(2.0, write, self, entries, fsync)
+
+    JournalWriter.add = add  # type: ignore[method-assign]
+
+
+def skip_the_token() -> None:
+    """Whoever once owned a partition writes and answers for it, whatever Redis and the schedulers say."""
+    for module, name, at in ((journal, "_APPEND", "at"), (store, "_SWITCH", "1")):
+        script = str(vars(module)[name])
+        assert f"owner > ARGV[{at}]" in script
+        vars(module)[name] = script.replace(f"owner > ARGV[{at}]", "false").replace(f"owner < ARGV[{at}]", "false")
+    Membership.check_serving = lambda self: None  # type: ignore[method-assign]
+    Membership._disown = lambda self: None  # type: ignore[method-assign]
+
+
+BUGS: dict[str, Callable[[], Any]] = {
+    f.__name__: f for f in (skip_the_window, apply_twice, tear, acknowledge_early, skip_the_token)
+}
+
+if __name__ == "__main__":
+    BUGS[sys.argv[1]]()
+    app(sys.argv[2:])
