@@ -1,0 +1,153 @@
+"""docs/metrics.md against a live cluster; the deployed Prometheus and Grafana files against that page."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from paramserver_scheduler.history import UNITS
+
+from .processes import Nodes, eventually, unique
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+SUFFIXES = ("_bucket", "_count", "_sum")
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool on PATH and no PROMTOOL=/path/to/it: apt install prometheus brings one"
+)
+
+
+def listed(heading: str) -> dict[str, tuple[str, frozenset[str]]]:
+    """name -> (type or unit, labels) of the table under that heading of the page."""
+    section = PAGE.split(f"\n{heading}\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|([^|]*)\|", section, re.M)
+    assert rows, heading
+    return {name: (kind.strip(), frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+
+
+def told(url: str) -> dict[str, tuple[str, frozenset[str]]]:
+    """The same of what a process tells, without the client's own."""
+    found: dict[str, tuple[str, frozenset[str]]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        if family.name.startswith("paramserver_"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = frozenset(label for s in family.samples for label in s.labels if label != "le")
+            found[name] = (family.type, labels)
+    return found
+
+
+def test_the_page_lists_what_each_process_tells(rest_cluster: Nodes) -> None:
+    """Names, types and labels: none is missing, none is more, on the scheduler and on a shard that has worked."""
+    name = unique("metrics")
+    spec = {"name": name, "params": {"w": {"shape": [8]}}, "partitions": 2}
+    rest_cluster.post("/models", spec, status=201)
+    push = {"model": name, "base_version": 0, "grads": {"w": [1.0] * 8}}
+    shard = f"http://127.0.0.1:{rest_cluster.shard_ports['shard-0']}"
+    for url in (rest_cluster.url, shard):
+        for _ in range(2):
+            httpx.post(f"{url}/push", json=push, headers={"idempotency-key": "again"}).raise_for_status()
+        httpx.post(f"{url}/pull", json={"model": name}).raise_for_status()
+    everywhere = listed("### Every process")
+
+    def leading() -> bool:
+        return any(f'model="{name}"' in line for line in httpx.get(f"{rest_cluster.url}/metrics").text.splitlines())
+
+    eventually(leading, what="the model in the scheduler's metrics")
+    assert told(rest_cluster.url) == everywhere | _filled(listed("### Scheduler"), told(rest_cluster.url))
+    assert told(shard) == everywhere | listed("### Shard")
+
+
+def _filled(page: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
+    """The page's rows; of a metric that has no value now the labels cannot be seen."""
+    return {n: (kind, labels if live.get(n, ("", {}))[1] else frozenset()) for n, (kind, labels) in page.items()}
+
+
+def test_the_series_of_a_deleted_model_end(rest_cluster: Nodes) -> None:
+    """Neither a shard nor the scheduler tells of it any more."""
+    name = unique("ended")
+    rest_cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+    rest_cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 8}})
+    urls = [rest_cluster.url, *(f"http://127.0.0.1:{port}" for port in rest_cluster.shard_ports.values())]
+
+    def naming() -> list[bool]:
+        return [f'"{name}"' in httpx.get(f"{url}/metrics").text for url in urls]
+
+    eventually(lambda: naming()[0] and any(naming()[1:]), what="the model's series")
+    rest_cluster.call("DELETE", f"/models/{name}", status=204)
+    eventually(lambda: not any(naming()), what="the end of the model's series")
+
+
+def test_the_page_lists_every_series_of_the_status() -> None:
+    """Names and units are those that `/status/series` knows."""
+    assert {name: unit for name, (unit, _) in listed("## The status page: `/status/series`").items()} == UNITS
+
+
+def _asked(text: str) -> set[str]:
+    found = set(re.findall(r"\bparamserver_\w+", text))
+    return {n.removesuffix(s) for n in found for s in [next((s for s in SUFFIXES if n.endswith(s)), "")]}
+
+
+def test_dashboard_and_alerts_ask_for_listed_metrics() -> None:
+    """Every query of the dashboard and of an alert names metrics of the page, and each alert says what to do."""
+    known = {**listed("### Every process"), **listed("### Shard"), **listed("### Scheduler")}
+    board = json.loads((ROOT / "deploy/grafana/dashboards/paramserver.json").read_text(encoding="utf-8"))
+    queries = [t["expr"] for p in board["panels"] for t in p.get("targets", [])]
+    groups = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text(encoding="utf-8"))["groups"]
+    rules = [r for g in groups for r in g["rules"]]
+
+    assert len(queries) >= 15
+    assert len(rules) >= 8
+    for query in [*queries, *(r["expr"] for r in rules)]:
+        asked = _asked(query)
+        assert asked or "process_" in query or "up{" in query, query
+        assert asked <= set(known), query
+    assert {m for q in queries for m in _asked(q)} >= set(known) - UNDRAWN
+    for rule in rules:
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["do"]
+        assert rule["labels"]["severity"] in ("page", "warn")
+
+
+UNDRAWN = {
+    "paramserver_map_epoch",
+    "paramserver_http_requests_in_flight",
+    "paramserver_push_duplicates_total",
+    "paramserver_partitions",
+    "paramserver_model_partitions",
+}
+"""Metrics that no panel shows."""
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "line",
+    [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
+)
+def test_promtool_accepts(line: list[str]) -> None:
+    """Prometheus' own tool takes the configuration and the rules, and each alert fires when it should and only then."""
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *line], cwd=ROOT / "deploy", capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCESS" in done.stdout + done.stderr
+
+
+def test_every_alert_has_a_test() -> None:
+    """The unit tests of the rules name each alert at a time when it fires and at one when it does not."""
+    groups = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text(encoding="utf-8"))["groups"]
+    cases = yaml.safe_load((ROOT / "deploy/alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    tests = [t for case in cases for t in case["alert_rule_test"]]
+
+    for name in [r["alert"] for g in groups for r in g["rules"]]:
+        fired = [bool(t.get("exp_alerts")) for t in tests if t["alertname"] == name]
+        assert {True, False} == set(fired), name
