@@ -134,8 +134,10 @@ def test_training_with_the_least_role(cluster: Nodes) -> None:
                 reader.model(name).push({"w": np.ones(6, np.float32)})
         with ps.connect(url) as nobody, pytest.raises(AuthError, match="needs a token"):
             nobody.model(name).pull()
-    assert model.save()["model"] == name  # the scheduler fetches it from the shards, and they show each other theirs
+    saved = model.save()  # the scheduler fetches every partition from the shards under its own token
+    assert [c["name"] for c in model.checkpoints()] == [saved["name"]]
     model.restore()
+    admin.close()
 
 
 def test_plain_requests_meet_the_same_doors(cluster: Nodes) -> None:
@@ -160,6 +162,20 @@ def test_a_revoked_token_is_nobodys(cluster: Nodes) -> None:
     for url in node_urls(cluster).values():
         answer = httpx.get(f"{url}/models", headers={"authorization": f"Bearer {stolen}"})
         assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
+
+
+def test_the_socket_on_this_machine_asks_too(cluster: Nodes) -> None:
+    """A shard's Unix socket is another way to the same routes, and no way around their marks."""
+    shards = cluster.http.get("/map", headers={"authorization": f"Bearer {TOKEN['reader']}"}).json()["shards"]
+    sockets = [a.removeprefix("unix://") for s in shards.values() for a in s["addresses"] if a.startswith("unix://")]
+    if not sockets:
+        pytest.skip("no shared memory on this machine")
+    for path in sockets:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://shard") as http:
+            assert http.post("/pull", json={"model": "x"}).status_code == 401
+            reader = {"authorization": f"Bearer {TOKEN['reader']}"}
+            assert http.post("/push", json={"model": "x"}, headers=reader).status_code == 403
+            assert http.post("/pull", json={"model": "x"}, headers=reader).status_code == 404
 
 
 def test_a_refused_body_does_not_cost_the_connection(cluster: Nodes) -> None:

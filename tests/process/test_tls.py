@@ -1,0 +1,140 @@
+"""A cluster under TLS: every port speaks HTTPS, and every client checks the certificate."""
+
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import pytest
+from pyreqwest.client import SyncClientBuilder
+
+import paramserver as ps
+from paramserver.client.calls import Request, Response
+from paramserver.client.credentials import Credentials
+from paramserver.client.plain import PlainTransport
+from paramserver.errors import Unreachable
+
+from .cluster import PSCTL, Cluster, cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority of one's own (`ca.pem`), and a certificate that it gave 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make certificates: apt install openssl")
+    folder = tmp_path_factory.mktemp("authority")
+
+    def openssl(*words: str) -> None:
+        new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+        command = ["openssl", "req", "-x509", *new, *words]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
+
+    openssl("-subj", "/CN=our authority", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl(
+        *("-subj", "/CN=node", "-CA", "ca.pem", "-CAkey", "ca.key", "-keyout", "node.key", "-out", "node.pem"),
+        *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def closed(authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of two shards and a worker, under TLS and with tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        secret = authority / "secret"
+        subprocess.run([*PSCTL, "secret", str(secret)], check=True, capture_output=True, timeout=30)
+        patch.setenv("PARAMSERVER_SECRET_FILE", str(secret))
+        patch.setenv("PARAMSERVER_TLS_CERTIFICATE", str(authority / "node.pem"))
+        patch.setenv("PARAMSERVER_TLS_KEY", str(authority / "node.key"))
+        patch.setenv("PARAMSERVER_CA", str(authority / "ca.pem"))
+        patch.setenv("PARAMSERVER_SHARED_MEMORY", str(authority / "none"))  # the short way on one machine has no TLS
+        with cluster(tmp_path_factory.mktemp("tls"), args=("--workers", "1")) as running:
+            yield running
+
+
+def nodes(cluster: Cluster) -> list[str]:
+    return [cluster.url, *cluster.shards]
+
+
+def test_every_port_speaks_tls_only(closed: Cluster, authority: Path) -> None:
+    """HTTPS with our authority answers, HTTP does not, and without the authority nobody believes the certificate."""
+    trusted = ssl.create_default_context(cafile=authority / "ca.pem")
+    for url in nodes(closed):
+        assert url.startswith("https://127.0.0.1:")
+        with httpx.Client(verify=trusted, trust_env=False) as http:
+            assert http.get(f"{url}/livez").status_code == 200
+            assert http.get(f"{url}/models").status_code == 401
+            cookie = http.post(f"{url}/login", data={"token": closed.info["token"]}).headers["set-cookie"]
+            assert "Secure" in cookie.split("; ")
+        with httpx.Client(trust_env=False) as stranger, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY"):
+            stranger.get(f"{url}/livez")
+        with httpx.Client(trust_env=False) as plain, pytest.raises(httpx.HTTPError):
+            plain.get(f"http://{urlsplit(url).netloc}/livez").raise_for_status()
+
+
+def test_shards_offer_http2_by_alpn(closed: Cluster, authority: Path) -> None:
+    """TLS negotiates HTTP/2 with a client that knows it, and HTTP/1.1 with one that does not."""
+    for url in closed.shards:
+        context = ssl.create_default_context(cafile=authority / "ca.pem")
+        for offered, chosen in ((["h2", "http/1.1"], "h2"), (["http/1.1"], "http/1.1")):
+            context.set_alpn_protocols(offered)
+            address = (urlsplit(url).hostname or "", urlsplit(url).port or 0)
+            with (
+                socket.create_connection(address, 10.0) as raw,
+                context.wrap_socket(raw, server_hostname=address[0]) as tls,
+            ):
+                assert tls.selected_alpn_protocol() == chosen
+    pem = (authority / "ca.pem").read_bytes()
+    with SyncClientBuilder().add_root_certificate_pem(pem).http2_prior_knowledge().no_proxy().build() as http:
+        assert http.get(f"{closed.shards[0]}/livez").build().send().status == 200
+
+
+def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ps.connect("https://...")` with PARAMSERVER_CA goes to the shards themselves; without it, it goes nowhere."""
+    token = closed.info["token"]
+    monkeypatch.setenv("PARAMSERVER_CA", str(authority / "ca.pem"))
+    with ps.connect(closed.url, token=token) as client:
+        model = client.create_model("over-tls", {"w": (300_000,)}, optimizer=ps.SGD(lr=1.0), partitions=4)
+        with model.worker() as worker:
+            pulled = worker.pushpull({"w": np.ones(300_000, np.float32)})
+        assert pulled["w"].tolist() == [-1.0] * 300_000
+        held = client.run(client.cluster.map_of("over-tls", client.deadline(5.0)))
+        ways = {client.cluster.route(held, i) for i in range(4)}
+        assert ways == set(closed.shards)
+    plain = PlainTransport(Credentials.of(token, authority / "ca.pem"))
+    answer = plain.send(Request("GET", "/models/over-tls"), closed.url)
+    assert isinstance(answer, Response), answer
+    assert answer.status == 200
+
+    monkeypatch.delenv("PARAMSERVER_CA")
+    with pytest.raises(Unreachable, match="certificate"):
+        ps.connect(closed.url, token=token)
+
+
+def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Path, tmp_path: Path) -> None:
+    """The worker that `psctl up` started trains in a run; `psctl` with the secret at hand looks, measures and saves."""
+    pytest.importorskip("sklearn", reason="pip install 'paramserver[demo]'")
+    from paramserver.examples import digits
+
+    with ps.connect(closed.url, token=closed.info["token"], ca=authority / "ca.pem") as client:
+        client.create_model("digits-tls", digits.spec(), optimizer=ps.SGD(lr=0.1))
+        run = client.create_run("digits-tls", "paramserver.examples.digits:train", stop={"clocks": 3})
+        ended = ("finished", "failed", "stopped")
+        eventually(lambda: client.get_run(run["id"])["state"] in ended, within_s=90.0)
+        assert client.get_run(run["id"])["state"] == "finished", client.get_run(run["id"])
+
+    status, doctor = closed.psctl("status"), closed.psctl("doctor")
+    saved = closed.psctl("checkpoint", "save", "digits-tls", str(tmp_path / "saved"))
+
+    assert status.returncode == 0, status.stderr
+    assert re.search(r"worker-0 +idle", status.stdout), status.stdout
+    assert re.search(r"shard-0 +\S+ +\d+ MiB/s", doctor.stdout), doctor.stdout
+    assert saved.returncode == 0, saved.stderr
