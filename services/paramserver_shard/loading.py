@@ -109,7 +109,7 @@ class Loader:
         return await self._offload(work)
 
     async def _first(self, effect: LoadPartition) -> LoadedState:
-        work = partial(first_state, effect.spec, effect.layout, effect.key.index, self._pool.take)
+        work = partial(first_state, effect.spec, effect.layout, effect.key.index, partial(self._pool.take, shared=True))
         if effect.layout.partition_size(effect.key.index) <= INLINE_ELEMENTS_MAX // 16:
             return work()
         return await self._offload(work)

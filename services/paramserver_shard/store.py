@@ -214,7 +214,7 @@ class SnapshotStore:
         arrays: list[AnyArray] = []
         for dtype, size in head["arrays"]:
             # Each array gets memory of its own, so that a later version frees what it no longer shares.
-            array = self._pool.take_bytes(size)
+            array = self._pool.take_bytes(size, shared=not arrays)  # the first one is the values
             array[:] = stream[body : body + size]
             arrays.append(array.view(dtype))
             body += size

@@ -103,6 +103,7 @@ class Cluster:
         self.same_host = SameHost()
         self._maps: dict[str, ModelMap] = {}
         self._known: dict[str, _Address] = {}
+        self._look_again: tuple[float, ...] = ()
         self._told = False
 
     def map_of(self, model: str, deadline: Deadline, *, newer_than: ModelMap | None = None) -> Call[ModelMap]:
@@ -111,6 +112,9 @@ class Cluster:
         Raises NotFoundError (`unknown_model`) and whatever keeps the cluster from answering in time.
         """
         held = self._maps.get(model)
+        if self._look_again and self._look_again[0] <= deadline.clock():
+            self._look_again = self._look_again[1:]
+            held = None
         if held is not None and held is not newer_than:
             if self._due(held, deadline.clock()):
                 yield from self._probe(held, deadline)
@@ -145,10 +149,15 @@ class Cluster:
                 found = found or address
         return found
 
-    def lost(self, address: str) -> None:
-        """Nobody answered there; a shard that has another address is reached by that from now on."""
+    def lost(self, address: str, now: float) -> None:
+        """Nobody answered there; a shard that has another address is reached by that from now on.
+
+        If it has started anew, its old address answers and nothing says that there is a better one: maps are looked
+        at again a few times.
+        """
         if is_same_host(address):
             self._known[address] = _Address(answers=False, tries=len(_TRY_AGAIN_S), again_at=None)
+            self._look_again = tuple(now + s for s in (1.0, *_TRY_AGAIN_S))
 
     def _due(self, held: ModelMap, now: float) -> bool:
         for owner in set(held.owners):

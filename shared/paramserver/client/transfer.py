@@ -102,7 +102,7 @@ class Transfer:
             elif passes(result):
                 stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
                 if to is not None and isinstance(result, Unreachable):
-                    self.cluster.lost(to)
+                    self.cluster.lost(to, self.deadline.clock())
                 failures.append(result)
             else:
                 refused = refused or result
@@ -160,7 +160,7 @@ class Transfer:
     def without_memory(self, arrivals: Arrivals) -> list[Part]:
         """What shards lent cannot be mapped here: they are reached by their other addresses; all parts anew."""
         for address in arrivals.lenders:
-            self.cluster.lost(address)
+            self.cluster.lost(address, self.deadline.clock())
         return list(self.selection.parts)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:

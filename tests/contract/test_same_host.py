@@ -1,0 +1,183 @@
+"""A client on the shard's machine: gradients in slots, values by lease, and the same answers as over HTTP."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.client import same_host
+from paramserver.client.model import Model
+
+from .processes import Nodes, eventually, nodes
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux")
+
+SIZE = 300_000
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A scheduler and two shards with shared memory."""
+    with nodes(tmp_path_factory.mktemp("same-host"), shards=2) as running:
+        yield running
+
+
+@pytest.fixture
+def model(cluster: Nodes) -> Iterator[Model]:
+    """A model of two parameters that span the partitions of both shards, at a learning rate of 1."""
+    with ps.connect(cluster.url) as client:
+        shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
+        yield client.create_model(f"m{next(_numbers)}", params=shapes, optimizer=ps.SGD(lr=1.0), partitions=4)
+
+
+def ways(model: Model) -> set[str]:
+    """How its partitions are reached: `unix`, `http` or, through another node, None."""
+    cluster = model._client.cluster
+    held = cluster._maps[model.name]
+    return {str(cluster.route(held, i)).partition(":")[0] for i in range(held.spec.partitions)}
+
+
+def test_values_are_the_shards_own_memory(model: Model) -> None:
+    """A read-only pull maps the versions of both shards side by side, and later pushes do not change it."""
+    before = model.pull(copy=False)
+    assert ways(model) == {"unix"}
+    assert not before.flat.flags.owndata
+    assert before["b"].shape == (2, SIZE // 3)
+    with pytest.raises(ValueError, match="read-only"):
+        before["a"][0] = 1.0
+    for _ in range(6):
+        model.push({"a": np.full(SIZE // 3, -1.0), "b": np.full((2, SIZE // 3), -1.0)})
+    assert not before.flat.any()
+    after = model.pull(copy=False)
+    assert (after.flat == 6.0).all()
+    assert after.version == 6
+
+
+def test_a_copy_is_the_callers_own(model: Model) -> None:
+    """Without `copy=False` the arrays are writable, whether new or the caller's own."""
+    mine = model.pull()
+    mine["a"][:] = 5.0
+    model.push({"a": np.full(SIZE // 3, -1.0)})
+    assert model.pull(out=mine) is mine
+    assert (mine["a"] == 1.0).all()
+    assert not mine["b"].any()
+
+
+def test_pushpull_answers_with_what_the_push_made(model: Model) -> None:
+    """One round trip through a slot and a lease gives the values after the push."""
+    flat = np.full(SIZE, -2.0, np.float32)
+    assert (model.pushpull(flat).flat == 2.0).all()
+    assert (model.pushpull(flat, out=model.pull()).flat == 4.0).all()
+
+
+def test_a_synchronous_gradient_keeps_its_slot(model: Model) -> None:
+    """What is staged stays as it was written, though the same client writes its next gradient at once."""
+    model.set(consistency=ps.Sync(min_workers=1))
+    with model.worker() as worker:
+        for i in range(4):
+            worker.push({"a": np.full(SIZE // 3, -1.0 - i), "b": np.zeros((2, SIZE // 3))})
+            worker.clock()
+        assert (worker.pull()["a"] == 10.0).all()
+
+
+def test_a_gradient_with_nan_is_refused_and_its_slot_serves_on(model: Model) -> None:
+    """Bad values are found before anything is sent; the next push is exact."""
+    bad = np.zeros(SIZE, np.float32)
+    bad[SIZE // 2] = np.nan
+    with pytest.raises(ps.RequestError, match="NaN"):
+        model.push(bad)
+    model.push(np.full(SIZE, -1.0, np.float32))
+    assert (model.pull().flat == 1.0).all()
+
+
+def test_a_slot_taken_back_is_replaced(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose idle slot is gone asks for another, under the same push id, without an error."""
+    grads = np.full(SIZE, -1.0, np.float32)
+    model.push(grads)
+    held = model._client.cluster.same_host
+    slots = [s for shard in held._shards.values() for s in shard.slots]
+    assert slots
+    for slot in slots:
+        slot.file = "b0"
+    monkeypatch.setattr(same_host, "_FRESH_S", 3600.0)
+    model.push(grads)
+    assert (model.pull().flat == 2.0).all()
+
+
+def test_the_asyncio_client_shares_memory_too(cluster: Nodes, model: Model) -> None:
+    """`AsyncClient` pushes and pulls in the same way."""
+
+    async def train() -> ps.Params:
+        async with ps.AsyncClient(cluster.url) as client:
+            there = client.model(model.name)
+            await there.push(np.full(SIZE, -3.0, np.float32))
+            values: ps.Params = await there.pull(copy=False)
+            return values
+
+    values = asyncio.run(train())
+    assert (values.flat == 3.0).all()
+    assert not values.flat.flags.owndata
+
+
+def test_a_client_killed_with_memory_in_hand_costs_nobody_anything(cluster: Nodes, model: Model) -> None:
+    """After a SIGKILL in the middle of a loop, others train on exactly, and the same model serves them."""
+    code = (
+        "import sys, numpy as np, paramserver as ps\n"
+        f"m = ps.connect({cluster.url!r}).model({model.name!r}); g = np.full({SIZE}, -1.0, np.float32)\n"
+        "held = []\n"
+        "while True:\n"
+        "    held.append(m.pull(copy=False)); m.push(g); print('.', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    before = model.pull()
+    assert (before.flat == before.flat[0]).all()
+    assert before.flat[0] >= 3.0
+    for _ in range(20):
+        model.push(np.full(SIZE, -1.0, np.float32))
+    assert (model.pull().flat == before.flat[0] + 20.0).all()
+
+
+def test_without_a_folder_bytes_travel(cluster: Nodes, model: Model) -> None:
+    """When the shards' sockets are gone, the same client goes on over HTTP by itself."""
+    model.push(np.full(SIZE, -1.0, np.float32))
+    assert ways(model) == {"unix"}
+    held = model._client.cluster._maps[model.name]
+    sockets = [Path(a.removeprefix("unix://")) for v in held.addresses.values() for a in v if a.startswith("unix")]
+    for path in sockets:
+        path.rename(path.with_name("moved"))
+    try:
+        with ps.connect(cluster.url) as other:
+            there = other.model(model.name)
+            there.push(np.full(SIZE, -1.0, np.float32))
+            assert (there.pull(copy=False).flat == 2.0).all()
+            assert ways(there) == {"http"}
+    finally:
+        for path in sockets:
+            path.with_name("moved").rename(path)
+
+
+def test_a_shard_that_starts_anew_is_found_by_its_new_socket(tmp_path: Path) -> None:
+    """After `kill -9` the client goes on with the next process of that shard, whose folder replaces the old one."""
+    with nodes(tmp_path, shards=1) as running, ps.connect(running.url) as client:
+        model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
+        model.push(np.full(SIZE, -1.0, np.float32))
+        (old,) = {a for v in client.cluster._maps["m"].addresses.values() for a in v if a.startswith("unix")}
+        running.kill("shard-0")
+        running.start_shard("shard-0")
+        model.push(np.full(SIZE, -1.0, np.float32), timeout=60.0)
+        assert model.pull(timeout=60.0).flat[0] >= 1.0
+        eventually(lambda: model.pull() is not None and ways(model) == {"unix"})
+        assert not os.path.exists(same_host._folder(old))
