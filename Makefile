@@ -1,5 +1,5 @@
 # make VERB [PYTHON=python3.12] [EXTRAS=dev,torch] [ARGS=...]     the first run installs; the stamp remembers PYTHON and EXTRAS
-.PHONY: help install demo test test-fast lint chaos bench clean
+.PHONY: help install demo test test-fast lint chaos chaos-long figures bench clean
 unexport PYTHONPATH PYTHONHOME
 export PIP_USER := 0
 BIN := .venv/bin
@@ -22,6 +22,8 @@ help:
 	@echo 'make test-fast  the tests of less than a minute, for daily work'
 	@echo 'make lint       ruff and mypy --strict'
 	@echo 'make chaos      whole clusters on virtual time under seeded faults: make chaos SEEDS=500'
+	@echo 'make chaos-long 100 kills, 20 cut networks and ten minutes of goodput on real processes; writes docs/promises.md'
+	@echo 'make figures    recovery and take-over times, levels, memory; writes docs/promises.md'
 	@echo 'make bench      how fast the optimizer kernels are, against copying memory'
 	@echo 'make install    only the environment: .venv, with psctl in it'
 	@echo 'make clean      remove .venv and dist'
@@ -36,6 +38,10 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy
 chaos: $(STAMP)
 	@$(BIN)/python -P -m paramserver.testing.simulation --seeds $(or $(SEEDS),100)
+chaos-long: $(STAMP)
+	@$(BIN)/python -m tests.chaos.long $(or $(WHAT),all) --write
+figures: $(STAMP)
+	@$(BIN)/python -m tests.chaos.figures $(or $(WHAT),all) --write
 bench: $(STAMP)
 	@$(BIN)/python -P benchmarks/kernels.py $(ARGS)
 clean: ; rm -rf .venv dist

@@ -1,17 +1,14 @@
 """A cluster at work: models of several modes and levels, two workers on each, and the verdict at the end."""
 
-import json
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import redis
-
 from . import load
 from .checkers import Verdict, judge
-from .cluster import ChaosCluster, eventually
+from .cluster import ChaosCluster
 from .load import Job
 
 WORKERS: Final = 2
@@ -50,22 +47,6 @@ class Busy:
         for jobs in self.jobs:
             cluster.load(jobs)
         cluster.until_progress()
-
-    def leader(self) -> str:
-        """The name of the scheduler that leads."""
-        if len(self.cluster.urls) == 1:
-            return "scheduler-0"
-
-        def held() -> bytes | None:
-            with redis.Redis(port=self.cluster.redis_port, socket_timeout=2.0) as connection:
-                try:
-                    found: bytes | None = connection.get("ps:leader")
-                except redis.RedisError:  # it may be starting
-                    return None
-                return found
-
-        document = eventually(held, what="a leader")
-        return f"scheduler-{self.cluster.urls.index(json.loads(document or '')['url'])}"
 
     def look(self) -> None:
         """Put what the models hold now on record, as somebody sees it who takes no part."""

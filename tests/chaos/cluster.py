@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import redis
 
 import paramserver as ps
 
@@ -131,6 +132,22 @@ class ChaosCluster:
         return [name for name in self.order("status")["links"] if of in name.split(">")]
 
     # --- health
+
+    def leader(self) -> str:
+        """The name of the scheduler that leads."""
+        if len(self.urls) == 1:
+            return "scheduler-0"
+
+        def held() -> bytes | None:
+            with redis.Redis(port=self.redis_port, socket_timeout=2.0) as connection:
+                try:
+                    found: bytes | None = connection.get("ps:leader")
+                except redis.RedisError:  # it may be starting
+                    return None
+                return found
+
+        document = eventually(held, what="a leader")
+        return f"scheduler-{self.urls.index(json.loads(document or '')['url'])}"
 
     def get(self, path: str) -> Any:
         """The JSON answer of the first scheduler that gives one."""

@@ -69,12 +69,12 @@ def test_a_scheduler_cut_off_from_redis_decides_nothing(start: Start) -> None:
     """The leader behind a cut stands back, another leads, and healed there is still one."""
     run = start(Plan(shards=2, schedulers=2, proxied=True), JOURNALED)
     c = run.cluster
-    leader = run.leader()
+    leader = run.cluster.leader()
     c.cut(f"{leader}>redis")
-    eventually(lambda: run.leader() != leader, within_s=15.0, what="another leader")
+    eventually(lambda: run.cluster.leader() != leader, within_s=15.0, what="another leader")
     c.until_progress()
     c.heal()
     c.until_healthy()
-    assert run.leader() != leader
+    assert run.cluster.leader() != leader
     run.finish()
     run.assert_kept(shards_died=True)

@@ -34,7 +34,7 @@ def test_five_scheduler_kills_and_five_redis_restarts(start: Start) -> None:
     run = start(Plan(shards=2, schedulers=2))
     c = run.cluster
     for i in range(5):
-        c.kill(run.leader())
+        c.kill(run.cluster.leader())
         if i < 3:
             c.until_healthy()
         c.signal("redis", signal.SIGTERM if i == 1 else signal.SIGKILL)
@@ -47,7 +47,7 @@ def test_ten_pauses(start: Start) -> None:
     """Shards, the leader and Redis stand still, shorter than their lease and longer; the zombies change nothing."""
     run = start(Plan(shards=3, schedulers=2))
     for who, seconds in (("shard-0", 1), ("shard-1", 2), ("redis", 2), ("leader", 2), ("shard-2", 7), ("leader", 5)):
-        run.pause(run.leader() if who == "leader" else who, seconds)
+        run.pause(run.cluster.leader() if who == "leader" else who, seconds)
         run.cluster.until_healthy()
     for who in ("shard-0", "shard-1", "redis", "shard-0"):
         run.pause(who, 1)
