@@ -123,8 +123,6 @@ class NameService:
         r.known.append("ack")
         if ack not in (None, "applied", "journaled", "fsynced"):
             r.fail("ack", "must be applied, journaled or fsynced")
-        elif ack not in (None, "applied"):
-            errors.append(problem("not_built", f"ack '{ack}' is not offered", hint="use ack 'applied'"))
         ranges = _read_ranges(r)
         grads = r.take("grads", {}, lambda v: isinstance(v, Mapping), "an object of tensors by name")
         selection, tensors = _read_tensors(known, grads, ranges, errors, "grads")

@@ -160,7 +160,7 @@ def test_every_wrong_tensor_is_named_and_nothing_is_applied(model: Model) -> Non
     problem(model.push({}), 422, "empty_push")
     problem(model.push({"w": [[1.0] * 4] * 6}, sequence=3), 422, "invalid_field")
     problem(model.push({"w": [[1.0] * 4] * 6}, worker="w"), 422, "invalid_field")
-    problem(model.push({"w": [[1.0] * 4] * 6}, ack="journaled"), 422, "not_built")
+    problem(model.push({"w": [[1.0] * 4] * 6}, ack="maybe"), 422, "invalid_field")
     problem(model.push({"w": [[1e39] * 4] * 6}), 422, "non_finite")
     nan = {"dtype": "float32", "shape": [6, 4], "data": np.full((6, 4), np.nan, "<f4").tobytes()}
     packed = msgpack.packb({"model": model.name, "grads": {"w": nan}})

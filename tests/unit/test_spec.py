@@ -74,12 +74,15 @@ def test_all_wrong_fields_are_listed_at_once() -> None:
     assert [e.get("where") for e in caught.value.errors] == [None, "optimizer.lr", "ack"]
 
 
-def test_levels_that_are_not_built_are_refused() -> None:
-    """An acknowledgement level that the server does not offer is refused, never ignored."""
-    with pytest.raises(RequestError) as caught:
-        spec(ack="fsynced")
+@pytest.mark.parametrize("ack", ["applied", "journaled", "fsynced"])
+def test_the_acknowledgement_level_is_fixed_at_creation(ack: str) -> None:
+    """Each level is taken and kept; no patch changes it."""
+    made = spec(ack=ack)
 
-    assert caught.value.code == "not_built"
+    assert made.patched({"optimizer": {"lr": 0.5}}).document()["ack"] == ack
+    with pytest.raises(RequestError) as caught:
+        made.patched({"ack": "applied"})
+    assert caught.value.code == "invalid_field"
 
 
 def test_patch_changes_settings_and_keeps_the_rest() -> None:

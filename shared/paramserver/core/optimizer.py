@@ -80,7 +80,8 @@ def ftrl_z(optimizer: OptimizerSpec, values: F32, n: F32) -> F32:
     if optimizer.lr <= 0.0:
         return np.zeros(values.size, np.float32)
     rate = (np.float32(optimizer.beta) + np.sqrt(n)) / np.float32(optimizer.lr) + np.float32(optimizer.l2)
-    return np.asarray(-values * rate - np.sign(values) * np.float32(optimizer.l1), np.float32)
+    with np.errstate(over="ignore"):  # infinite for values near the largest float32, whose steps are then refused
+        return np.asarray(-values * rate - np.sign(values) * np.float32(optimizer.l1), np.float32)
 
 
 def adam_corrections(optimizer: OptimizerSpec, step: int) -> tuple[float, float]:

@@ -350,6 +350,8 @@ class ShardCore:
         elif loaded.settings is None or p.spec.consistency.mode != "sync":
             p.clock = p.clock if p.clock in model.commits else model.clock
         if p.level and loaded.settings is None:
+            if not loaded.stored:
+                p.fresh_slots()  # by the settings that are journaled, whichever were there when loading began
             configured(self, p, now, fresh=not loaded.stored)
         if model.ready and not loaded.stored:
             self.plan.first(p)

@@ -355,6 +355,7 @@ class ModelSpec:
     consistency: ConsistencySpec = field(default_factory=ConsistencySpec)
     partitions: int = 1
     ack: str = "applied"
+    """What survives of a push that was acknowledged: `applied` (nothing but memory), `journaled`, `fsynced`."""
     evaluate_every: int = 0
     """Clocks between two evaluation tasks; 0: none."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
@@ -373,8 +374,7 @@ class ModelSpec:
     def parse(cls, data: Any) -> Self:
         """The spec that a JSON object describes, defaults filled in.
 
-        Raises RequestError: `invalid_field` naming each wrong field, or `not_built` for an `ack` level that this
-        server does not offer.
+        Raises RequestError: `invalid_field` naming each wrong field.
         """
         errors: list[PsError] = []
         r = Reader(data, "", errors)
@@ -414,8 +414,6 @@ class ModelSpec:
             CheckpointSpec.read(r.take("checkpoint", {}, obj, "an object"), "checkpoint", errors),
         )
         r.done()
-        if spec.ack != "applied":
-            errors.append(problem("not_built", f"ack '{spec.ack}' is not offered", hint="use ack 'applied'"))
         if errors:
             raise combined(errors)
         return spec

@@ -7,7 +7,7 @@
     driver.advance(6.0)                      # time passes, ticks come when they are due
     ShardDriver(store)                       # a crash: nothing but the store survives
 
-Loads, jobs and snapshots wait in `pending` until `complete` is called; with `eager` they complete at once.
+Loads, jobs, snapshots and journals wait in `pending` until `complete` is called; with `eager` they complete at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from paramserver import kernels
 from paramserver.core import initial
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import initial_slots
+from paramserver.core.replay import replay
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     Applied,
@@ -31,6 +32,9 @@ from paramserver.core.shard_io import (
     Contribution,
     Effect,
     Event,
+    Journal,
+    Journaled,
+    JournalEntry,
     LoadedState,
     LoadPartition,
     ModelView,
@@ -54,34 +58,48 @@ from paramserver.core.shard_io import (
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.types import AnyArray, DType, ModelKey, PartitionKey, PushId
+from paramserver.types import AnyArray, DType, ModelKey, PartitionKey, PushId, Token
 from paramserver.wire.tensor import bf16_to_f32, slice_crc
 
 
 class SnapshotShelf:
-    """What Redis holds: of each partition the newest snapshot, and each cut."""
+    """What Redis holds: of each partition the two newest snapshots, each cut, and the journal."""
 
     def __init__(self) -> None:
-        self.newest: dict[PartitionKey, Capture] = {}
+        self.kept: dict[PartitionKey, list[Capture]] = {}
+        """Newest first."""
         self.cuts: dict[tuple[PartitionKey, int], Capture] = {}
+        self.journals: dict[PartitionKey, list[JournalEntry]] = {}
+        """After the older of the two snapshots."""
+        self.damaged = False
+        """The newest snapshots cannot be read: the ones before are used."""
 
     def save(self, effect: StoreSnapshot) -> None:
         """Keep a capture as it is: its buffers never change."""
         key = effect.capture.key
-        self.newest[key] = effect.capture
+        kept = self.kept[key] = [effect.capture, *self.kept.get(key, ())][:2]
+        if len(kept) == 2:
+            self.journals[key] = [e for e in self.journals.get(key, ()) if e.lsn > kept[1].lsn]
         if effect.cut:
             self.cuts[key, effect.capture.clock] = effect.capture
 
+    def append(self, entry: JournalEntry) -> None:
+        """Journal one entry; one that is there already is passed over."""
+        journal = self.journals.setdefault(entry.key, [])
+        last = max([*(e.lsn for e in journal[-1:]), *(c.lsn for c in self.kept.get(entry.key, ())[:1])], default=0)
+        if entry.lsn > last:
+            assert entry.lsn == last + 1, f"entry {entry.lsn} of {entry.key} comes after {last}"
+            journal.append(entry)
+
     def load(self, effect: LoadPartition) -> LoadedState:
         """The state a partition starts from."""
-        found = None
         if isinstance(effect.source, int):
-            found = self.cuts[effect.key, effect.source]
-        elif effect.source == "snapshot":
-            found = self.newest.get(effect.key)
-        if found is None:
-            return first_state(effect)
-        return loaded(found)
+            return loaded(self.cuts[effect.key, effect.source])
+        known = effect.source == "snapshot" or effect.spec.ack != "applied"
+        kept = self.kept.get(effect.key, [])[self.damaged :] if known else []
+        base = loaded(kept[0]) if kept else first_state(effect)
+        entries = self.journals.get(effect.key, ())
+        return replay(effect.key, base, entries, effect.spec, effect.layout, perform) if entries else base
 
 
 def loaded(capture: Capture) -> LoadedState:
@@ -156,7 +174,7 @@ class ShardDriver:
     core: ShardCore = field(default_factory=ShardCore)
     now: float = 100.0
     pending: list[Effect] = field(default_factory=list)
-    """Loads, jobs and snapshots that are under way."""
+    """Loads, jobs, snapshots and journals that are under way."""
     replies: dict[int, Outcome] = field(default_factory=dict)
     asked: list[AskWorker] = field(default_factory=list)
     reports: int = 0
@@ -190,27 +208,36 @@ class ShardDriver:
             case Resync():
                 self.resyncs += 1
             case _ if self.eager:
-                return [self.result(effect)]
+                return self.result(effect)
             case _:
                 self.pending.append(effect)
         return []
 
-    def result(self, effect: Effect) -> Event:
-        """The event that tells of that effect's success."""
+    def result(self, effect: Effect) -> list[Event]:
+        """The events that tell of that effect's success."""
         match effect:
             case Apply(job, tasks):
-                return Applied(job, tuple(perform(t) for t in tasks))
+                return [Applied(job, tuple(perform(t) for t in tasks))]
             case LoadPartition(key, token):
-                return PartitionLoaded(key, token, self.store.load(effect))
+                return [PartitionLoaded(key, token, self.store.load(effect))]
             case StoreSnapshot(capture):
                 self.store.save(effect)
-                return SnapshotStored(capture.key, capture.token, capture.version, effect.urgent)
+                return [SnapshotStored(capture.key, capture.token, capture.version, effect.urgent)]
+            case Journal(entries):
+                reached: dict[tuple[PartitionKey, Token], int] = {}
+                for entry in entries:
+                    self.store.append(entry)
+                    reached[entry.key, entry.token] = entry.lsn
+                return [Journaled(*ownership, lsn) for ownership, lsn in reached.items()]
             case _:
                 raise AssertionError(f"{effect} is not completed by an event")
 
     def complete(self, index: int = 0) -> None:
-        """Complete one of the effects under way."""
-        self.send(self.result(self.pending.pop(index)))
+        """Complete one of the effects under way; journals are written in the order of their effects."""
+        if isinstance(self.pending[index], Journal):
+            index = next(i for i, e in enumerate(self.pending) if isinstance(e, Journal))
+        for event in self.result(self.pending.pop(index)):
+            self.send(event)
 
     def settle(self) -> None:
         """Complete everything under way, and what comes of it."""
