@@ -11,7 +11,19 @@ from paramserver_node.middleware import NodeMiddleware
 from paramserver_scheduler import login, page
 from paramserver_scheduler.door import Door
 from paramserver_scheduler.lease import Lease
-from paramserver_scheduler.routes import checkpoints, data, feed, metrics, models, nodes, runs, status, tasks, workers
+from paramserver_scheduler.routes import (
+    checkpoints,
+    data,
+    feed,
+    metrics,
+    models,
+    nodes,
+    runs,
+    shards,
+    status,
+    tasks,
+    workers,
+)  # fmt: skip
 
 
 def make_app() -> FastAPI:
@@ -40,7 +52,7 @@ def make_app() -> FastAPI:
     app.include_router(page.router)
     app.include_router(login.router)
     app.include_router(health.router("scheduler", not_ready))
-    for module in (models, workers, tasks, metrics, checkpoints, data, runs, feed, status, nodes):
+    for module in (models, workers, tasks, metrics, checkpoints, data, runs, feed, shards, status, nodes):
         app.include_router(module.router)
     return app
 

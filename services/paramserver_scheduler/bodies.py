@@ -174,6 +174,12 @@ class ShardHeartbeat(Body):
     loads: list[list[Any]] = Field([], description="[model, generation, index, bytes per second]")
 
 
+class ShardState(Body):
+    """What is to become of a shard."""
+
+    state: str = Field(examples=["draining"], description="draining, or active again")
+
+
 class Uploaded(Body):
     """All owners have the values of one parameter."""
 

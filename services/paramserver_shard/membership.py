@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Final
-from urllib.parse import quote
 
 import httpx
 from redis.asyncio import Redis
@@ -109,14 +108,14 @@ class Membership:
         self._resync.set()
 
     async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
-        path = f"/internal/models/{effect.model.name}/workers/{quote(effect.worker)}"
+        path = f"/internal/models/{effect.model.name}/worker"
         try:
-            answer = await self.link.request("GET", path)
+            answer = await self.link.request("GET", path, params={"worker": effect.worker})
         except NotFoundError:
             return WorkerAnswered(effect.request, None)
         except PsError as error:
             return WorkerAnswered(effect.request, None, error=error)
-        return WorkerAnswered(effect.request, int(answer["epoch"]), int(answer["rank"]), bool(answer["live"]))
+        return WorkerAnswered(effect.request, int(answer["epoch"]), int(answer["rank"]), bool(answer["alive"]))
 
     # -- the loops
 

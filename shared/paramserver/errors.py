@@ -185,9 +185,9 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "queue_full": _later("A bound on queued or staged requests is reached"),
     "storage_unavailable": _later("Redis does not answer"),
     "corrupt_state": CodeInfo(503, CorruptState, "Stored state fails its checksum"),
-    # Raised by clients only; no node answers these.
+    "in_doubt": _later("The request may have been done, but its answer is lost", cls=InDoubt),
+    # Raised by clients only; no node answers this.
     "unreachable": _later("No node of the cluster could be reached", cls=Unreachable),
-    "in_doubt": _later("The deadline passed without an answer", cls=InDoubt),
 }
 """Every problem code with its HTTP status; `docs/errors.md` lists the same, held by a test."""
 

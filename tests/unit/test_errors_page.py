@@ -15,7 +15,7 @@ def test_the_page_lists_every_code_as_the_code_has_it() -> None:
     )
 
     listed = {code: (status, cls, retry) for code, status, cls, retry in rows}
-    client_only = ("unreachable", "in_doubt")
+    client_only = ("unreachable",)
     assert listed == {
         code: (
             "client only" if code in client_only else str(info.status),

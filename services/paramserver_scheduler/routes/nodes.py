@@ -46,6 +46,16 @@ async def shard_heartbeat(request: Request, name: str) -> Response:
     return await reply(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *told))
 
 
+@router.post("/shards/{name}/drain", responses=gives(200, "Its partitions move to the others", {"targets": 1}))
+@role("node")
+async def drain_shard(request: Request, name: str) -> Response:
+    """A shard that was told to stop gives away what it owns; `targets`: how many others can take something."""
+    epoch = epoch_of(request)
+    if epoch is None:
+        raise problem("malformed", "query value 'epoch' is needed")
+    return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch))
+
+
 @router.delete("/shards/{name}", status_code=204, responses=gives(204, "Left"))
 @role("node")
 async def leave_shard(request: Request, name: str) -> Response:
@@ -70,7 +80,7 @@ async def uploaded(request: Request, m: str) -> Response:
 
 @router.get(
     "/models/{m}/worker",
-    responses=gives(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "rank": 0, "live": True}),
+    responses=gives(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "rank": 0, "alive": True}),
 )
 @role("node")
 async def find_worker(request: Request, m: str, worker: str) -> Response:

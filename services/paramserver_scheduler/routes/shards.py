@@ -1,0 +1,57 @@
+"""/shards: who owns partitions, and emptying one of them while training goes on."""
+
+from fastapi import APIRouter, Request, Response
+
+from paramserver.core import scheduler_io as io
+from paramserver_node.roles import role
+from paramserver_scheduler import bodies
+from paramserver_scheduler.exchange import gives, page, read, reply, respond, service, takes
+
+router = APIRouter(tags=["shards"])
+
+SHARD = {
+    "name": "shard-0",
+    "epoch": 1,
+    "alive": True,
+    "state": "active",
+    "heartbeat_age_s": 0.4,
+    "addresses": ["http://127.0.0.1:8701"],
+    "version": "0.1.0",
+    "partitions": 4,
+    "bytes": 2560,
+    "bytes_per_s": 51200.0,
+    "memory": {"limit_bytes": 8589934592, "used_bytes": 734003200},
+    "moves": [{"model": "demo", "partition": 3, "to": "shard-1"}],
+    "metrics": {},
+}
+
+
+@router.get("/shards", responses=gives(200, "All shards", {"items": [SHARD], "next": None}))
+@role("reader")
+async def list_shards(request: Request) -> Response:
+    """Every shard by name: its state, what it owns and how busy it is, and the moves of partitions away from it."""
+    s = service(request)
+    return page(request, s.read.shards(s.now))
+
+
+@router.get("/shards/{name}", responses=gives(200, "The shard", SHARD))
+@role("reader")
+async def get_shard(request: Request, name: str) -> Response:
+    """One shard."""
+    s = service(request)
+    return respond(request, s.read.shard(name, s.now))
+
+
+@router.put(
+    "/shards/{name}",
+    responses=gives(200, "Noted; its partitions move one after the other", {**SHARD, "state": "draining"}),
+    openapi_extra=takes(bodies.ShardState, {"state": "draining"}),
+)
+@role("admin")
+async def set_shard_state(request: Request, name: str) -> Response:
+    """`draining`: give all its partitions to the others while training goes on; `active`: keep what it has left.
+
+    409 `not_enough_memory` with `needed_bytes` and `free_bytes` when the others could not hold them.
+    """
+    b = await read(request, bodies.ShardState)
+    return await reply(request, lambda n: io.SetShardState(n, name, b.state))

@@ -1,0 +1,91 @@
+"""/shards: a shard is emptied while pushes go on, takes its part again, and is refused what cannot be."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.core.shard_io import AskWorker
+from paramserver.types import ModelKey
+from paramserver_shard.directory import Directory
+from paramserver_shard.membership import Membership, SchedulerLink
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """One scheduler and two shards."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
+
+
+def made(cluster: Nodes) -> str:
+    """A fresh model of four partitions, to which pushes are added."""
+    name = unique("m")
+    spec = {"name": name, "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
+    cluster.post("/models", spec, status=201)
+    return name
+
+
+def lines(cluster: Nodes) -> dict[str, Any]:
+    """The lines of GET /shards by name."""
+    return {s["name"]: s for s in cluster.get("/shards")["items"]}
+
+
+def test_a_shard_is_drained_and_taken_back(cluster: Nodes) -> None:
+    """Drained, it owns nothing and has lost nothing; active again, it gets its part back; pushes go on throughout."""
+    name = made(cluster)
+    pushes = 0
+
+    def push() -> None:
+        nonlocal pushes
+        body = {"model": name, "grads": {"w": [1.0] * 8}, "worker": "me", "epoch": 1, "seq": pushes}
+        assert cluster.post("/push", body, status=200)["duplicate"] is False
+        pushes += 1
+
+    assert {s["state"] for s in lines(cluster).values()} == {"active"}
+    for state, settled in (("draining", 0), ("active", 2)):
+        answer = cluster.call("PUT", "/shards/shard-1", {"state": state}, status=200)
+        assert (answer["name"], answer["state"]) == ("shard-1", state)
+
+        def moved(state: str = state, settled: int = settled) -> bool:
+            push()
+            line = lines(cluster)["shard-1"]
+            owned = [p["shard"] for p in cluster.get(f"/models/{name}")["partitions"]]
+            return line["state"] == state and not line["moves"] and owned.count("shard-1") == settled
+
+        eventually(moved, within_s=60.0, what=f"the moves of shard-1, {state}")
+    push()
+    assert cluster.post("/pull", {"model": name})["params"]["w"] == [float(pushes)] * 8
+
+
+def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
+    """A shard that is not there, a state that there is none of, an epoch that is over."""
+    assert cluster.call("PUT", "/shards/none", {"state": "draining"}, status=404)["code"] == "unknown_node"
+    assert cluster.get("/shards/none", status=404)["code"] == "unknown_node"
+    assert cluster.call("PUT", "/shards/shard-0", {"state": "resting"}, status=422)["code"] == "invalid_field"
+    assert cluster.post("/internal/shards/shard-0/drain", status=400)["code"] == "malformed"
+    assert cluster.post("/internal/shards/shard-0/drain?epoch=99", status=409)["code"] == "fenced"
+    assert lines(cluster)["shard-0"]["state"] == "active"
+
+
+@pytest.mark.asyncio
+async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
+    """A worker that a shard has not heard of yet is asked for by name: its epoch, its rank, and whether it lives."""
+    name = made(cluster)
+    worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "rank": 3}, status=201)["worker"]
+    link = SchedulerLink([cluster.url], NO_CREDENTIALS)
+    nothing: Any = None
+    shard = Membership("s", [], "", link, nothing, Directory("s"), nothing, nothing)
+    try:
+        known = await shard.ask_worker(AskWorker(1, ModelKey(name, 1), worker))
+        other = await shard.ask_worker(AskWorker(2, ModelKey(name, 1), f"{name}/w9"))
+    finally:
+        await link.aclose()
+
+    assert (known.request, known.epoch, known.rank, known.live, known.error) == (1, 1, 3, True, None)
+    assert (other.epoch, other.error) == (None, None)
