@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import httpx
 
+from paramserver.client.addresses import SCHEDULERS, named
 from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, from_document, problem
 
@@ -18,7 +19,8 @@ class SchedulerLink:
     """Requests to whichever scheduler answers."""
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
-        self._urls = [u.rstrip("/") for u in urls]
+        self._given = tuple(u.rstrip("/") for u in urls)
+        self._urls = list(self._given)
         self._client = httpx.AsyncClient(
             headers=credentials.headers,
             verify=credentials.context(),
@@ -53,6 +55,7 @@ class SchedulerLink:
                 reason = f"{self.url}: {e or type(e).__name__}"
                 self.turn()
                 continue
+            self._learn(response.headers.get(SCHEDULERS, ""))
             if response.is_success:
                 return response.json() if response.content else None
             error = _error(response)
@@ -61,6 +64,13 @@ class SchedulerLink:
             reason = f"{self.url}: {error.detail}"
             self.turn()
         raise problem("no_leader", f"no scheduler answers ({reason})")
+
+    def _learn(self, header: str) -> None:
+        """Take up the schedulers that an answer names, behind the one in use."""
+        found = named(self.url, header) if header else ()
+        if found:
+            known = [u for u in self._urls if u in self._given or u in found]
+            self._urls = list(dict.fromkeys([self.url, *known, *found]))
 
     async def feed(self, shard: str, epoch: int) -> AsyncIterator[dict[str, Any]]:
         """The documents of the feed, until the connection ends; raises PsError or httpx.HTTPError."""

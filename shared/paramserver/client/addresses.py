@@ -46,12 +46,17 @@ class Addresses:
         return False
 
     def _learn(self, url: str, header: str) -> None:
-        if not header:
-            return
-        named = tuple(u.strip().rstrip("/") for u in header.split(",")[:NAMED_MAX])
-        scheme = urlsplit(url).scheme
-        if _place(url) in map(_place, named):
-            self._named = tuple(u for u in named if u.startswith(f"{scheme}://"))
+        if header:
+            self._named = named(url, header) or self._named
+
+
+def named(url: str, header: str) -> tuple[str, ...]:
+    """The URLs that `url` named in its answer; none where it is not among them itself."""
+    found = tuple(u.strip().rstrip("/") for u in header.split(",")[:NAMED_MAX])
+    scheme = urlsplit(url).scheme
+    if _place(url) not in map(_place, found):
+        return ()
+    return tuple(u for u in found if u.startswith(f"{scheme}://"))
 
 
 def _knows_no_leader(response: Response) -> bool:
