@@ -226,6 +226,12 @@ class Partition:
         staged = sum(h.data.nbytes for parts in self.staged.values() for h in parts)
         return staged + sum(h.data.nbytes for h in self.buffered)
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether memory alone holds something that a snapshot would keep; sync at `applied` goes back to cuts."""
+        kept = bool(self.level) or self.spec.consistency.mode != "sync"
+        return self.state is not None and kept and self.lsn > self.mark.stored
+
     def capture(self, *, cut: bool = False) -> Capture:
         """The partition as it is now; a cut of a model at level `applied` leaves out what is staged, which a recovery
         to that cut discards."""

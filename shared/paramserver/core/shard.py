@@ -52,6 +52,7 @@ from paramserver.core.shard_io import (
     RequestGone,
     Resync,
     RosterChanged,
+    SaveAll,
     SetReceived,
     SnapshotFailed,
     SnapshotStored,
@@ -108,6 +109,7 @@ class ShardCore:
             JournalRefused: self._journal_refused,
             JournalLost: self._journal_lost,
             StorageChanged: self._storage_changed,
+            SaveAll: self._save_all,
             Tick: lambda event, now: None,
         }
 
@@ -153,6 +155,16 @@ class ShardCore:
     def waiting(self) -> int:
         """Requests without an outcome yet."""
         return len(self._requests.open)
+
+    @property
+    def owned(self) -> int:
+        """Partitions of this shard, loaded or not."""
+        return sum(len(m.partitions) for m in self.models.values())
+
+    @property
+    def unsaved(self) -> int:
+        """Partitions of which memory alone holds something that a snapshot would keep."""
+        return sum(p.unsaved for m in self.models.values() for p in m.partitions.values())
 
     # --- the scheduler's word
 
@@ -450,6 +462,10 @@ class ShardCore:
 
     def _storage_changed(self, event: StorageChanged, now: float) -> None:
         self.durability.storage, self.durability.fsync_refused = event.reason, event.fsync_refused
+
+    def _save_all(self, event: SaveAll, now: float) -> None:
+        for p in [p for m in self.models.values() for p in m.partitions.values() if p.unsaved]:
+            self.plan.urgent(p)
 
     # --- what operations do (see `operation.Shard`)
 

@@ -349,6 +349,11 @@ class StorageChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveAll:
+    """The process is about to end: store all that `ShardCore.unsaved` counts, outside the budget; may be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: sent at `ShardCore.deadline(now)`, or earlier without harm."""
 
@@ -374,5 +379,6 @@ Event: TypeAlias = (
     | JournalRefused
     | JournalLost
     | StorageChanged
+    | SaveAll
     | Tick
 )

@@ -48,6 +48,7 @@ from paramserver.core.shard_events import PushReceived as PushReceived
 from paramserver.core.shard_events import Request as Request
 from paramserver.core.shard_events import RequestGone as RequestGone
 from paramserver.core.shard_events import RosterChanged as RosterChanged
+from paramserver.core.shard_events import SaveAll as SaveAll
 from paramserver.core.shard_events import SetReceived as SetReceived
 from paramserver.core.shard_events import SnapshotFailed as SnapshotFailed
 from paramserver.core.shard_events import SnapshotStored as SnapshotStored
