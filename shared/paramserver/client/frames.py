@@ -85,7 +85,7 @@ class Outgoing:
 
         The first call must cover the whole gradient.  With `pull` they are pushpulls, without their sinks yet.
         """
-        scan = Scan()
+        scan = Scan(exact=held.spec.optimizer.clip_norm is not None)
         drafts: list[tuple[str | None, PushFrame, AnyArray, int]] = []
         for to, parts in groups:
             slot = slots.get(to)

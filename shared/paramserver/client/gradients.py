@@ -1,7 +1,7 @@
 """Gradients on their way out: checked against the model, and written into frame bodies in one pass.
 
-The pass converts each piece to the dtype it travels in, tests it for NaN and infinity and adds up its squares in
-float64, block by block while the block is in the cache.
+The pass converts each piece to the dtype it travels in, tests it for NaN and infinity and adds up its squares, block by
+block while the block is in the cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,8 @@ Grads: TypeAlias = Mapping[str, Any] | Any
 
 _BLOCK: Final = 1 << 13
 """Elements converted and measured at a time: they stay in the cache, and BLAS does not start threads for so few."""
+_BLOCK_F32: Final = 1 << 15
+"""The same where nothing is converted: fewer, larger steps."""
 _EXPONENT: Final = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 """The bits that are all set in infinities and NaNs of the dtypes of two bytes."""
 _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
@@ -138,8 +140,10 @@ def _made(selection: Selection, arrays: Sequence[tuple[AnyArray, bool]], dtype: 
 class Scan:
     """What the pass over a gradient has found so far."""
 
+    exact: bool = True
+    """Whether squares are added up in float64 throughout, as clipping wants it; else in float32 within a block."""
     squares: float = 0.0
-    """Sum of the squares of the elements, in float64, before they are narrowed to two bytes."""
+    """Sum of the squares of the elements, before they are narrowed to two bytes."""
     bad: list[str] = field(default_factory=list)
     """Parameters with NaN or infinity."""
 
@@ -162,7 +166,11 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
     for part in parts:
         for piece in part.pieces:
             source = gradient.sources[piece.param][piece.source : piece.source + piece.length]
-            squares = _copy(source, gradient.bf16[piece.param], out[at : at + piece.length], gradient.dtype)
+            target = out[at : at + piece.length]
+            plain = not scan.exact and source.dtype == target.dtype == np.float32
+            squares = _copy_f32(source, target) if plain else inf
+            if not isfinite(squares):  # or the elements are so large that float32 cannot hold their squares
+                squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
             scan.squares += squares
             if not isfinite(squares) and not _finite(out[at : at + piece.length], gradient.dtype):
                 name = gradient.selection.params[piece.param].name
@@ -170,6 +178,17 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
                     scan.bad.append(name)
             at += piece.length
     assert at == out.size
+
+
+def _copy_f32(source: AnyArray, out: AnyArray) -> float:
+    """Copy float32; the sum of its squares, which is not finite where an element is not, or is very large."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, out.size, _BLOCK_F32):
+            block = out[start : start + _BLOCK_F32]
+            block[...] = source[start : start + _BLOCK_F32]
+            total += float(block.dot(block))
+    return total
 
 
 def _copy(source: AnyArray, source_bf16: bool, out: AnyArray, dtype: str) -> float:
