@@ -230,7 +230,7 @@ class Partition:
     def unsaved(self) -> bool:
         """Whether memory alone holds something that a snapshot would keep; sync at `applied` goes back to cuts."""
         kept = bool(self.level) or self.spec.consistency.mode != "sync"
-        return self.state is not None and kept and self.lsn > self.mark.stored
+        return self.state is not None and kept and (self.lsn > self.mark.stored or self.mark.rebase is not None)
 
     def capture(self, *, cut: bool = False) -> Capture:
         """The partition as it is now; a cut of a model at level `applied` leaves out what is staged, which a recovery

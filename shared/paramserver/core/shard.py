@@ -156,16 +156,6 @@ class ShardCore:
         """Requests without an outcome yet."""
         return len(self._requests.open)
 
-    @property
-    def owned(self) -> int:
-        """Partitions of this shard, loaded or not."""
-        return sum(len(m.partitions) for m in self.models.values())
-
-    @property
-    def unsaved(self) -> int:
-        """Partitions of which memory alone holds something that a snapshot would keep."""
-        return sum(p.unsaved for m in self.models.values() for p in m.partitions.values())
-
     # --- the scheduler's word
 
     def _map(self, event: MapChanged, now: float) -> None:

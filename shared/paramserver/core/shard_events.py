@@ -350,7 +350,7 @@ class StorageChanged:
 
 @dataclass(frozen=True, slots=True)
 class SaveAll:
-    """The process is about to end: store all that `ShardCore.unsaved` counts, outside the budget; may be repeated."""
+    """The process is about to end: store each `Partition.unsaved`, outside the budget; may be repeated."""
 
 
 @dataclass(frozen=True, slots=True)
