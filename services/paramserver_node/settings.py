@@ -131,6 +131,8 @@ class ShardSettings(NodeSettings):
     """URLs under which workers and shards reach it, separated by commas; default as for a scheduler."""
     snapshot_mib_per_s: float = 64.0
     """Budget of snapshot writes."""
+    memory_limit: str = ""
+    """What the process may take, as 8GiB or in bytes; default: what its container or else the machine has."""
     shared_memory: str = "/dev/shm"
     """Folder in memory through which clients on this machine push and pull without a copy; empty: none."""
 

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 import uvloop
@@ -33,16 +33,21 @@ from paramserver_shard.journal import Journal
 from paramserver_shard.lending import Lending
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.membership import Membership
+from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
 from paramserver_shard.peers import PeerClient
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.shared_folder import SOCKET, SharedFolder
+from paramserver_shard.stopping import Stopping
 from paramserver_shard.store import SnapshotStore
 from paramserver_shard.telemetry import Telemetry
 
 log = logging.getLogger("paramserver.shard")
+
+GRACE_S: Final = 3.0
+"""How long requests in flight have when everything is handed over or stored."""
 
 EPILOG = """Examples:
 
@@ -66,6 +71,9 @@ def shard(
     ] = None,
     snapshot_mib_per_s: Annotated[float | None, typer.Option(help="Budget of snapshot writes.")] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="What the process may take, as 8GiB; default: what its container or machine has.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Own partitions of models: serve pushes and pulls, and snapshot them to Redis.
@@ -126,7 +134,8 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     scripts = ScriptRunner(redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(), directory, pool, store, Journal(redis, scripts), group)
-    membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry)
+    memory = Memory(limit_of(settings.memory_limit))
+    membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory)
     runtime.peers = membership
     models = Models(directory, link)
     exchange = Exchange(directory, runtime, PeerClient(pool, shown))
@@ -141,21 +150,22 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
 async def serve(settings: ShardSettings) -> None:
     """Runs one shard until SIGTERM or SIGINT; raises OSError when the port is taken, PsError for unfit settings."""
     access, tls = Access.of(settings), Tls.of(settings)
-    stop = asyncio.Event()
-    stop_on_signals(stop)
+    asked, stop = asyncio.Event(), asyncio.Event()
+    stop_on_signals(asked)
     async with asyncio.TaskGroup() as group:
         shard = assemble(settings, group, access)
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
             app = make_app(shard.services)
-            serving = group.create_task(serve_granian(app, settings.host, settings.port, stop, tls=tls))
+            serving = group.create_task(serve_granian(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S))
+            ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))
                 lending = group.create_task(shard.lending.keep())
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
             joined = group.create_task(membership.run())
             await serving
-            await membership.leave()
+            ending.cancel()
             joined.cancel()
             if shard.lending is not None:
                 lending.cancel()

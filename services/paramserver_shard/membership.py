@@ -29,7 +29,7 @@ from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
-from paramserver_shard.memory import Memory, limit_of
+from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import DEGRADED, KEPT, LENT, PARTITIONS, Telemetry
 
@@ -54,7 +54,7 @@ class Membership:
         directory: Directory,
         runtime: Runtime,
         telemetry: Telemetry,
-        memory: Memory | None = None,
+        memory: Memory,
     ) -> None:
         self.name = name
         self.epoch = 0
@@ -64,6 +64,8 @@ class Membership:
         """Set once the feed has been read for the first time."""
         self.stopping = False
         """Whether this process is about to end: no longer ready, though it serves what it still owns."""
+        self.closed = False
+        """Whether it serves nothing any more."""
         self._addresses = list(addresses)
         self._version = version
         self.link = link
@@ -71,7 +73,7 @@ class Membership:
         self._directory = directory
         self._runtime = runtime
         self._telemetry = telemetry
-        self.memory = memory or Memory(limit_of(""))
+        self.memory = memory
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
         self._views: dict[str, ModelView] = {}
@@ -86,9 +88,11 @@ class Membership:
 
         To be asked when a request comes and again before its answer leaves: the process may have been stopped between.
         """
+        if self.closed or not self.epoch:
+            raise problem("unavailable", "this shard is stopping" if self.closed else "this shard has not joined yet")
         seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
         # The loop's own time stands still within a turn, and a process may be stopped in the middle of one.
-        if self.epoch == 0 or monotonic() - seen_at > SERVE_WITHOUT_CONTACT_S:
+        if monotonic() - seen_at > SERVE_WITHOUT_CONTACT_S:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
 
     def unready(self) -> str:
@@ -282,6 +286,11 @@ class Membership:
             self._views.pop(name, None)
             self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
+
+    async def drain(self) -> int:
+        """Asks for others to take what this shard owns; returns how many can take something.  Raises PsError."""
+        answer = await self.link.request("POST", f"/internal/shards/{self.name}/drain", params={"epoch": self.epoch})
+        return int(answer["targets"])
 
     async def leave(self) -> None:
         """Tells the scheduler that this shard goes; its partitions are placed elsewhere at once."""
