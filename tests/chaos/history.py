@@ -2,7 +2,8 @@
 
 Times are seconds of the monotonic clock, which all processes of one machine share.  A push is written when it begins
 and again when it ends, so one whose process was killed is there too, without an end.  Its result is `ok`, `fail` (sure
-to have done nothing) or `doubt` (no answer: done or not, now or later).
+to have done nothing), `doubt` (no answer: done or not, now or later), or `dropped`: the worker was told that its epoch
+or timeline is over, which some partition may have learnt after it had taken the push.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any, Literal
 RECORDS_MAX = 400_000
 """Records of one file; a run that makes more is too long to be judged by reading it back."""
 
-Result = Literal["ok", "fail", "doubt"]
+Result = Literal["ok", "fail", "doubt", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def _add(history: History, records: Iterable[dict[str, Any]], file: int) -> None
                 open_pushes[r["id"]] = Push(r["model"], r["by"], r["start"])
             case "push":
                 began = open_pushes.pop(r["id"])
-                end = r["end"] if r["result"] != "doubt" else inf
+                end = r["end"] if r["result"] in ("ok", "fail") else inf
                 history.pushes.append(Push(began.model, began.by, began.start, end, r["result"], r.get("error", "")))
             case "pull":
                 for index, version, incarnation, low, high, cells in r["parts"]:

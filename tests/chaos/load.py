@@ -148,10 +148,9 @@ class Load(threading.Thread):
         except PsError as e:
             self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result="doubt", error=e.code)
             return "doubt"
-        # A dropped push was refused by some partition; another may have had it before.
-        result = "doubt" if done.state == "dropped" else "ok"
+        result = "dropped" if done.state == "dropped" else "ok"
         self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result=result, error=done.state)
-        return "dropped" if done.state == "dropped" else "ok"
+        return result
 
     def deliver(self, target: Any) -> ps.Pushed:
         """Send the push; once more if it was sent already."""
