@@ -33,12 +33,12 @@ RETRY_S = 1.0
 app = typer.Typer(add_completion=False)
 
 
-def connect(url: str) -> ps.Client:
+def connect(settings: ClientSettings) -> ps.Client:
     """A client of the cluster, waiting for as long as it is not up yet."""
     told = False
     while True:
         try:
-            return ps.connect(url)
+            return ps.connect(settings.url, token=settings.token or None, ca=settings.ca or None)
         except Unavailable as e:
             if not told:
                 typer.echo(f"{e}; waiting for it", err=True)
@@ -90,11 +90,9 @@ def worker(
                 raise typer.BadParameter("is needed with an entry", param_hint="--model")
             module = entry.partition(":")[0]
             function = entries.load(entry, [*(allow or []), module])
-            entries.run(connect(settings.url), function, _parsed(arg or []), model=model, place={})
+            entries.run(connect(settings), function, _parsed(arg or []), model=model, place={})
             return
-        member = PoolMember(
-            connect(settings.url), name or f"{socket.gethostname()}-{os.getpid()}", allow or DEFAULT_ALLOW
-        )
+        member = PoolMember(connect(settings), name or f"{socket.gethostname()}-{os.getpid()}", allow or DEFAULT_ALLOW)
         try:
             member.work()
         finally:

@@ -1,4 +1,4 @@
-"""The script that makes the password of Redis, against files and against an HTTPS server that keeps one Secret."""
+"""The script that makes the secrets, against files and against an HTTPS server that keeps three Secrets."""
 
 import base64
 import importlib.util
@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import urllib.error
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,16 +18,17 @@ from typing import Any
 
 import pytest
 
+from paramserver_node import tokens
 from paramserver_node.settings import ShardSettings
 
-SCRIPT = Path(__file__).parents[2] / "deploy/redis_password.py"
-PATH = "/api/v1/namespaces/somewhere/secrets/redis"
+SCRIPT = Path(__file__).parents[2] / "deploy/make_secrets.py"
+PATH = "/api/v1/namespaces/somewhere/secrets/"
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> ModuleType:
     """The script as a module, with a service account of its own."""
-    spec = importlib.util.spec_from_file_location("redis_password", SCRIPT)
+    spec = importlib.util.spec_from_file_location("make_secrets", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -38,30 +40,34 @@ def script(tmp_path: Path) -> ModuleType:
 
 
 @pytest.fixture
-def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A Secret as `kubectl apply` leaves it, behind the two calls of the Kubernetes API that the script makes."""
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, Any]]]:
+    """Secrets as `kubectl apply` leaves them, behind the two calls of the Kubernetes API that the script makes."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate: apt install openssl")
     key, certificate = tmp_path / "key.pem", tmp_path / "ca.crt"
     request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=api"]
     request += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(request, check=True, capture_output=True, timeout=30)
-    kept: dict[str, Any] = {"metadata": {"name": "redis", "resourceVersion": "7"}}
+    kept: dict[str, dict[str, Any]] = {
+        name: {"metadata": {"name": name, "resourceVersion": "7"}} for name in ("redis", "cluster", "tokens")
+    }
 
     class Api(BaseHTTPRequestHandler):
         def answer(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-            asked = (self.path, self.headers["Authorization"], self.headers["Content-Type"])
-            given = body.get("metadata", {}).get("resourceVersion", kept["metadata"]["resourceVersion"])
-            if asked != (PATH, "Bearer the-token", "application/merge-patch+json"):
+            asked = (self.headers["Authorization"], self.headers["Content-Type"])
+            secret = kept.get(self.path.removeprefix(PATH), {"metadata": {}})
+            version = secret["metadata"].get("resourceVersion")
+            given = body.get("metadata", {}).get("resourceVersion", version)
+            if version is None or asked != ("Bearer the-token", "application/merge-patch+json"):
                 self.send_response(403)
-            elif given != kept["metadata"]["resourceVersion"]:
+            elif given != version:
                 self.send_response(409)
             else:
-                kept.update({k: v for k, v in body.items() if k != "metadata"})
+                secret.update({k: v for k, v in body.items() if k != "metadata"})
                 self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps(kept).encode())
+            self.wfile.write(json.dumps(secret).encode())
 
         do_GET = do_PATCH = answer  # the names are the base class's
 
@@ -81,31 +87,78 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         thread.join()
 
 
-def test_a_password_is_made_once(tmp_path: Path) -> None:
-    """The first call writes the file of the server and the URL of its clients, the next leaves them; none is alike."""
+def test_secrets_are_made_once(tmp_path: Path) -> None:
+    """The first call writes every file, the next leaves them; what clients and nodes read fits together."""
 
-    def make(folder: Path) -> dict[str, str]:
-        folder.mkdir(exist_ok=True)
-        command = [sys.executable, str(SCRIPT), "--folder", str(folder), "--host", "redis"]
+    def make(place: Path) -> dict[str, str]:
+        command = [sys.executable, str(SCRIPT), "folders", "--host", "redis"]
+        for kind in ("redis", "cluster", "tokens"):
+            (place / kind).mkdir(parents=True, exist_ok=True)
+            command += [f"--{kind}", str(place / kind)]
         subprocess.run(command, check=True, capture_output=True, timeout=30)
-        return {p.name: p.read_text() for p in folder.iterdir()}
+        return {str(p.relative_to(place)): p.read_text() for p in place.rglob("*") if p.is_file()}
 
     first, again, other = make(tmp_path / "a"), make(tmp_path / "a"), make(tmp_path / "b")
-    found = ShardSettings.sources({}, {"PARAMSERVER_REDIS_FILE": str(tmp_path / "a/redis-url")}, tmp_path / "none")
+    env = {"PARAMSERVER_REDIS_FILE": str(tmp_path / "a/redis/redis-url")}
+    env["PARAMSERVER_SECRET_FILE"] = str(tmp_path / "a/cluster/secret")
+    found = ShardSettings.sources({}, env, tmp_path / "none")
 
-    match = re.fullmatch(r"requirepass ([\w-]{43})\n", first["redis.conf"])
+    assert set(first) == {"redis/redis.conf", "redis/redis-url", "cluster/secret", "tokens/worker", "tokens/reader"}
+    match = re.fullmatch(r"requirepass ([\w-]{43})\n", first["redis/redis.conf"])
     assert match is not None
     assert found["redis"][0] == f"redis://:{match[1]}@redis:6379/0"
+    keys = tokens.keys_of(found["secret"][0])
+    for role in ("worker", "reader"):
+        assert tokens.read(first[f"tokens/{role}"].strip(), keys, 0.0) == tokens.Holder(role, role, 0)
     assert again == first
-    assert other["redis.conf"] != first["redis.conf"]
+    assert not set(other.values()) & set(first.values())
+    modes = {name: (tmp_path / "a" / name).stat().st_mode & 0o777 for name in first}
+    assert {n for n, mode in modes.items() if mode == 0o400} == {"cluster/secret", "tokens/worker"}
 
 
-def test_a_secret_is_filled_once(script: ModuleType, secret: dict[str, Any]) -> None:
-    """An empty Secret gets both keys; a filled one keeps them."""
-    assert script.fill_secret("redis", "redis") is True
-    filled = dict(secret["data"])
-    assert script.fill_secret("redis", "redis") is False
+def test_tokens_follow_a_secret_that_was_changed(script: ModuleType, tmp_path: Path) -> None:
+    """With a new key in front the next start makes the tokens anew; a password of Redis that is there stays."""
+    kinds = ("redis", "cluster", "tokens")
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+    (tmp_path / "redis/redis-url").write_text("redis://:old@redis:6379/0\n")
+    place = script.Folders(*(tmp_path / kind for kind in kinds))
 
-    assert secret["data"] == filled
-    password = base64.b64decode(filled["redis.conf"]).decode().split()[1]
-    assert base64.b64decode(filled["redis-url"]).decode() == f"redis://:{password}@redis:6379/0\n"
+    assert script.fill(place, "redis") == ["cluster", "tokens"]
+    before = (tmp_path / "tokens/worker").read_text()
+    old, new = (tmp_path / "cluster/secret").read_text(), tokens.new_key()
+    (tmp_path / "cluster/secret").unlink()
+    (tmp_path / "cluster/secret").write_text(f"{new}\n{old}")
+    assert script.fill(place, "redis") == ["tokens"]
+    assert script.fill(place, "redis") == []
+
+    after = (tmp_path / "tokens/worker").read_text()
+    assert tokens.read(after.strip(), [new.encode()], 0.0) is not None
+    assert tokens.read(before.strip(), tokens.keys_of(f"{new}\n{old}"), 0.0) is not None
+
+
+def test_kubernetes_secrets_are_filled_once(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:
+    """Empty Secrets get their keys, filled ones keep them, and one that only lost its tokens gets those that fit."""
+    assert script.fill(script.Secrets(), "redis") == ["redis", "cluster", "tokens"]
+    filled = json.dumps(kept)
+    assert script.fill(script.Secrets(), "redis") == []
+    assert json.dumps(kept) == filled
+    del kept["tokens"]["data"]
+    assert script.fill(script.Secrets(), "redis") == ["tokens"]
+    assert json.dumps(kept["cluster"]) in filled
+
+    held = {(kind, k): base64.b64decode(v).decode() for kind, s in kept.items() for k, v in s["data"].items()}
+    password = held["redis", "redis.conf"].split()[1]
+    assert held["redis", "redis-url"] == f"redis://:{password}@redis:6379/0\n"
+    keys = tokens.keys_of(held["cluster", "secret"])
+    assert tokens.read(held["tokens", "worker"].strip(), keys, 0.0) == tokens.Holder("worker", "worker", 0)
+
+
+def test_of_two_jobs_at_once_one_gives_way(script: ModuleType, kept: dict[str, dict[str, Any]]) -> None:
+    """A Secret that another has filled since it was read is not filled again."""
+    place = script.Secrets()
+    place.read("redis")
+    kept["redis"]["metadata"]["resourceVersion"] = "8"
+
+    with pytest.raises(urllib.error.HTTPError, match="409"):
+        place.write("redis", {"redis-url": "x"})

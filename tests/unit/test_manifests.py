@@ -16,7 +16,7 @@ from paramserver_node.settings import PREFIX, SERVICES
 
 ROOT = Path(__file__).parents[2]
 PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
-ONE_SHOTS = {"redis-password", "first-run"}
+ONE_SHOTS = {"secrets", "first-run"}
 GRAFANA = ROOT / "deploy" / "grafana"
 
 
@@ -98,7 +98,7 @@ def test_commands_are_those_that_the_package_installs(compose: dict[str, Any], o
     started = [s["command"] for s in compose["services"].values() if own_images(iter([s.get("image", "")]))]
     started += [c.get("args") or c["command"] for pod in pods(objects).values() for c in pod["spec"]["containers"]]
 
-    started = [re.findall(r"exec (\S+)", c[2]) if c[0] == "sh" else c for c in started]
+    started = [c[2].rpartition("exec ")[2].split() if c[0] == "sh" else c for c in started]
     ours = {command[0] for command in started} - {"python", "redis-server"}
 
     assert {"paramserver-scheduler", "paramserver-shard", "paramserver-worker"} == ours <= set(scripts)
@@ -111,7 +111,7 @@ def test_commands_are_those_that_the_package_installs(compose: dict[str, Any], o
 
 
 def test_compose_publishes_on_this_machine_only(compose: dict[str, Any]) -> None:
-    """Without tokens a port must not be reachable from elsewhere: each is bound to 127.0.0.1, Redis has none."""
+    """What is published has no TLS: each port is bound to 127.0.0.1, Redis has none."""
     ports = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
 
     assert ports == {"scheduler": ["127.0.0.1:${PUBLISHED_PORT:-8700}:8700"], "grafana": ["127.0.0.1:3000:3000"]}
@@ -204,20 +204,21 @@ def test_there_is_one_scheduler_and_never_two_at_once(objects: list[dict[str, An
 
 
 def test_nothing_outside_the_cluster_reaches_a_service(objects: list[dict[str, Any]]) -> None:
-    """Without tokens there is no load balancer, no node port, no ingress and no host network."""
+    """What is served has no TLS: there is no load balancer, no node port, no ingress and no host network."""
     assert {d["spec"].get("type", "ClusterIP") for d in objects if d["kind"] == "Service"} == {"ClusterIP"}
     assert "Ingress" not in {d["kind"] for d in objects}
     assert not any(pod["spec"].get("hostNetwork") for pod in pods(objects).values())
 
 
 def test_no_file_holds_a_password(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-    """The Secret is empty as applied and Redis reads its password from a file."""
-    secret = named(objects, "Secret", "redis")
+    """The Secrets are empty as applied and Redis reads its password from a file."""
+    secrets = [d for d in objects if d["kind"] == "Secret"]
 
-    assert not {"data", "stringData"} & set(secret)
+    assert {s["metadata"]["name"] for s in secrets} == {"redis", "cluster", "tokens"}
+    assert not any({"data", "stringData"} & set(s) for s in secrets)
     assert "--include" in compose["services"]["redis"]["command"]
     for path in [*(ROOT / "k8s").iterdir(), ROOT / "docker-compose.yml"]:
-        assert re.search(r"redis://[^ ]*:[^ ]*@|requirepass", path.read_text(encoding="utf-8")) is None, path.name
+        assert re.search(r"redis://[^ ]*:[^ ]*@|requirepass|ps1\.", path.read_text(encoding="utf-8")) is None, path.name
 
 
 def test_the_dashboard_and_the_rules_are_where_they_are_looked_for(compose: dict[str, Any]) -> None:
@@ -234,3 +235,62 @@ def test_the_dashboard_and_the_rules_are_where_they_are_looked_for(compose: dict
     assert {f"/etc/prometheus/{name}" for name in ("prometheus.yml", *config["rule_files"])} <= mounted
     names = [n for j in config["scrape_configs"] for c in j["dns_sd_configs"] for n in c["names"]]
     assert {"scheduler", "shard"} == set(names) <= set(compose["services"])
+
+
+def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:
+    """Which of these files named by PARAMSERVER_..._FILE variables lie in a folder that is mounted."""
+    return {path for name, path in names.items() if name.endswith("_FILE") and path.rpartition("/")[0] in mounts}
+
+
+def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """Who makes tokens, and nobody else, mounts the secret; a worker mounts its token; every file named is mounted."""
+    of_nodes = {"scheduler", "shard", "first-run"}
+    secret, token, redis = "/run/cluster/secret", "/run/tokens/worker", "/run/paramserver/redis-url"
+    for name, s in compose["services"].items():
+        mounts = {v.split(":")[1]: v.split(":")[0] for v in s.get("volumes", [])}
+        named_files = {k: v for k, v in s.get("environment", {}).items() if k.endswith("_FILE")}
+        assert files_of(named_files, mounts) == set(named_files.values()), name
+        assert (secret in named_files.values()) == (name in of_nodes), name
+        assert (mounts.get("/run/cluster") == "secret") == (name in of_nodes | {"secrets"}), name
+        assert (mounts.get("/run/tokens") == "tokens") == (name in {"secrets", "worker", "prometheus"}), name
+        assert (token in named_files.values()) == (name == "worker"), name
+    config = named(objects, "ConfigMap", "paramserver")["data"]
+    for name, pod in pods(objects).items():
+        (container,) = pod["spec"]["containers"]
+        component = name.partition("/")[2]
+        env = {e["name"]: e.get("value", "") for e in container.get("env", [])}
+        files = {v for k, v in env.items() if k.endswith("_FILE")}
+        if component in ("scheduler", "shard"):
+            files.add(config["PARAMSERVER_REDIS_FILE"])
+        volumes = {v["name"]: v.get("secret") for v in pod["spec"].get("volumes", [])}
+        mounted = {
+            f"{m['mountPath']}/{item['path']}"
+            for m in container.get("volumeMounts", [])
+            if (held := volumes.get(m["name"])) is not None
+            for item in held["items"]
+        }
+        wanted = {"worker": {token}, "first-run": {secret}, "scheduler": {secret, redis}, "shard": {secret, redis}}
+        assert files == wanted.get(component, set()), name
+        assert files <= mounted, name
+
+
+def test_one_job_fills_every_secret(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """Only it may speak to the API, about exactly the Secrets there are; Prometheus reads a file that it writes."""
+    (rule,) = named(objects, "Role", "make-secrets")["rules"]
+    (job,) = [p for n, p in pods(objects).items() if n == "Job/make-secrets"]
+    accounts = {n: p["spec"].get("serviceAccountName") for n, p in pods(objects).items()}
+
+    assert set(rule["resourceNames"]) == {d["metadata"]["name"] for d in objects if d["kind"] == "Secret"}
+    assert rule["verbs"] == ["get", "patch"]
+    assert {n for n, a in accounts.items() if a == "make-secrets"} == {"Job/make-secrets"}
+    assert job["spec"]["automountServiceAccountToken"] is True
+    jobs = read(ROOT / "deploy/prometheus.yml")["scrape_configs"]
+    assert {j["authorization"]["credentials_file"] for j in jobs} == {"/run/tokens/reader"}
+    command = compose["services"]["secrets"]["command"]
+    folders = dict(zip(command[3::2], command[4::2], strict=True))
+    assert folders == {
+        "--redis": "/run/paramserver",
+        "--cluster": "/run/cluster",
+        "--tokens": "/run/tokens",
+        "--host": "redis",
+    }
