@@ -131,6 +131,8 @@ class ShardSettings(NodeSettings):
     """URLs under which workers and shards reach it, separated by commas; default as for a scheduler."""
     snapshot_mib_per_s: float = 64.0
     """Budget of snapshot writes."""
+    expect_state: bool = False
+    """Refuse to start on an empty Redis: it must be the wrong one, or have lost its data."""
     memory_limit: str = ""
     """What the process may take, as 8GiB or in bytes; default: what its container or else the machine has."""
     shared_memory: str = "/dev/shm"

@@ -11,10 +11,11 @@ from typing import Annotated, Final
 import typer
 import uvloop
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from paramserver import __version__, kernels
 from paramserver.core.shard import ShardCore
-from paramserver.errors import PsError
+from paramserver.errors import PsError, problem
 from paramserver.limits import MIB, SHARED_BYTES_MAX
 from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
@@ -32,7 +33,7 @@ from paramserver_shard.frames import FrameService
 from paramserver_shard.journal import Journal
 from paramserver_shard.lending import Lending
 from paramserver_shard.link import SchedulerLink
-from paramserver_shard.membership import Membership
+from paramserver_shard.membership import RETRY_S, TERM_KEY, Membership
 from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
@@ -73,6 +74,9 @@ def shard(
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
     memory_limit: Annotated[
         str | None, typer.Option(help="What the process may take, as 8GiB; default: what its container or machine has.")
+    ] = None,
+    expect_state: Annotated[
+        bool | None, typer.Option("--expect-state", help="Refuse to start on an empty Redis.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
@@ -147,6 +151,24 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     return Shard(services, redis, folder, lending)
 
 
+async def expect_state(redis: Redis) -> None:
+    """Waits for Redis to answer; raises CorruptState when it holds nothing."""
+    while True:
+        try:
+            found = await redis.exists(TERM_KEY)
+        except (RedisError, OSError) as error:
+            log.warning("Redis does not answer: %s", error)
+            await asyncio.sleep(RETRY_S)
+            continue
+        if not found:
+            raise problem(
+                "corrupt_state",
+                "Redis holds no state, and --expect-state says that there must be one",
+                hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
+            )
+        return
+
+
 async def serve(settings: ShardSettings) -> None:
     """Runs one shard until SIGTERM or SIGINT; raises OSError when the port is taken, PsError for unfit settings."""
     access, tls = Access.of(settings), Tls.of(settings)
@@ -157,11 +179,15 @@ async def serve(settings: ShardSettings) -> None:
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
             app = make_app(shard.services)
-            serving = group.create_task(serve_granian(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S))
+            serving = group.create_task(
+                serve_granian(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S)
+            )
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))
                 lending = group.create_task(shard.lending.keep())
+            if settings.expect_state:
+                await expect_state(shard.redis)
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
             joined = group.create_task(membership.run())
             await serving
