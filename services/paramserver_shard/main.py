@@ -151,27 +151,33 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     return Shard(services, redis, folder, lending)
 
 
-async def expect_state(redis: Redis) -> None:
-    """Waits for Redis to answer; raises CorruptState when it holds nothing."""
-    while True:
-        try:
-            found = await redis.exists(TERM_KEY)
-        except (RedisError, OSError) as error:
-            log.warning("Redis does not answer: %s", error)
-            await asyncio.sleep(RETRY_S)
-            continue
-        if not found:
-            raise problem(
-                "corrupt_state",
-                "Redis holds no state, and --expect-state says that there must be one",
-                hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
-            )
-        return
+async def expect_state(url: str) -> None:
+    """Waits for the Redis at `url` to answer; raises CorruptState when it holds nothing."""
+    redis = node_redis.connect(url)
+    try:
+        while True:
+            try:
+                found = await redis.exists(TERM_KEY)
+                break
+            except (RedisError, OSError) as error:
+                log.warning("Redis does not answer: %s", error)
+                await asyncio.sleep(RETRY_S)
+    finally:
+        await redis.aclose()
+    if not found:
+        raise problem(
+            "corrupt_state",
+            "Redis holds no state, and --expect-state says that there must be one",
+            hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
+        )
 
 
 async def serve(settings: ShardSettings) -> None:
     """Runs one shard until SIGTERM or SIGINT; raises OSError when the port is taken, PsError for unfit settings."""
     access, tls = Access.of(settings), Tls.of(settings)
+    limit_of(settings.memory_limit)  # raises where it is no size
+    if settings.expect_state:
+        await expect_state(settings.redis)
     asked, stop = asyncio.Event(), asyncio.Event()
     stop_on_signals(asked)
     async with asyncio.TaskGroup() as group:
@@ -186,8 +192,6 @@ async def serve(settings: ShardSettings) -> None:
             if shard.folder is not None and shard.lending is not None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))
                 lending = group.create_task(shard.lending.keep())
-            if settings.expect_state:
-                await expect_state(shard.redis)
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
             joined = group.create_task(membership.run())
             await serving
