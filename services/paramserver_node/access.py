@@ -4,6 +4,7 @@ The mark of a route (`@role`) says who may use it; a path without a mark takes a
 forgot to classify is never open.
 """
 
+import ipaddress
 import logging
 import time
 from collections.abc import Iterable
@@ -39,8 +40,8 @@ class Access:
         """Whether the node speaks TLS, so that its cookies go nowhere else."""
 
     @classmethod
-    def of(cls, settings: NodeSettings) -> "Access | None":
-        """Who may use a node; None for one that lets everyone in, because nobody else can reach it.
+    def of(cls, settings: NodeSettings) -> "Access | Neighbours | None":
+        """Who may use a node: bearers of tokens, anyone on its machine, or everyone (None), because it was said so.
 
         Raises RequestError (`invalid_field`) with the lines that help, where others can reach it and it has no secret.
         """
@@ -49,7 +50,7 @@ class Access:
             revoked = [name.strip() for name in settings.revoked.split(",") if name.strip()]
             return cls(keys, revoked, secure=bool(settings.tls_certificate))
         if is_loopback(settings.host):
-            return None
+            return Neighbours()
         if settings.insecure:
             log.warning("access.open host=%s: whoever reaches this node may read, change and delete", settings.host)
             return None
@@ -105,6 +106,30 @@ class Access:
         return f"{COOKIE}={token}; Max-Age={lifetime_s}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
 
+class Neighbours:
+    """Lets in whoever is on this machine, but not the web pages of elsewhere that a browser here shows.
+
+    Such a page can send requests to 127.0.0.1, and reads the answers too if its own name comes to mean 127.0.0.1 (DNS
+    rebinding).  A browser says where a request comes from and by which name: a name with a dot is somebody else's.
+    """
+
+    def check(self, scope: Scope) -> Role:
+        """`admin`, for everyone may do everything here; raises AuthError (`forbidden`) for such a page."""
+        host = origin = b""
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
+        if (not host or host in _LOCAL or _is_local(host)) and (not origin or origin.partition(b"://")[2] == host):
+            return "admin"
+        raise problem(
+            "forbidden",
+            "this node lets in what runs on its machine, and no web page of elsewhere",
+            hint="a node that is to be reached under another name takes a secret: psctl secret",
+        )
+
+
 class Guard:
     """Lets requests into an app, or not, by the marks of its routes."""
 
@@ -141,10 +166,32 @@ def _refusal(have: Role, need: Role) -> PsError:
     return problem("forbidden", f"this needs a token of the role '{need}'; yours is '{have}'", role=need)
 
 
+def guard(app: FastAPI, access: Access | Neighbours | None) -> Guard | Neighbours | None:
+    """What asks the callers of an app, if anything does."""
+    return Guard(app, access) if isinstance(access, Access) else access
+
+
 def credentials(settings: NodeSettings) -> Credentials:
     """What a node shows to the others."""
     keys = tokens.keys_of(settings.secret)
     return Credentials.of(tokens.make(keys[0], "node") if keys else None, settings.ca)
+
+
+_LOCAL: Final = frozenset({b"127.0.0.1:8700", b"localhost:8700"})
+"""Hosts that need no second look."""
+
+
+def _is_local(host: bytes) -> bool:
+    """Whether an authority names an address, or a name that nobody can register: one word, or `localhost`."""
+    name = host.decode("latin-1").lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
+    if "." not in name.rstrip(".") or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _cookie(header: str) -> str:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 from paramserver_node import problems
-from paramserver_node.access import Guard
+from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 
 log = logging.getLogger("paramserver.node")
@@ -34,7 +34,7 @@ class NodeMiddleware:
     left is read (and dropped) before the response begins.
     """
 
-    def __init__(self, app: ASGIApp, guard: Guard | None = None) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard | Neighbours | None = None) -> None:
         self.app = app
         self._guard = guard
         """None: everyone may do everything."""

@@ -5,7 +5,7 @@ from starlette.types import ASGIApp
 
 import paramserver
 from paramserver_node import health, problems
-from paramserver_node.access import Access, Guard
+from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_scheduler import login, page
@@ -57,12 +57,12 @@ def make_app() -> FastAPI:
     return app
 
 
-def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | None = None) -> ASGIApp:
+def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | Neighbours | None = None) -> ASGIApp:
     """The app as the server gets it: request ids, drained bodies and counts around it, and the way to the leader.
 
     Args:
         access: who may do what; None: everyone everything.
     """
     app.state.lease = lease
-    app.state.login = None if access is None else login.Login(access)
-    return NodeMiddleware(Door(app, lease, forwarder), None if access is None else Guard(app, access))
+    app.state.login = login.Login(access) if isinstance(access, Access) else None
+    return NodeMiddleware(Door(app, lease, forwarder), guard(app, access))

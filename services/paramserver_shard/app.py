@@ -11,7 +11,7 @@ from paramserver import __version__
 from paramserver.errors import problem
 from paramserver.limits import JSON_BODY_BYTES_MAX
 from paramserver_node import health, negotiate, problems
-from paramserver_node.access import Access, Guard
+from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.roles import role
@@ -43,7 +43,7 @@ class Services:
     reader: FrameReader
     forwarder: Forwarder
     telemetry: Telemetry
-    access: Access | None = None
+    access: Access | Neighbours | None = None
     """None: everyone may do everything."""
 
 
@@ -55,7 +55,7 @@ def make_app(services: Services) -> FastAPI:
     )
     problems.install(app)
     app.add_middleware(InFlightMiddleware, in_flight=InFlight(s.membership.memory.limit_bytes))
-    app.add_middleware(NodeMiddleware, guard=None if s.access is None else Guard(app, s.access))
+    app.add_middleware(NodeMiddleware, guard=guard(app, s.access))
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
         asgi = endpoint(s.membership, s.reader, s.frames, s.names, s.telemetry)
         app.router.routes.append(Route(path, asgi, methods=["POST"], include_in_schema=False))

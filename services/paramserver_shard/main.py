@@ -19,7 +19,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import MIB, SHARED_BYTES_MAX
 from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
-from paramserver_node.access import Access, credentials
+from paramserver_node.access import Access, Neighbours, credentials
 from paramserver_node.forward import Forwarder
 from paramserver_node.server import Tls, serve_granian, serve_unix, stop_on_signals
 from paramserver_node.settings import ShardSettings, url_of
@@ -27,7 +27,6 @@ from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
-from paramserver_shard.endpoints import FrameReader
 from paramserver_shard.exchange import Exchange
 from paramserver_shard.frames import FrameService
 from paramserver_shard.journal import Journal
@@ -38,6 +37,7 @@ from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
 from paramserver_shard.peers import PeerClient
+from paramserver_shard.receiving import FrameReader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.shared_folder import SOCKET, SharedFolder
@@ -121,7 +121,7 @@ class Shard:
         await self.redis.aclose()
 
 
-def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | None = None) -> Shard:
+def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | Neighbours | None = None) -> Shard:
     """A shard of these settings, whose tasks `group` owns; nothing is connected yet."""
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time

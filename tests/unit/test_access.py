@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from paramserver.client.credentials import Credentials
 from paramserver.errors import RequestError
 from paramserver_node import problems, roles, tokens
-from paramserver_node.access import COOKIE, Access, Guard, credentials
+from paramserver_node.access import COOKIE, Access, Neighbours, credentials, guard
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.roles import ROLES
 from paramserver_node.server import Tls
@@ -24,7 +24,7 @@ KEY = b"k" * 43
 SECRET = KEY.decode()
 
 
-def served() -> NodeMiddleware:
+def served(access: Access | Neighbours) -> NodeMiddleware:
     app = FastAPI(redirect_slashes=False)
     problems.install(app)
     for name in ROLES:
@@ -39,13 +39,13 @@ def served() -> NodeMiddleware:
     async def forgotten() -> None:
         """Nobody gave it a role."""
 
-    return NodeMiddleware(app, Guard(app, Access([KEY], ["lost"])))
+    return NodeMiddleware(app, guard(app, access))
 
 
 async def ask(path: str, token: str = "", method: str = "GET", **headers: str) -> httpx.Response:
     if token:
         headers["authorization"] = f"Bearer {token}"
-    transport = httpx.ASGITransport(served())
+    transport = httpx.ASGITransport(served(Access([KEY], ["lost"])))
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
         return await client.request(method, path, headers=headers)
 
@@ -133,23 +133,56 @@ async def test_only_a_node_speaks_for_others() -> None:
 def test_only_loopback_is_open(caplog: pytest.LogCaptureFixture) -> None:
     """Any other address takes a secret or an explicit word, and says which lines help."""
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
-        assert Access.of(ShardSettings(host=host)) is None
+        assert isinstance(Access.of(ShardSettings(host=host)), Neighbours)
     for host in ("0.0.0.0", "::", "10.0.0.1", "fd00::5", "ps.example.org", ""):
         with pytest.raises(RequestError) as refused:
             Access.of(ShardSettings(host=host))
         for line in ("psctl secret", "PARAMSERVER_SECRET_FILE", "--host 127.0.0.1", "--insecure"):
             assert line in str(refused.value)
-        assert Access.of(ShardSettings(host=host, secret=SECRET)) is not None
+        assert isinstance(Access.of(ShardSettings(host=host, secret=SECRET)), Access)
     assert "whoever reaches" not in caplog.text
     assert Access.of(ShardSettings(host="0.0.0.0", insecure=True)) is None
     assert "whoever reaches this node may read, change and delete" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:8700", None, 200),
+        ("LOCALHOST:9", None, 200),
+        ("localhost", "http://localhost", 200),
+        ("[::1]:8700", "http://[::1]:8700", 200),
+        ("[::ffff:127.0.0.1]", None, 200),
+        ("scheduler:8700", None, 200),
+        ("ps.localhost:8700", None, 200),
+        ("10.0.0.7:8700", None, 200),
+        ("evil.example:8700", None, 403),
+        ("127.0.0.1.evil.example", None, 403),
+        ("evil.example.", None, 403),
+        ("127.0.0.1:8700", "http://evil.example", 403),
+        ("127.0.0.1:8700", "http://127.0.0.1:3000", 403),
+        ("127.0.0.1:8700", "null", 403),
+    ],
+)
+async def test_a_node_for_its_machine_is_closed_to_web_pages_of_elsewhere(
+    host: str, origin: str | None, status: int
+) -> None:
+    """A page's name for this machine, or where it comes from, gives it away; programs here may do everything."""
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    transport = httpx.ASGITransport(served(Neighbours()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        answer = await client.post("/admin", headers=headers)
+
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["code"] == "forbidden"
 
 
 def test_a_secret_closes_loopback_too() -> None:
     """Where a secret is set it is used, wherever the node listens; names that are revoked come as one text."""
     access = Access.of(ShardSettings(secret=SECRET, insecure=True, revoked="ci, laptop,"))
 
-    assert access is not None
+    assert isinstance(access, Access)
     assert access.revoked == {"ci", "laptop"}
     assert credentials(ShardSettings(secret=SECRET)).headers == {"authorization": f"Bearer {tokens.make(KEY, 'node')}"}
     assert credentials(ShardSettings()) == Credentials()
