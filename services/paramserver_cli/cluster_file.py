@@ -2,7 +2,7 @@
 
 cluster.json      the object that `psctl up --json` prints, with the process ids of now
 supervisor.json   who looks after it, how far it is, its workers
-plan.json         what it was asked to run
+plan.json         what it was asked to run; SIGUSR1 tells the supervisor that it was changed
 logs/NAME.log     what each process printed
 secret            what tokens are made with, where other machines can reach the cluster
 redis/            the Redis server's own files
@@ -43,13 +43,14 @@ class Plan:
     port: int | None = None
     """First port of the block; None: the default block if it is free, else another."""
     scheduler: str | None = None
-    """URL of a cluster that runs already: then only workers are started, for it."""
+    """URL of a cluster that runs already (several separated by commas): then only workers are started, for it."""
     allow: list[str] = field(default_factory=lambda: ["paramserver.examples"])
     """Prefixes of the entry points that the workers may run."""
     paths: list[str] = field(default_factory=list)
     """Folders from which the workers may import."""
     insecure: bool = False
     """Whether other machines are let in without tokens."""
+    schedulers: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,16 @@ class Cluster:
     """The object that `psctl up --json` prints; the field names are a promise to scripts."""
 
     scheduler: str
+    """The first one's URL; any of them answers for all."""
     shards: list[str]
     redis: str
     token: str | None
     """An admin's, where tokens are needed; made when it is printed, so that no file holds it."""
     pids: dict[str, list[int | None]]
-    """Serving processes of `scheduler`, `shards` and `redis`, in the order of `shards`; null while one is restarted."""
+    """Serving processes of `scheduler`, `shards` and `redis`, in the order of the URLs; null while one is restarted."""
     state_dir: str
+    schedulers: list[str]
+    """The URLs of all schedulers, `scheduler` first."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class SupervisorState:
     workers: dict[str, int | None] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     error: str = ""
-    """Why the phase is `failed`."""
+    """Why the phase is `failed`, or why the plan was not followed."""
 
 
 class StateDir:

@@ -35,7 +35,7 @@ def client_settings(flags: dict[str, Any]) -> dict[str, tuple[Any, str]]:
         state = StateDir(Path(found["state_dir"][0]))
         cluster = state.cluster() if state.is_running() else None
         if cluster is not None:
-            found["url"] = (cluster.scheduler, str(state.path / "cluster.json"))
+            found["url"] = (",".join(cluster.schedulers), str(state.path / "cluster.json"))
     return found
 
 
@@ -62,7 +62,7 @@ def _secret_of(url: str, folder: Path) -> str:
     """The secret of the cluster of a state directory, if that is the one at `url`."""
     state = StateDir(folder)
     cluster = state.cluster()
-    return state.secret() if cluster is not None and url == cluster.scheduler else ""
+    return state.secret() if cluster is not None and url in (cluster.scheduler, ",".join(cluster.schedulers)) else ""
 
 
 def _own_token(secret: str) -> str | None:

@@ -15,7 +15,8 @@ from paramserver.errors import problem
 from paramserver_cli.cluster_file import MODULE, Plan, StateDir
 
 READY_TIMEOUT_S = 200.0
-STOP_TIMEOUT_S = 25.0
+STOP_TIMEOUT_S = 75.0
+"""A supervisor that is not gone by then is killed; each kind of process has its own grace (see `supervisor`)."""
 POLL_S = 0.05
 
 

@@ -1,8 +1,8 @@
 """Which ports a cluster on this machine gets: the default ones if they are free, else another block of them.
 
-A block is chosen as a whole (scheduler at its base, shards from base + 1, Redis at its end) and stays locked by a file
-for as long as the cluster lives, so that two clusters started at the same moment never take the same one, nor takes
-one a port of the other whose process is just being restarted.
+A block is chosen as a whole (the first scheduler at its base, shards from base + 1, Redis at its end and further
+schedulers before it) and stays locked by a file for as long as the cluster lives, so that two clusters started at the
+same moment never take the same one, nor takes one a port of the other whose process is just being restarted.
 """
 
 import fcntl
@@ -25,10 +25,15 @@ LAST_BASE = 32_000  # above lie the ports that the system gives to outgoing conn
 class PortBlock:
     """Ports of one cluster; they are ours until `lock` is closed."""
 
-    scheduler: int
-    shards: Sequence[int]
+    schedulers: Sequence[int]
     redis: int
+    room: int
+    """How many shards find a port in it."""
     lock: IO[str]
+
+    def shard(self, index: int) -> int:
+        """The port of a shard."""
+        return self.schedulers[0] + 1 + index
 
 
 def is_free(host: str, port: int) -> bool:
@@ -54,18 +59,21 @@ def _try_lock(base: int) -> IO[str] | None:
     return lock
 
 
-def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None) -> PortBlock:
-    """A free block for one scheduler, `shards` shards and a Redis server; exactly at `base` if one is given.
+def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, schedulers: int = 1) -> PortBlock:
+    """A free block for schedulers, shards (and more of them later) and a Redis server; exactly at `base` if given.
 
     Raises ConflictError when `base` is not free, or no block is.
     """
-    stride = STRIDE * -(-(shards + 2) // STRIDE)
+    stride = STRIDE * -(-(shards + schedulers + 1) // STRIDE)
     for at in range(BASE, LAST_BASE, stride) if base is None else [base]:
         lock = _try_lock(at)
         if lock is None:
             continue
-        block = PortBlock(at, range(at + 1, at + 1 + shards), at + stride - 1, lock)
-        if all(is_free(host, p) for p in (block.scheduler, *block.shards)) and is_free("127.0.0.1", block.redis):
+        last = at + stride - 1
+        others = [last - i for i in range(1, schedulers)]
+        block = PortBlock([at, *others], last, stride - 1 - schedulers, lock)
+        nodes = [*block.schedulers, *(block.shard(i) for i in range(shards))]
+        if all(is_free(host, p) for p in nodes) and is_free("127.0.0.1", block.redis):
             return block
         lock.close()
     where = "no block of ports is free" if base is None else f"a port from {base} on is in use"

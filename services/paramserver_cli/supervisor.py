@@ -9,22 +9,22 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paramserver.errors import PsError
-from paramserver_cli import keys, ports
+from paramserver_cli import ports
 from paramserver_cli.children import ChildSpec, Guard, signal_group, start
 from paramserver_cli.cluster_file import Cluster, Phase, Plan, StateDir, SupervisorState
+from paramserver_cli.processes import Processes
 from paramserver_node import redis_server
-from paramserver_node.settings import SchedulerSettings
 
 log = logging.getLogger("paramserver.supervisor")
 
@@ -36,8 +36,10 @@ STEADY_S = 10.0
 """A child that lived so long is restarted at once; below, the pause doubles."""
 START_ATTEMPTS_MAX = 3
 """Deaths of one child before the cluster was ever ready: then the start has failed."""
-GRACE_S = 5.0
+GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
+SHARD_GRACE_S = 30.0
+"""The same for a shard, which first gives away or stores what it owns (25 s at most)."""
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
 
@@ -71,70 +73,22 @@ def _unchecked() -> ssl.SSLContext:
 class Supervisor:
     """One cluster's processes."""
 
-    def __init__(self, state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guard) -> None:
-        self.state, self.plan, self.block, self.guard = state, plan, block, guard
+    def __init__(self, processes: Processes, guard: Guard) -> None:
+        self.state, self.processes, self.guard = processes.state, processes, guard
         self.alive: dict[str, subprocess.Popen[bytes]] = {}
         self.restarts: dict[str, int] = {}
         self.phase: Phase = "starting"
         self.error = ""
         self.stop = asyncio.Event()
-        self.local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(plan.host, plan.host)
-        host = f"[{self.local_host}]" if ":" in self.local_host else self.local_host
-        settings = SchedulerSettings.load({"host": plan.host})
-        self.scheme = "https" if settings.tls_certificate else "http"
-        self.node_env = keys.node_environment(state, plan) if plan.scheduler is None else {}
-        self.scheduler_url = plan.scheduler or f"{self.scheme}://{host}:{block.scheduler}"
-        self.shard_urls = [f"{self.scheme}://{host}:{p}" for p in block.shards]
-        self.redis_url = plan.redis or redis_server.url(block.redis)
-
-    def redis_specs(self) -> list[ChildSpec]:
-        """The Redis server, unless somebody else runs one."""
-        if self.plan.redis is not None or self.plan.scheduler is not None:
-            return []
-        folder = self.state.path / "redis"
-        folder.mkdir(exist_ok=True)
-        argv = redis_server.command(redis_server.find_binary(), self.block.redis, folder)
-        return [ChildSpec("redis", "redis", argv)]
-
-    def server_specs(self) -> list[ChildSpec]:
-        """The scheduler and the shards."""
-        if self.plan.scheduler is not None:
-            return []
-        host, redis = ["--host", self.plan.host], ["--redis", self.redis_url]
-        ports = ["--port", str(self.block.scheduler), *self._advertise(self.block.scheduler)]
-        argv = [*_python("scheduler"), *host, *redis, *ports, "--state-dir", str(self.state.path)]
-        specs = [ChildSpec("scheduler", "scheduler", argv, self.node_env)]
-        for i, port in enumerate(self.block.shards):
-            own = ["--name", f"shard-{i}", "--port", str(port), "--scheduler", self.scheduler_url]
-            own += self._advertise(port)
-            specs.append(ChildSpec(f"shard-{i}", "shard", [*_python("shard"), *host, *redis, *own], self.node_env))
-        return specs
-
-    def _advertise(self, port: int) -> list[str]:
-        # Bound to every address, a node would name one that nobody can reach; clients try those named here in turn.
-        if self.plan.host not in ("0.0.0.0", "::"):
-            return []
-        return ["--advertise", f"{self.scheme}://{socket.gethostname()}:{port}"]
-
-    def worker_specs(self) -> list[ChildSpec]:
-        """The pool workers."""
-        env = {"PARAMSERVER_URL": self.scheduler_url, **keys.worker_environment(self.state)}
-        # Several workers share the machine: one thread each, or the BLAS pools fight over the cores.
-        for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            env[name] = os.environ.get(name, "1")
-        if self.plan.paths:
-            env["PYTHONPATH"] = os.pathsep.join([*self.plan.paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-        allow = [word for prefix in self.plan.allow for word in ("--allow", prefix)]
-        tag = "" if self.plan.scheduler is None else f"-{os.getpid()}"
-        return [
-            ChildSpec(f"worker-{i}", "worker", [*_python("worker"), "--name", f"worker{tag}-{i}", *allow], env)
-            for i in range(self.plan.workers)
-        ]
+        self.changed = asyncio.Event()
+        """Whether the plan may be another one by now."""
+        self._kept: set[str] = set()
+        """Shards that are to run."""
 
     async def keep(self, spec: ChildSpec) -> None:
         """Run one child, again and again, until the cluster stops."""
         backoff_s = BACKOFF_FIRST_S
-        while not self.stop.is_set():
+        while self._wanted(spec):
             born = time.monotonic()
             child = start(spec, self.state.log(spec.name), self.guard)
             self.alive[spec.name] = child
@@ -144,7 +98,7 @@ class Supervisor:
             signal_group(child.pid, signal.SIGKILL)  # what it may have started itself
             self.guard.remove(child.pid)
             del self.alive[spec.name]
-            if self.stop.is_set() or (spec.kind == "worker" and code == 0):
+            if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
                 break
             log.warning("%s (process %d) ended with %d", spec.name, child.pid, code)
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
@@ -156,6 +110,10 @@ class Supervisor:
                 await asyncio.wait_for(self.stop.wait(), backoff_s)
         self.publish()
 
+    def _wanted(self, spec: ChildSpec) -> bool:
+        """Whether that child is to be started (again)."""
+        return not self.stop.is_set() and (spec.kind != "shard" or spec.name in self._kept)
+
     async def _ended(self, child: subprocess.Popen[bytes]) -> int:
         # Polling needs no thread and no watcher of the loop's, and is the same on every system and Python.
         while (code := child.poll()) is None:
@@ -164,31 +122,33 @@ class Supervisor:
 
     def publish(self) -> None:
         """Write down what is true now; `cluster.json` only once the cluster was ready."""
+        p, plan = self.processes, self.processes.plan
         pid = {name: child.pid for name, child in self.alive.items()}
-        workers = {f"worker-{i}": pid.get(f"worker-{i}") for i in range(self.plan.workers)}
-        if self.plan.scheduler is None and self.phase == "ready":
+        workers = {f"worker-{i}": pid.get(f"worker-{i}") for i in range(plan.workers)}
+        if plan.scheduler is None and self.phase == "ready":
             pids = {
-                "scheduler": [pid.get("scheduler")],
-                "shards": [pid.get(f"shard-{i}") for i in range(self.plan.shards)],
-                "redis": [] if self.plan.redis else [pid.get("redis")],
+                "scheduler": [pid.get(name) for name in p.scheduler_names],
+                "shards": [pid.get(name) for name in p.shard_names],
+                "redis": [] if plan.redis else [pid.get("redis")],
             }
-            cluster = Cluster(self.scheduler_url, self.shard_urls, self.redis_url, None, pids, str(self.state.path))
-            self.state.write(cluster)
+            urls = p.scheduler_urls
+            self.state.write(Cluster(urls[0], p.shard_urls, p.redis_url, None, pids, str(self.state.path), urls))
         # Last: whoever reads the phase `ready` finds the cluster described.
         self.state.write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
 
     async def _until_redis_serves(self) -> None:
         while True:
             child = self.alive.get("redis")
-            if child is not None and child.pid == redis_server.serving_pid(self.block.redis):
+            if child is not None and child.pid == redis_server.serving_pid(self.processes.block.redis):
                 return
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _until_servers_are_ready(self) -> None:
-        tls = _unchecked() if self.scheme == "https" else None
-        waiting = [self.block.scheduler, *self.block.shards]
+        p = self.processes
+        tls = _unchecked() if p.scheme == "https" else None
+        waiting = [*p.block.schedulers, *(p.block.shard(i) for i in range(p.plan.shards))]
         while waiting:
-            waiting = [port for port in waiting if not await _is_ready(self.local_host, port, tls)]
+            waiting = [port for port in waiting if not await _is_ready(p.local_host, port, tls)]
             await asyncio.sleep(PROBE_INTERVAL_S if waiting else 0)
 
     async def run(self) -> None:
@@ -196,18 +156,20 @@ class Supervisor:
 
         Raises StartFailed when it does not come up.
         """
-        redis, servers, workers = self.redis_specs(), self.server_specs(), self.worker_specs()
+        p = self.processes
+        redis, schedulers, shards, workers = p.redis_specs(), p.scheduler_specs(), p.shard_specs(), p.worker_specs()
+        self._kept = set(p.shard_names)
         try:
             async with asyncio.TaskGroup() as children:
-                stopper = children.create_task(self._stop_children(workers, servers, redis))
+                stopper = children.create_task(self._stop_children())
                 try:
                     async with asyncio.timeout(START_TIMEOUT_S):
                         for spec in redis:
                             children.create_task(self.keep(spec))
                             await self._unless_stopped(self._until_redis_serves())
-                        for spec in servers:
+                        for spec in (*schedulers, *shards):
                             children.create_task(self.keep(spec))
-                        if servers:
+                        if schedulers:
                             await self._unless_stopped(self._until_servers_are_ready())
                 except TimeoutError:
                     raise StartFailed(f"the cluster was not ready after {START_TIMEOUT_S:g} s") from None
@@ -216,6 +178,9 @@ class Supervisor:
                         children.create_task(self.keep(spec))
                     self.phase = "ready"
                     self.publish()
+                    follower = children.create_task(self._follow_plan(children))
+                    await self.stop.wait()
+                    follower.cancel()
                 await stopper
         finally:
             for child in self.alive.values():
@@ -230,30 +195,60 @@ class Supervisor:
             work.cancel()
             stop.cancel()
 
-    async def _stop_children(self, *stages: list[ChildSpec]) -> None:
-        """Once told to stop: workers, then servers, then Redis, so that each can still say goodbye to the next."""
+    async def _follow_plan(self, children: asyncio.TaskGroup) -> None:
+        """Start and stop shards as the plan in the state directory says, whenever it was changed."""
+        while True:
+            await self.changed.wait()
+            self.changed.clear()
+            plan, p = self.state.plan(), self.processes
+            if plan is None or p.plan.scheduler is not None or plan.shards == p.plan.shards:
+                continue
+            self.error = ""
+            if not 0 < plan.shards <= p.block.room:
+                self.error = f"the ports of this cluster have room for 1 to {p.block.room} shards, not {plan.shards}"
+                self.state.write(p.plan)
+                self.publish()
+                continue
+            log.info("%d shards instead of %d", plan.shards, p.plan.shards)
+            p.plan = replace(p.plan, shards=plan.shards)
+            before, self._kept = self._kept, set(p.shard_names)
+            for spec in p.shard_specs():
+                if spec.name not in before and spec.name not in self.alive:
+                    children.create_task(self.keep(spec))
+            self.publish()
+            await self._end(sorted(before - self._kept), SHARD_GRACE_S)
+
+    async def _stop_children(self) -> None:
+        """Once told to stop: workers, shards, schedulers, Redis, so that each can still say goodbye to the next."""
         await self.stop.wait()
         self.phase = "stopping"
         self.publish()
-        for specs in stages:
-            children = [self.alive[s.name] for s in specs if s.name in self.alive]
-            for child in children:
-                signal_group(child.pid, signal.SIGTERM)
-            deadline = time.monotonic() + GRACE_S
-            while any(c.poll() is None for c in children) and time.monotonic() < deadline:
-                await asyncio.sleep(PROBE_INTERVAL_S)
-            for child in children:
-                signal_group(child.pid, signal.SIGKILL)
+        names = sorted(self.alive)
+        kinds = {name: name.partition("-")[0] for name in names}
+        for kind, grace_s in (
+            ("worker", GRACE_S),
+            ("shard", SHARD_GRACE_S),
+            ("scheduler", GRACE_S),
+            ("redis", GRACE_S),
+        ):
+            await self._end([n for n in names if kinds[n] == kind], grace_s)
 
-
-def _python(service: str) -> list[str]:
-    # -P: the folder it is started from is not a place to import from (it may hold a `services` or a `redis.py`).
-    return [sys.executable, "-P", "-m", f"paramserver_{service}"]
+    async def _end(self, names: Sequence[str], grace_s: float) -> None:
+        """Stop these children; SIGKILL for those that are not gone after the grace."""
+        children = [self.alive[n] for n in names if n in self.alive]
+        for child in children:
+            signal_group(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while any(c.poll() is None for c in children) and time.monotonic() < deadline:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        for child in children:
+            signal_group(child.pid, signal.SIGKILL)
 
 
 async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guard, lifeline: int | None) -> int:
-    supervisor = Supervisor(state, plan, block, guard)
+    supervisor = Supervisor(Processes(state, plan, block), guard)
     loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.changed.set)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop.set)
     if lifeline is not None:
@@ -286,7 +281,7 @@ def main(argv: list[str]) -> int:
     state.forget()
     state.write(SupervisorState(os.getpid(), "starting"))
     try:
-        block = ports.reserve(0 if plan.scheduler else plan.shards, plan.host, plan.port)
+        block = ports.reserve(0 if plan.scheduler else plan.shards, plan.host, plan.port, plan.schedulers)
     except (PsError, OSError) as e:
         state.write(SupervisorState(os.getpid(), "failed", error=str(e)))
         return 1

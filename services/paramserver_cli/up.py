@@ -22,6 +22,7 @@ WATCH_S = 0.5
 def up(
     shards: Annotated[int, typer.Option(min=1, max=1024, help="Shard processes.")] = 2,
     workers: Annotated[int, typer.Option(min=0, max=1024, help="Pool workers, which wait for runs.")] = 0,
+    schedulers: Annotated[int, typer.Option(min=1, max=9, help="Schedulers: one leads, the others stand by.")] = 1,
     redis: Annotated[str | None, typer.Option(help="URL of a Redis that runs already; else one is started.")] = None,
     state: StateDirOption = None,
     detach: Annotated[
@@ -37,7 +38,7 @@ def up(
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="With --host: let others in without tokens.")] = False,
 ) -> None:
-    """Start a cluster: Redis, one scheduler, shards and workers, restarted when they die.
+    """Start a cluster: Redis, schedulers, shards and workers, restarted when they die.
 
     Without --detach it runs until Ctrl-C. Examples:
 
@@ -45,12 +46,23 @@ def up(
 
         psctl up --detach --shards 4 --workers 2      in the background
 
+        psctl up --schedulers 2                       another scheduler takes over when the first one dies
+
         psctl up --redis redis://10.0.0.3:6379/0      on a Redis of your own
 
         psctl up --host 0.0.0.0                       for other machines too, who need a token: psctl token
     """
     folder = state_dir(state)
-    plan = Plan(shards, workers, redis, host, port, allow=allow or ["paramserver.examples"], insecure=insecure)
+    plan = Plan(
+        shards,
+        workers,
+        redis,
+        host,
+        port,
+        allow=allow or ["paramserver.examples"],
+        insecure=insecure,
+        schedulers=schedulers,
+    )
     launched = launch.launch(folder, plan, detach=detach)
     try:
         _wait(launched)
@@ -79,11 +91,11 @@ def _wait(launched: launch.Launched) -> None:
 
 def _introduce(cluster: Cluster, detach: bool) -> None:
     typer.echo(f"the cluster is up; its files are in {cluster.state_dir}")
-    typer.echo(f"  scheduler and status page  {cluster.scheduler}")
+    typer.echo(f"  scheduler and status page  {', '.join(cluster.schedulers)}")
     typer.echo(f"  shards                     {', '.join(cluster.shards)}")
     typer.echo(f"  redis                      {cluster.redis}")
-    if cluster.scheduler != DEFAULT_URL:
-        typer.echo(f"  for clients                export PARAMSERVER_URL={cluster.scheduler}")
+    if cluster.schedulers != [DEFAULT_URL]:
+        typer.echo(f"  for clients                export PARAMSERVER_URL={','.join(cluster.schedulers)}")
     if keys.described(cluster)["token"] is not None:
         typer.echo(
             f"                             export PARAMSERVER_TOKEN=$(psctl token --state-dir {cluster.state_dir})"
@@ -134,5 +146,5 @@ def list_clusters(as_json: Json = False) -> None:
         return
     table = Table("scheduler", "shards", "redis", "state directory", box=None)
     for c in clusters:
-        table.add_row(c.scheduler, str(len(c.shards)), c.redis, c.state_dir)
+        table.add_row(", ".join(c.schedulers), str(len(c.shards)), c.redis, c.state_dir)
     console().print(table)

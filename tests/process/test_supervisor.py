@@ -58,7 +58,8 @@ def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
     """`up --detach --json` ends with exactly the promised object, and its pids are the serving processes in order."""
     info = own_cluster.info
 
-    assert list(info) == ["scheduler", "shards", "redis", "token", "pids", "state_dir"]
+    assert list(info) == ["scheduler", "shards", "redis", "token", "pids", "state_dir", "schedulers"]
+    assert info["schedulers"] == [info["scheduler"]]
     assert info["token"] is None
     assert list(info["pids"]) == ["scheduler", "shards", "redis"]
     assert info["pids"]["scheduler"] == [listener(port_of(info["scheduler"]))]

@@ -1,0 +1,107 @@
+"""Which processes a plan means: their command lines, ports and addresses."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from paramserver_cli import keys
+from paramserver_cli.children import ChildSpec
+from paramserver_cli.cluster_file import Plan, StateDir
+from paramserver_cli.ports import PortBlock
+from paramserver_node import redis_server
+from paramserver_node.settings import SchedulerSettings
+
+EVERY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class Processes:
+    """The processes of one cluster on this machine; `plan` may be replaced by one with more or fewer shards."""
+
+    def __init__(self, state: StateDir, plan: Plan, block: PortBlock) -> None:
+        self.state, self.plan, self.block = state, plan, block
+        self.local_host = EVERY_ADDRESS.get(plan.host, plan.host)
+        self._host = f"[{self.local_host}]" if ":" in self.local_host else self.local_host
+        self.scheme = "https" if SchedulerSettings.load({"host": plan.host}).tls_certificate else "http"
+        self._node_env = keys.node_environment(state, plan) if plan.scheduler is None else {}
+        self.redis_url = plan.redis or redis_server.url(block.redis)
+
+    @property
+    def scheduler_names(self) -> Sequence[str]:
+        """What the schedulers and their logs are called."""
+        if self.plan.scheduler is not None:
+            return ()
+        return [f"scheduler-{i}" if i else "scheduler" for i in range(self.plan.schedulers)]
+
+    @property
+    def shard_names(self) -> Sequence[str]:
+        """What the shards and their logs are called."""
+        return [] if self.plan.scheduler is not None else [f"shard-{i}" for i in range(self.plan.shards)]
+
+    @property
+    def scheduler_urls(self) -> list[str]:
+        """Of every scheduler; those of the cluster that runs already, where only workers are wanted."""
+        if self.plan.scheduler is not None:
+            return self.plan.scheduler.split(",")
+        return [self._url(p) for p in self.block.schedulers[: self.plan.schedulers]]
+
+    @property
+    def shard_urls(self) -> list[str]:
+        """Of every shard."""
+        return [self._url(self.block.shard(i)) for i in range(len(self.shard_names))]
+
+    def redis_specs(self) -> list[ChildSpec]:
+        """The Redis server, unless somebody else runs one."""
+        if self.plan.redis is not None or self.plan.scheduler is not None:
+            return []
+        folder = self.state.path / "redis"
+        folder.mkdir(exist_ok=True)
+        argv = redis_server.command(redis_server.find_binary(), self.block.redis, folder)
+        return [ChildSpec("redis", "redis", argv)]
+
+    def scheduler_specs(self) -> list[ChildSpec]:
+        """The schedulers, which share the state directory."""
+        return [
+            self._node(name, "scheduler", port, "--state-dir", str(self.state.path))
+            for name, port in zip(self.scheduler_names, self.block.schedulers, strict=False)
+        ]
+
+    def shard_specs(self) -> list[ChildSpec]:
+        """The shards."""
+        schedulers = ",".join(self.scheduler_urls)
+        return [
+            self._node(name, "shard", self.block.shard(i), "--scheduler", schedulers)
+            for i, name in enumerate(self.shard_names)
+        ]
+
+    def worker_specs(self) -> list[ChildSpec]:
+        """The pool workers."""
+        env = {"PARAMSERVER_URL": ",".join(self.scheduler_urls), **keys.worker_environment(self.state)}
+        # Several workers share the machine: one thread each, or the BLAS pools fight over the cores.
+        for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            env[name] = os.environ.get(name, "1")
+        if self.plan.paths:
+            env["PYTHONPATH"] = os.pathsep.join([*self.plan.paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+        allow = [word for prefix in self.plan.allow for word in ("--allow", prefix)]
+        tag = "" if self.plan.scheduler is None else f"-{os.getpid()}"
+        return [
+            ChildSpec(f"worker-{i}", "worker", [*_python("worker"), "--name", f"worker{tag}-{i}", *allow], env)
+            for i in range(self.plan.workers)
+        ]
+
+    def _node(self, name: str, kind: str, port: int, *own: str) -> ChildSpec:
+        words = ["--name", name, "--host", self.plan.host, "--port", str(port), "--redis", self.redis_url, *own]
+        # Bound to every address, a node would name one that nobody can reach; clients try those named here in turn.
+        if self.plan.host in EVERY_ADDRESS:
+            words += ["--advertise", f"{self.scheme}://{socket.gethostname()}:{port}"]
+        argv = [*_python(kind), *words]
+        return ChildSpec(name, "shard" if kind == "shard" else "scheduler", argv, self._node_env)
+
+    def _url(self, port: int) -> str:
+        return f"{self.scheme}://{self._host}:{port}"
+
+
+def _python(service: str) -> list[str]:
+    # -P: the folder it is started from is not a place to import from (it may hold a `services` or a `redis.py`).
+    return [sys.executable, "-P", "-m", f"paramserver_{service}"]
