@@ -4,9 +4,8 @@ A body is read to its end before anything is answered, and one that breaks off, 
 says, is refused without a trace.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import msgpack
 from starlette.requests import Request
@@ -15,100 +14,26 @@ from starlette.types import Message, Receive, Scope, Send
 
 from paramserver import kernels
 from paramserver.core.shard_io import PushDone
-from paramserver.errors import PsError, problem
+from paramserver.errors import problem
 from paramserver.limits import (
-    BODY_BYTES_MAX,
     CHUNK_BYTES,
     JSON_BODY_BYTES_MAX,
     JSON_ELEMENTS_MAX,
-    RECEIVE_S,
 )
-from paramserver.types import AnyArray
 from paramserver.wire.frame import (
     MEDIA_TYPE,
-    PREFIX_BYTES,
     PullFrame,
     PushFrame,
-    decode_prefix,
     encode_header,
-    header_end,
 )
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
-from paramserver_shard.buffers import BufferPool
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import Account, account
 from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
+from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
-
-T = TypeVar("T")
-Sized = Callable[[dict[str, Any]], Awaitable[tuple[T, int]]]
-
-
-class FrameReader:
-    """Reads framed bodies into pooled memory."""
-
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
-
-    async def read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, AnyArray]:
-        """What `sized` makes of the header, and the body, of exactly the length that `sized` says.
-
-        Raises RequestError for a body that breaks off or has another length, Unavailable when `account` has no room.
-        """
-        ended = False
-
-        async def tracked() -> Message:
-            nonlocal ended
-            message = await receive()
-            ended = not message.get("more_body", False)
-            return message
-
-        try:
-            async with asyncio.timeout(RECEIVE_S):
-                try:
-                    return await self._read(tracked, sized, account)
-                except PsError:
-                    # The answer would be lost if it came before the end of a body, however big.
-                    while not ended:
-                        await tracked()
-                    raise
-        except TimeoutError:
-            raise problem("malformed", f"the body did not arrive within {RECEIVE_S:g} s") from None
-
-    async def _read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, AnyArray]:
-        data, more = await _next(receive)
-        while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
-            chunk, more = await _next(receive)
-            data += chunk
-        header, offset = decode_prefix(data)
-        frame, size = await sized(header)
-        if size > BODY_BYTES_MAX:
-            raise problem("too_large", f"the body has {size} bytes; at most {BODY_BYTES_MAX} are taken")
-        account.grow(size)
-        body = self._pool.take_bytes(size)
-        view = body.data
-        chunk, at = data[offset:], 0
-        while True:
-            end = at + len(chunk)
-            if end > size:
-                raise problem("malformed", f"the body is longer than the {size} bytes that its header announces")
-            view[at:end] = chunk
-            at = end
-            if not more:
-                break
-            chunk, more = await _next(receive)
-        if at != size:
-            raise problem("malformed", f"the body has {at} bytes, its header announces {size}")
-        return frame, body
-
-
-async def _next(receive: Receive) -> tuple[bytes, bool]:
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise problem("malformed", "the body was cut off")
-    return message.get("body", b""), bool(message.get("more_body", False))
 
 
 class _Endpoint:
@@ -174,9 +99,9 @@ class Push(_Endpoint):
     """POST /push"""
 
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
-        (known, frame), body = await self._reader.read(receive, self._frames.sized_push, opened)
-        done = await self._frames.push(known, frame, body)
-        self._pushed_frame(done, frame, self._frames.gradient_bytes(known, frame), began_s)
+        arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
+        done = await self._frames.push(arriving)
+        self._pushed_frame(done, arriving.frame, arriving.size, began_s)
         await _send(send, 200 if done.state == "applied" else 202, encode_header(push_reply(done).to_header()))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -206,11 +131,11 @@ class PushPull(_Endpoint):
     """POST /pushpull"""
 
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
-        (known, frame), body = await self._reader.read(receive, self._frames.sized_push, opened)
-        done, answer = await self._frames.pushpull(known, frame, body)
-        self._pushed_frame(done, frame, self._frames.gradient_bytes(known, frame), began_s)
+        arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
+        done, answer = await self._frames.pushpull(arriving)
+        self._pushed_frame(done, arriving.frame, arriving.size, began_s)
         await _send_body(send, 200, answer)
-        self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
+        self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request))
@@ -219,8 +144,8 @@ class PushPull(_Endpoint):
         return pull_response(request, pulled, dtype, done)
 
 
-async def _sized_pull(header: dict[str, Any]) -> tuple[PullFrame, int]:
-    return PullFrame.from_header(header), 0
+async def _sized_pull(header: dict[str, Any]) -> tuple[PullFrame, Body]:
+    return PullFrame.from_header(header), Body(())
 
 
 async def _send(send: Send, status: int, body: bytes) -> None:

@@ -1,36 +1,28 @@
 """The binary way of `/push`, `/pull` and `/pushpull`: what the SDK sends straight to the owner of each partition.
 
-A body is streamed into one pooled buffer at its final place, so each byte is copied once; gradients are views of that
-buffer.  Values go out in chunks of at most 1 MiB, straight from the immutable version, so a pull never blocks a push.
+Values go out in chunks of at most 1 MiB, straight from the immutable version, so a pull never blocks a push.
 A client on this machine names a slot of shared memory in place of a body, and takes a lease in place of values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, cast
+from typing import Any
 
-from paramserver import kernels
-from paramserver.codecs import Codec, check_content, check_whole
-from paramserver.codecs.stage import packed_bytes_max, unpack
 from paramserver.core.layout import Range
-from paramserver.core.shard_io import PullReceived, PushDone, PushPart, PushReceived
+from paramserver.core.shard_io import PullReceived, PushDone, PushReceived
 from paramserver.errors import PsError, problem
-from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES
-from paramserver.types import F32, ITEMSIZE, AnyArray, Coding, DType
+from paramserver.limits import CHUNK_BYTES
+from paramserver.types import F32, ITEMSIZE
 from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
-from paramserver.wire.tensor import NUMPY_DTYPE, from_f32
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX
+from paramserver.wire.tensor import from_f32
+from paramserver_shard.arriving import Arriving, check_sizes
 from paramserver_shard.directory import Directory, KnownModel
-from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut, with_checksum
+from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut
 from paramserver_shard.lending import Lending
 from paramserver_shard.models import Models
 from paramserver_shard.names import after_push
+from paramserver_shard.receiving import Body
 from paramserver_shard.runtime import Runtime
-
-INLINE_BYTES_MAX: Final = 4 * INLINE_ELEMENTS_MAX
-INLINE_UNPACK_BYTES_MAX: Final = 64 * 1024
-"""Undoing a second stage takes about a millisecond for each MiB: more than this a thread does."""
 
 
 class FrameService:
@@ -45,19 +37,21 @@ class FrameService:
         self._exchange = exchange
         self._lending = lending
 
-    async def sized_push(self, header: Mapping[str, Any]) -> tuple[tuple[KnownModel, PushFrame], int]:
-        """The push that a header announces and the bytes its body must have.  Raises PsError."""
+    async def sized_push(self, header: Mapping[str, Any]) -> tuple[Arriving, Body]:
+        """The push that a header announces, and where its body goes.  Raises PsError."""
         frame = PushFrame.from_header(header)
         known = await self._models.find(frame.model, frame.generation)
-        size = self.gradient_bytes(known, frame)
-        return (known, frame), size if frame.slot is None else 0
+        here = self._all_here(known, (p.partition for p in frame.parts))
+        arriving = Arriving(known, frame, here, self._part_bytes(known, frame), self._runtime)
+        return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check)
 
-    def gradient_bytes(self, known: KnownModel, frame: PushFrame) -> int:
-        """Bytes of a push's parts as they travel; raises RequestError where they are not of the model."""
+    def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
+        """Bytes of each part of a push as it travels; raises RequestError where one is not of the model."""
         elements = [self._elements(known, p.partition, p.ranges) for p in frame.parts]
         if frame.codec is not None:
-            return _encoded_bytes(frame.codec, frame.sizes, elements)
-        return sum(elements) * ITEMSIZE[frame.dtype]
+            check_sizes(frame.codec, frame.sizes, elements)
+            return [stored for stored, _ in frame.sizes]
+        return [count * ITEMSIZE[frame.dtype] for count in elements]
 
     def lend(self, size_bytes: int) -> str:
         """A slot of shared memory for a client of this machine; raises Unavailable where there is none."""
@@ -65,18 +59,20 @@ class FrameService:
             raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
         return self._lending.lend(size_bytes)
 
-    async def push(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> PushDone:
-        """Applies a push whose body (uint8, of the announced length) has arrived whole, or lies in its slot."""
+    async def push(self, arriving: Arriving) -> PushDone:
+        """Applies a push whose body has arrived whole, or lies in its slot."""
+        frame = arriving.frame
         if self._lending is not None:
             self._lending.release(frame.release)
         if frame.slot is None:
-            return await self._push(known, frame, body)
+            return await self._push(arriving)
         if self._lending is None:
             raise problem("slot_gone", "this shard lends no shared memory", hint="send a body instead")
-        body = self._lending.submitted(frame.slot, self.gradient_bytes(known, frame))
+        slot = self._lending.submitted(frame.slot, arriving.size)
         again = False
         try:
-            done = await self._push(known, frame, body)
+            arriving.take(slot)
+            done = await self._push(arriving)
             again = done.state == "applied"
         except PsError as error:
             again = error.status < 500  # refused for good; otherwise it may still be on its way
@@ -85,11 +81,13 @@ class FrameService:
             self._lending.answered(frame.slot, again=again)
         return done
 
-    async def _push(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> PushDone:
+    async def _push(self, arriving: Arriving) -> PushDone:
+        known, frame = arriving.known, arriving.frame
+        parts = await arriving.parts()
         command = PushReceived(
             0,
             frame.model,
-            (),
+            parts,
             known.key.generation,
             frame.timeline,
             frame.push_id,
@@ -99,21 +97,13 @@ class FrameService:
             frame.norm,
             frame.ack,
         )
-        here = self._all_here(known, (p.partition for p in frame.parts))
-        with_crc = here and (frame.push_id is not None or frame.key is not None)
-        work = partial(_parts, known, frame, body, with_crc)
-        staged = frame.codec is not None and frame.codec.stage is not None
-        small = (
-            sum(raw for _, raw in frame.sizes) <= INLINE_UNPACK_BYTES_MAX if staged else body.size <= INLINE_BYTES_MAX
-        )
-        parts = work() if small else await self._runtime.offload(work)
-        if here or frame.forwarded or frame.map_epoch is not None:
-            return await self._runtime.push(lambda request: replace(command, request=request, parts=parts))
+        if arriving.here or frame.forwarded or frame.map_epoch is not None:
+            return await self._runtime.push(lambda request: replace(command, request=request))
         # Sent through some node by a client without a map: this shard splits it.
         bad = [p.partition for p in parts if not p.finite]
         if bad:
             raise problem("non_finite", f"the gradient holds NaN or infinity in partition {bad[0]}")
-        return await self._exchange.push(known, replace(command, parts=parts))
+        return await self._exchange.push(known, command)
 
     async def pull(self, frame: PullFrame) -> "FrameBody":
         """The values that a pull frame asks for.  Raises PsError."""
@@ -125,12 +115,13 @@ class FrameService:
         split = not frame.forwarded and frame.map_epoch is None
         return await self._pull(known, spec, frame.timeline, split=split)
 
-    async def pushpull(self, known: KnownModel, frame: PushFrame, body: AnyArray) -> tuple[PushDone, "FrameBody"]:
+    async def pushpull(self, arriving: Arriving) -> tuple[PushDone, "FrameBody"]:
         """A push, then the pull that it carries."""
+        known, frame = arriving.known, arriving.frame
         if frame.pull is None:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
         self._check_pull(known, frame.pull)
-        done = await self.push(known, frame, body)
+        done = await self.push(arriving)
         try:
             split = not frame.forwarded and frame.map_epoch is None
             answer = await self._pull(known, frame.pull, frame.timeline, split=split)
@@ -181,45 +172,6 @@ class FrameService:
 
     def _all_here(self, known: KnownModel, partitions: Iterable[int]) -> bool:
         return all(known.owners[p][0] == self._directory.shard for p in partitions)
-
-
-def _encoded_bytes(codec: Codec, sizes: Sequence[tuple[int, int]], elements: Sequence[int]) -> int:
-    """Length of a body of encoded parts; raises RequestError where one cannot be of its partition."""
-    for (stored, raw), count in zip(sizes, elements, strict=True):
-        check_whole(codec, raw, count)
-        if not 0 < stored <= (packed_bytes_max(raw) if codec.stage else raw) or (not codec.stage and stored != raw):
-            raise problem("invalid_encoding", f"a part of {raw} bytes in {codec.text} cannot travel as {stored}")
-    total = sum(raw for _, raw in sizes)
-    if total > BODY_BYTES_MAX:
-        raise problem("too_large", f"the body unpacks to {total} bytes; at most {BODY_BYTES_MAX} are taken")
-    return sum(stored for stored, _ in sizes)
-
-
-def _parts(known: KnownModel, frame: PushFrame, body: AnyArray, with_crc: bool) -> tuple[PushPart, ...]:
-    """The parts as views of the body, each tested for finite values and, if need be, with its checksum.
-
-    A second stage is undone here; int8 and topk stay as they are, for the kernels to decode.
-    """
-    out: list[PushPart] = []
-    codec = frame.codec
-    coding: Coding = cast(DType, frame.dtype) if codec is None else codec.coding
-    at = 0
-    for i, part in enumerate(frame.parts):
-        size = known.layout.partition_size(part.partition)
-        count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
-        stored, raw = (count * ITEMSIZE[coding],) * 2 if codec is None else frame.sizes[i]
-        data = body[at : at + stored]
-        at += stored
-        if codec is not None and codec.stage is not None:
-            data = unpack(codec.stage, data, raw)
-        if codec is not None and codec.whole:
-            check_content(coding, data, size)
-        else:
-            data = data.view(NUMPY_DTYPE[coding])
-        ranges = None if part.ranges is None or count == size else tuple(part.ranges)
-        made = PushPart(part.partition, data, coding, 0, kernels.all_finite(data, coding), ranges, part.base)
-        out.append(with_checksum(made, size) if with_crc else made)
-    return tuple(out)
 
 
 def push_reply(done: PushDone) -> PushReply:

@@ -16,11 +16,12 @@ from paramserver.wire.state import SetFrame, StateFrame
 from paramserver.wire.tensor import NUMPY_DTYPE
 from paramserver_node.roles import role
 from paramserver_shard.directory import KnownModel
-from paramserver_shard.endpoints import ChunkedResponse, FrameReader
+from paramserver_shard.endpoints import ChunkedResponse
 from paramserver_shard.frames import push_reply
 from paramserver_shard.inflight import account
 from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
+from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.runtime import Runtime
 
 
@@ -59,14 +60,14 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
     async def assign(model: str, request: Request) -> Response:
         membership.check_serving()
 
-        async def sized(header: dict[str, Any]) -> tuple[tuple[KnownModel, SetFrame], int]:
+        async def sized(header: dict[str, Any]) -> tuple[tuple[KnownModel, SetFrame], Body]:
             frame = SetFrame.from_header(header)
             known = await models.find(model, frame.generation)
             check_frame(known, frame)
-            return (known, frame), frame.body_bytes()
+            return (known, frame), Body((frame.body_bytes(),))
 
         (known, frame), body = await reader.read(request.receive, sized, account(request.scope))
-        command = SetReceived(0, model, assignments(frame, body), known.key.generation, frame.restore)
+        command = SetReceived(0, model, assignments(frame, body.parts[0]), known.key.generation, frame.restore)
         done = await runtime.push(lambda number: replace(command, request=number))
         membership.check_serving()
         return Response(encode_header(push_reply(done).to_header()), media_type=MEDIA_TYPE)

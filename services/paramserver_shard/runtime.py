@@ -230,6 +230,10 @@ class Runtime:
         """Runs `work` in a compute thread."""
         return await self._loop.run_in_executor(self._executor, work)
 
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Runs `work` in a compute thread, from now on."""
+        return self._loop.run_in_executor(self._executor, work)
+
     def _apply_here(self, job: int, tasks: tuple[Task, ...]) -> None:
         crash_point("shard.before_apply")
         try:

@@ -1,0 +1,102 @@
+"""One push by frame while it arrives: each part is checked as soon as it is whole."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Protocol, cast
+
+from paramserver import kernels
+from paramserver.codecs import Codec, check_content, check_whole
+from paramserver.codecs.stage import packed_bytes_max, unpack
+from paramserver.core.shard_io import PushPart
+from paramserver.errors import problem
+from paramserver.limits import BODY_BYTES_MAX
+from paramserver.types import AnyArray, Coding, DType
+from paramserver.wire.frame import PushFrame
+from paramserver.wire.tensor import NUMPY_DTYPE
+from paramserver_shard.directory import KnownModel
+from paramserver_shard.exchange import with_checksum
+
+INLINE_BYTES_MAX: Final = 256 << 10
+"""A larger part is checked in a thread, besides the event loop's reading."""
+INLINE_UNPACK_BYTES_MAX: Final = 64 << 10
+"""The same where a second stage is undone, which takes about a millisecond for each MiB."""
+
+
+class Threads(Protocol):
+    """Runs work in a compute thread, from now on."""
+
+    def submit(self, work: Callable[[], PushPart]) -> asyncio.Future[PushPart]:
+        """The result to come."""
+
+
+class Arriving:
+    """The parts of one push, made from its body or its slot."""
+
+    def __init__(self, known: KnownModel, frame: PushFrame, here: bool, sizes: Sequence[int], threads: Threads) -> None:
+        self.known: Final = known
+        self.frame: Final = frame
+        self.here: Final = here
+        """Whether this shard owns all its partitions."""
+        self.sizes: Final = sizes
+        """Bytes of each part as it travels."""
+        self.size: Final = sum(sizes)
+        self._with_crc = here and (frame.push_id is not None or frame.key is not None)
+        self._staged = frame.codec is not None and frame.codec.stage is not None
+        self._threads = threads
+        self._made: list[PushPart | asyncio.Future[PushPart]] = []
+
+    def check(self, index: int, data: AnyArray) -> None:
+        """That part is here, as uint8; called for each in order.  Raises RequestError where it is small and bad."""
+        if data.size <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
+            self._made.append(self._part(index, data))
+            return
+        future = self._threads.submit(partial(self._part, index, data))
+        future.add_done_callback(_seen)  # a push that breaks off is never asked for its parts
+        self._made.append(future)
+
+    def take(self, body: AnyArray) -> None:
+        """All parts are here, end to end."""
+        at = 0
+        for index, size in enumerate(self.sizes):
+            self.check(index, body[at : at + size])
+            at += size
+
+    async def parts(self) -> tuple[PushPart, ...]:
+        """The parts, each tested for finite values and, if need be, with its checksum.
+
+        A second stage is undone; int8 and topk stay as they are, for the kernels to decode.
+        Raises RequestError (`invalid_encoding`).
+        """
+        return tuple([await p if isinstance(p, asyncio.Future) else p for p in self._made])
+
+    def _part(self, index: int, data: AnyArray) -> PushPart:
+        frame, codec, part = self.frame, self.frame.codec, self.frame.parts[index]
+        coding: Coding = cast(DType, frame.dtype) if codec is None else codec.coding
+        size = self.known.layout.partition_size(part.partition)
+        count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
+        if codec is not None and codec.stage is not None:
+            data = unpack(codec.stage, data, frame.sizes[index][1])
+        if codec is not None and codec.whole:
+            check_content(coding, data, size)
+        else:
+            data = data.view(NUMPY_DTYPE[coding])
+        ranges = None if part.ranges is None or count == size else tuple(part.ranges)
+        made = PushPart(part.partition, data, coding, 0, kernels.all_finite(data, coding), ranges, part.base)
+        return with_checksum(made, size) if self._with_crc else made
+
+
+def _seen(future: asyncio.Future[PushPart]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def check_sizes(codec: Codec, sizes: Sequence[tuple[int, int]], elements: Sequence[int]) -> None:
+    """Raises RequestError where an encoded part cannot be of its partition, or all together are too large."""
+    for (stored, raw), count in zip(sizes, elements, strict=True):
+        check_whole(codec, raw, count)
+        if not 0 < stored <= (packed_bytes_max(raw) if codec.stage else raw) or (not codec.stage and stored != raw):
+            raise problem("invalid_encoding", f"a part of {raw} bytes in {codec.text} cannot travel as {stored}")
+    total = sum(raw for _, raw in sizes)
+    if total > BODY_BYTES_MAX:
+        raise problem("too_large", f"the body unpacks to {total} bytes; at most {BODY_BYTES_MAX} are taken")

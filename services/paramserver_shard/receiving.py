@@ -1,0 +1,136 @@
+"""Framed requests as they arrive: their bodies go into pooled memory, part by part, each byte copied once.
+
+A part is handed on as soon as it is whole, so that it is checked while the next ones are still on their way.  A body
+that breaks off, or is longer or shorter than its header says, is refused without a trace.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from starlette.types import Message, Receive
+
+from paramserver.errors import PsError, problem
+from paramserver.limits import BODY_BYTES_MAX, RECEIVE_S
+from paramserver.types import AnyArray
+from paramserver.wire.frame import PREFIX_BYTES, decode_prefix, header_end
+from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.inflight import Account
+
+Ready = Callable[[int, AnyArray], None]
+"""Takes (index, bytes) of a part that is whole."""
+
+
+class Body:
+    """Where a body goes.  Parts that are worth it get memory of their own, which can then serve for something else."""
+
+    def __init__(self, sizes: Sequence[int], ready: Ready | None = None) -> None:
+        """A body of parts of these sizes in bytes; raises RequestError (`too_large`)."""
+        self.size: Final = sum(sizes)
+        if self.size > BODY_BYTES_MAX:
+            raise problem("too_large", f"the body has {self.size} bytes; at most {BODY_BYTES_MAX} are taken")
+        self.parts: list[AnyArray] = []
+        """The parts, uint8; uninitialised before they have arrived."""
+        self.apart: Final = len(sizes) > 0 and self.size >= SMALL_BYTES * len(sizes)
+        """Whether each part has memory of its own."""
+        self._sizes = sizes
+        self._ready = ready
+        self._index = 0
+        self._at = 0
+        self._received = 0
+
+    def open(self, pool: BufferPool) -> None:
+        """Take the memory."""
+        if self.apart:
+            self.parts = [pool.take_bytes(size, shared=True) for size in self._sizes]
+            return
+        whole, at = pool.take_bytes(self.size), 0
+        for size in self._sizes:
+            self.parts.append(whole[at : at + size])
+            at += size
+
+    def feed(self, chunk: bytes | memoryview) -> None:
+        """The next bytes; raises RequestError if they are too many."""
+        self._received += len(chunk)
+        if self._received > self.size:
+            raise problem("malformed", f"the body is longer than the {self.size} bytes that its header announces")
+        view = memoryview(chunk)
+        while view:
+            part = self.parts[self._index]
+            n = min(len(view), part.size - self._at)
+            part.data[self._at : self._at + n] = view[:n]
+            self._at += n
+            view = view[n:]
+            self._hand_on()
+
+    def end(self) -> None:
+        """All has arrived; raises RequestError if that is not so."""
+        if self._received != self.size:
+            raise problem("malformed", f"the body has {self._received} bytes, its header announces {self.size}")
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._index < len(self.parts) and self._at == self.parts[self._index].size:
+            if self._ready is not None:
+                self._ready(self._index, self.parts[self._index])
+            self._index, self._at = self._index + 1, 0
+
+
+T = TypeVar("T")
+Sized = Callable[[dict[str, Any]], Awaitable[tuple[T, Body]]]
+"""Makes of a header what the request is, and where its body is to go.  Raises PsError."""
+
+
+class FrameReader:
+    """Reads framed requests."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    async def read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, Body]:
+        """What `sized` makes of the header, and the body, whole.
+
+        Raises RequestError for a body that breaks off or has another length, Unavailable when `account` has no room.
+        """
+        ended = False
+
+        async def tracked() -> Message:
+            nonlocal ended
+            message = await receive()
+            ended = not message.get("more_body", False)
+            return message
+
+        try:
+            async with asyncio.timeout(RECEIVE_S):
+                try:
+                    return await self._read(tracked, sized, account)
+                except PsError:
+                    # The answer would be lost if it came before the end of a body, however big.
+                    while not ended:
+                        await tracked()
+                    raise
+        except TimeoutError:
+            raise problem("malformed", f"the body did not arrive within {RECEIVE_S:g} s") from None
+
+    async def _read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, Body]:
+        data, more = await _next(receive)
+        while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
+            chunk, more = await _next(receive)
+            data += chunk
+        header, offset = decode_prefix(data)
+        request, body = await sized(header)
+        account.grow(body.size)
+        body.open(self._pool)
+        body.feed(memoryview(data)[offset:])
+        while more:
+            chunk, more = await _next(receive)
+            body.feed(chunk)
+        body.end()
+        return request, body
+
+
+async def _next(receive: Receive) -> tuple[bytes, bool]:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise problem("malformed", "the body was cut off")
+    return message.get("body", b""), bool(message.get("more_body", False))
