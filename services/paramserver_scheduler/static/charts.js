@@ -129,6 +129,7 @@ export function spark(values, stroke) {
   svg.setAttribute("viewBox", "0 0 100 100");
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("aria-hidden", "true");
+  values = values.slice(Math.max(0, values.findIndex(v => v !== null)));
   const high = Math.max(...values.map(v => v ?? 0)) || 1, n = Math.max(1, values.length - 1);
   let d = "", pen = "M";
   values.forEach((v, i) => {

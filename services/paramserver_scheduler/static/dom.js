@@ -68,7 +68,7 @@ function change(old, want) {
 
 const TONES = {
   active: "good", ready: "good", running: "good", ok: "good", finished: "good", live: "good",
-  waiting: "warn", paused: "warn", draining: "warn", degraded: "warn", initializing: "warn", creating: "warn",
+  waiting: "warn", paused: "warn", draining: "warn", silent: "warn", degraded: "warn", initializing: "warn", creating: "warn",
   loading: "warn", resting: "info", idle: "info", stopped: "info", standby: "info", left: "info",
 };
 

@@ -44,9 +44,10 @@ export function duration(v) {
   if (!known(v)) return NONE;
   const s = Math.round(v);
   if (s < 60) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
-  if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
-  return `${Math.floor(s / 86400)} d ${Math.floor(s % 86400 / 3600)} h`;
+  const two = (big, a, small, b) => small ? `${big} ${a} ${small} ${b}` : `${big} ${a}`;
+  if (s < 3600) return two(Math.floor(s / 60), "min", s % 60, "s");
+  if (s < 86400) return two(Math.floor(s / 3600), "h", Math.floor(s % 3600 / 60), "min");
+  return two(Math.floor(s / 86400), "d", Math.floor(s % 86400 / 3600), "h");
 }
 
 /** The age of a heartbeat, which is a second at most when all is well. */

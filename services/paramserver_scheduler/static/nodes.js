@@ -16,6 +16,11 @@ export function shardColours(nodes) {
   return name => Math.max(0, names.indexOf(name));
 }
 
+const SILENT_S = 2.5;
+
+/** What a node is shown as: one that should have been heard of long ago is silent before it counts as dead. */
+export const stateOf = n => n.alive && n.heartbeat_age_s > SILENT_S ? "silent" : n.state;
+
 /** The table of nodes and their charts. */
 export class NodePanel {
   series = new Series({metric: [...METRICS.map(m => "node." + m), ...TOTALS.map(m => "cluster." + m)]}, "node");
@@ -64,7 +69,7 @@ function rows(nodes, colours) {
     kind: n.alive ? null : "gone",
     cells: [
       el("span.node", {vars: n.role === "pool" ? {} : {"--c": nodeColour(n, colours)}}, n.role !== "pool" && el("i"), n.name),
-      n.role === "pool" ? "worker" : n.role, pill(n.state), age(n.heartbeat_age_s),
+      n.role === "pool" ? "worker" : n.role, pill(stateOf(n)), age(n.heartbeat_age_s),
       n.cpu_cores === null ? "" : short(n.cpu_cores), n.cpu_cores === null ? "" : bar(n.cpu_cores / most),
       n.rss_bytes === null ? "" : bytes(n.rss_bytes),
       n.rss_bytes === null ? "" : bar(n.rss_bytes / (n.memory_limit_bytes ?? busiest), n.memory_limit_bytes ? "" : "soft"),

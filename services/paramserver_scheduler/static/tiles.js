@@ -3,12 +3,14 @@
 import {colour, spark} from "./charts.js";
 import {el, show} from "./dom.js";
 import {bytes, fixed, seconds, short} from "./format.js";
+import {stateOf} from "./nodes.js";
 
 const most = values => values.reduce((high, v) => v !== null && (high === null || v > high) ? v : high, null);
 
 /** Draw the tiles; `series` has the cluster's totals over time. */
 export function drawTiles({nodes, models, cluster}, series) {
   const shards = nodes.filter(n => n.role === "shard" && n.state !== "left"), alive = shards.filter(n => n.alive);
+  const troubled = shards.filter(n => ["dead", "silent", "draining"].includes(stateOf(n)));
   const workers = models.flatMap(m => m.workers).filter(w => w.state !== "dead");
   const waited = new Set(models.flatMap(m => m.waiting_for));
   const traffic = models.reduce((sum, m) => sum + m.in_bytes_per_s + m.out_bytes_per_s, 0);
@@ -16,15 +18,16 @@ export function drawTiles({nodes, models, cluster}, series) {
   const slow = most(models.map(m => m.push_p99_s)), half = most(models.map(m => m.push_p50_s));
   const behind = Math.max(0, ...models.map(m => m.version - m.durable_version));
   show(document.getElementById("tiles"),
-    tile("Shards alive", `${alive.length} / ${shards.length}`, alive.length < shards.length || !alive.length ? "bad" : "good",
-      alive.length < shards.length ? shards.filter(n => !n.alive).map(n => n.name).join(", ") + " dead" : "all answer"),
+    tile("Shards alive", `${alive.length} / ${shards.length}`,
+      alive.length < shards.length || !alive.length ? "bad" : troubled.length ? "warn" : "good",
+      troubled.map(n => `${n.name} ${stateOf(n)}`).join(", ") || (alive.length ? "all answer" : "none has joined")),
     tile("Workers", fixed(workers.length), workers.length ? "good" : "",
       waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "nobody waits" : "none has joined"),
     tile("Versions per second", short(updates), "", null, spark(series.of("cluster.updates_per_s").slice(-120), colour(0))),
-    tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `half take less than ${seconds(half)}`),
+    tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `median ${seconds(half)}`),
     tile("Traffic", `${bytes(traffic)}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), colour(2))),
     tile("Redis", cluster.redis === "ok" ? "answers" : "away", cluster.redis === "ok" ? "good" : "bad",
-      models.length ? `${fixed(behind)} versions not yet durable` : ""));
+      models.length ? `${fixed(behind)} versions to store` : ""));
 }
 
 function tile(name, value, kind, note, picture = null) {

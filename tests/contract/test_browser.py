@@ -1,0 +1,185 @@
+"""The status page in a real browser: headless Chromium, a live cluster that trains, a shard that is killed."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paramserver as ps
+from paramserver.examples import digits
+
+from .processes import Nodes, eventually, nodes
+
+sync_api = pytest.importorskip(
+    "playwright.sync_api",
+    reason="playwright is not installed: pip install 'paramserver[dev]', or pip install playwright",
+)
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "status-page.png"
+PHONE = {"width": 375, "height": 812}
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium, or CHROMIUM=/path/to/it"),
+]
+
+
+@contextmanager
+def training(folder: Path, *, shards: int, workers: int, minutes: float) -> Iterator[tuple[Nodes, str]]:
+    """A cluster whose pool works on a run; the cluster and the model's name."""
+    with nodes(folder, shards=shards) as cluster:
+        for i in range(workers):
+            cluster.start(f"worker-{i}", "paramserver_worker", "--name", f"worker-{i}", "--url", cluster.url)
+        model = "digits"
+        with ps.connect(cluster.url) as client:
+            optimizer = ps.Adam(lr=1e-3, schedule=ps.Exponential(gamma=0.9995))
+            client.create_model(model, digits.spec(), optimizer=optimizer, consistency=ps.Async())
+            entry = "paramserver.examples.digits:train"
+            client.create_run(model, entry, workers=workers, stop={"minutes": minutes}, evaluate_every=10)
+        eventually(lambda: cluster.get(f"/models/{model}")["version"] > 20, within_s=60.0, what="the first versions")
+        yield cluster, model
+
+
+class Browser:
+    """One page with everything that went wrong on it."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        page.on(
+            "console", lambda m: self.errors.append(f"{m.type}: {m.text}") if m.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda e: self.errors.append(str(e)))
+        page.on("requestfailed", lambda r: self.errors.append(f"{r.url}: {r.failure}"))
+        self.asked: set[str] = set()
+        page.on("request", lambda r: self.asked.add(r.url))
+
+    def text(self, selector: str) -> str:
+        """What is to be read there."""
+        return str(self.page.locator(selector).first.inner_text())
+
+    def drawn(self) -> list[str]:
+        """What each chart looks like now."""
+        return [str(c.evaluate("canvas => canvas.toDataURL()")) for c in self.page.locator("canvas").all()]
+
+
+@contextmanager
+def browser(**options: Any) -> Iterator[Browser]:
+    """A fresh browser window, closed at the end."""
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        try:
+            yield Browser(chromium.new_page(**options))
+        finally:
+            chromium.close()
+
+
+def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path) -> None:
+    """Numbers and curves move, a killed shard shows within 6 s, no error is logged, and all of it fits a phone."""
+    with training(tmp_path, shards=3, workers=2, minutes=20) as (cluster, model), browser() as seen:
+        page = seen.page
+        page.goto(cluster.url)
+        page.wait_for_selector("#workers tbody tr")
+        assert seen.text("#state") == "ok"
+        assert model in seen.text("#model-head")
+        assert page.locator("#nodes tbody tr").count() == 6
+        assert page.locator("#partitions .cell").count() == cluster.get(f"/models/{model}")["spec"]["partitions"]
+        assert {"Loss", "Accuracy", "Push time", "Version lag"} <= set(
+            page.locator("#model-charts figcaption > b").all_inner_texts()
+        )
+
+        version, drawn = _version(seen), seen.drawn()
+        assert len(drawn) >= 10
+        eventually(lambda: _version(seen) > version + 5, what="the version's rise on the page")
+        eventually(lambda: sum(a != b for a, b in zip(drawn, seen.drawn(), strict=True)) > 6, what="the charts' moving")
+
+        _fits(seen)
+        page.set_viewport_size(PHONE)
+        _fits(seen)
+        page.emulate_media(color_scheme="dark")
+        assert seen.errors == []
+
+        cluster.kill("shard-1")
+        row = page.locator("#nodes tbody tr", has_text="shard-1").locator(".pill")
+        eventually(lambda: row.inner_text() in ("silent", "dead"), within_s=6.0, what="the shard's silence on the page")
+        eventually(lambda: row.inner_text() == "dead", within_s=20.0, what="the shard's death on the page")
+        eventually(lambda: "shard-1" in seen.text("#problems"), what="the problem in words")
+        eventually(lambda: "shard shard-1 is dead" in seen.text("#events"), what="the event")
+        eventually(lambda: "2 / 3" in seen.text("#tiles"), what="the tile")
+        version = _version(seen)
+        eventually(lambda: _version(seen) > version, within_s=40.0, what="the training's going on")
+        _fits(seen)
+        assert seen.errors == []
+        assert {url.split("/")[2] for url in seen.asked if not url.startswith("data:")} == {cluster.url.split("/")[2]}
+
+
+def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -> None:
+    """Without a scheduler it says so and finds it again; span, theme and model are those that were chosen."""
+    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+        page.goto(cluster.url)
+        page.wait_for_selector("#nodes tbody tr")
+        assert "No model yet" in seen.text("#model-head")
+        for name in ("first", "second"):
+            cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        page.wait_for_selector('#models [data-model="first"]')
+        page.click('#models [data-model="first"]')
+        page.click('#ranges [data-span="3600"]')
+        page.click("#theme")
+        assert seen.errors == []
+
+        cluster.kill("scheduler")
+        eventually(lambda: seen.text("#state") == "no answer", what="the loss on the page")
+        cluster.start_scheduler()
+        eventually(lambda: seen.text("#state") in ("ok", "degraded"), what="the return on the page")
+        page.reload()
+        page.wait_for_selector("#models [aria-pressed=true]")
+        assert seen.text("#models [aria-pressed=true]").startswith("first")
+        assert page.locator('#ranges [data-span="3600"]').get_attribute("aria-pressed") == "true"
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_names_are_never_read_as_markup(tmp_path: Path) -> None:
+    """A worker that calls itself a tag, and a metric, are shown as the text they are."""
+    evil = "<img src=x onerror=alert(1)>"
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        cluster.post("/models/m/workers", {"name": evil, "lease_s": 60}, status=201)
+        cluster.post("/models/m/metrics", {"worker": f"m/{evil}", "metrics": {evil: 1.5}}, status=200)
+        seen.page.goto(cluster.url)
+        seen.page.wait_for_selector("#workers tbody tr")
+
+        assert evil in seen.text("#workers")
+        assert seen.page.locator("main img").count() == 0
+        assert seen.errors == []
+
+
+def _version(seen: Browser) -> int:
+    return int(seen.page.locator("#model-head dd").first.inner_text().replace(",", ""))
+
+
+def _fits(seen: Browser) -> None:
+    """No part of the page is wider than the window."""
+    wide, window = seen.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert wide <= window
+
+
+@pytest.mark.skipif(not os.environ.get("PARAMSERVER_SCREENSHOT"), reason="only for `make screenshot`")
+def test_take_the_screenshot(tmp_path: Path) -> None:
+    """The picture in the README: a training of a minute and a half, as the page shows it."""
+    with training(tmp_path, shards=3, workers=4, minutes=3) as (cluster, _):
+        with browser(viewport={"width": 1440, "height": 960}, color_scheme="dark", device_scale_factor=1) as seen:
+            seen.page.goto(cluster.url)
+            eventually(
+                lambda: cluster.get("/status")["runs"][0]["ran_s"] > 90, within_s=200.0, what="a minute and a half"
+            )
+            PICTURE.parent.mkdir(parents=True, exist_ok=True)
+            seen.page.screenshot(path=str(PICTURE))
+            assert seen.errors == []
