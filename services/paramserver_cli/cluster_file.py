@@ -127,7 +127,8 @@ class StateDir:
     def cluster(self) -> Cluster | None:
         """The cluster as last written; None before one was ready."""
         value = self._read("cluster")
-        return None if value is None else Cluster(**value)
+        # One that an earlier version keeps running has one scheduler.
+        return None if value is None else Cluster(**{"schedulers": [value.get("scheduler")], **value})
 
     def supervisor(self) -> SupervisorState | None:
         """The supervisor's state as last written."""
