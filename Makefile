@@ -1,5 +1,5 @@
 # make VERB [PYTHON=python3.12] [EXTRAS=dev,torch] [ARGS=...]     the first run installs; the stamp remembers PYTHON and EXTRAS
-.PHONY: help install demo test test-fast lint chaos chaos-long figures bench clean
+.PHONY: help install demo test test-fast lint chaos chaos-long figures bench screenshot clean
 unexport PYTHONPATH PYTHONHOME
 export PIP_USER := 0
 BIN := .venv/bin
@@ -25,6 +25,7 @@ help:
 	@echo 'make chaos-long 100 kills, 20 cut networks and ten minutes of goodput on real processes; writes docs/promises.md'
 	@echo 'make figures    recovery and take-over times, levels, memory; writes docs/promises.md'
 	@echo 'make bench      how fast the optimizer kernels are, against copying memory'
+	@echo 'make screenshot take the picture of the status page that the README shows (needs Chromium)'
 	@echo 'make install    only the environment: .venv, with psctl in it'
 	@echo 'make clean      remove .venv and dist'
 install: $(STAMP)
@@ -44,6 +45,8 @@ figures: $(STAMP)
 	@$(BIN)/python -m tests.chaos.figures $(or $(WHAT),all) --write
 bench: $(STAMP)
 	@$(BIN)/python -P benchmarks/kernels.py $(ARGS)
+screenshot: $(STAMP)
+	@PARAMSERVER_SCREENSHOT=1 $(BIN)/pytest -q tests/contract/test_browser.py -k screenshot
 clean: ; rm -rf .venv dist
 $(STAMP): pyproject.toml shared/paramserver/__init__.py
 	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) not found: install Python 3.11 or newer (Debian/Ubuntu: apt install python3 python3-venv; macOS: brew install python), or name one: make PYTHON=python3.12' >&2; exit 1; }
