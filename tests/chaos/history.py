@@ -1,9 +1,9 @@
 """What happened in a chaos run, as its clients and the nemesis saw it: JSON lines, written as they happen.
 
 Times are seconds of the monotonic clock, which all processes of one machine share.  A push is written when it begins
-and again when it ends, so one whose process was killed is there too, without an end.  Its result is `ok`, `fail` (sure
-to have done nothing), `doubt` (no answer: done or not, now or later), or `dropped`: the worker was told that its epoch
-or timeline is over, which some partition may have learnt after it had taken the push.
+and again when it ends.  Its result is `ok`, `fail` (sure to have done nothing), `doubt` (given up without an answer: done
+or not, now or later), `open` (it has not ended, or its process was killed), or `dropped`: the worker was told that its
+epoch or timeline is over, which some partition may have learnt after it had taken the push.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any, Literal
 RECORDS_MAX = 400_000
 """Records of one file; a run that makes more is too long to be judged by reading it back."""
 
-Result = Literal["ok", "fail", "doubt", "dropped"]
+Result = Literal["ok", "fail", "doubt", "open", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Push:
     start: float
     end: float = inf
     """`inf` for a push in doubt: what is under way may arrive at any later time."""
-    result: Result = "doubt"
+    result: Result = "open"
     error: str = ""
 
 
@@ -109,7 +109,7 @@ class History:
         return sum(p.result == "ok" for p in self.pushes)
 
     def in_doubt(self) -> int:
-        """How many pushes got no answer."""
+        """How many pushes were given up without an answer."""
         return sum(p.result == "doubt" for p in self.pushes)
 
 
@@ -141,14 +141,15 @@ class Recorder:
 
 
 def read(folder: Path) -> History:
-    """The history that the files of a folder hold together."""
-    history = History()
+    """The history that the files of a folder hold together, up to now if they are still being written."""
+    history, now = History(), time.monotonic()
     for number, path in enumerate(sorted(folder.glob("*.jsonl"))):
         lines = path.read_text().split("\n")
         # The last line of a killed process may be half a line.
         _add(history, (json.loads(line) for line in lines[:-1] if line), number)
     history.pushes.sort(key=lambda p: p.start)
-    history.seen.sort(key=lambda s: s.start)
+    # What one file shows of later times, another that was read before it cannot explain.
+    history.seen = sorted((s for s in history.seen if s.end <= now), key=lambda s: s.start)
     history.clocks.sort(key=lambda c: c.start)
     history.faults.sort(key=lambda f: f.at)
     return history

@@ -34,7 +34,7 @@ class Shop:
         if answered:
             self.history.pushes.append(Push("m", by, start, self.tick(), "ok"))
         else:
-            self.history.pushes.append(Push("m", by, start))
+            self.history.pushes.append(Push("m", by, start, result="doubt"))
 
     def pull(self, by: int = -1, **changes: Any) -> None:
         """One pull of what is there, with what a bug would change in it."""
@@ -252,6 +252,6 @@ def test_a_history_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
     history = read(tmp_path)
 
-    assert history.pushes == [Push("m", 0, 1.0, 3.0, "ok"), Push("m", 1, 2.0, inf, "doubt")]
+    assert history.pushes == [Push("m", 0, 1.0, 3.0, "ok"), Push("m", 1, 2.0, inf, "open")]
     assert [(s.partition, s.version, s.incarnation, s.cells) for s in history.seen] == [(0, 1, 9, (1, 0))]
     assert [f.what for f in history.faults] == ["kill"]
