@@ -6,17 +6,19 @@ forgot to classify is never open.
 
 import ipaddress
 import logging
+import re
 import time
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 from typing import Final
 
 from fastapi import FastAPI
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Route
 from starlette.types import Scope
 
 from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
+from paramserver.limits import TOKENS_KNOWN_MAX
 from paramserver_node import tokens
 from paramserver_node.forward import VOUCHED
 from paramserver_node.roles import ROLES, Role, allows, role_of, routes
@@ -38,6 +40,8 @@ class Access:
         """Names of tokens that count no longer."""
         self.secure = secure
         """Whether the node speaks TLS, so that its cookies go nowhere else."""
+        self._known: dict[bytes, tokens.Holder] = {}
+        """Who came with which header before.  A lookup goes by a keyed hash: how long it takes tells nothing."""
 
     @classmethod
     def of(cls, settings: NodeSettings) -> "Access | Neighbours | None":
@@ -85,8 +89,7 @@ class Access:
             elif name == _VOUCHED:
                 vouched = value
         if authorization is not None:
-            scheme, _, token = authorization.decode("latin-1").partition(" ")
-            holder = self.holder(token.strip()) if scheme.lower() == "bearer" else None
+            holder = self._bearer(authorization)
             if holder is None:
                 raise problem("unauthorized", "the token is not valid, or not any more", hint="psctl token makes one")
             if vouched is not None and holder.role == "node":
@@ -98,6 +101,18 @@ class Access:
             if holder is not None:
                 return "reader"
         return "open"
+
+    def _bearer(self, authorization: bytes) -> tokens.Holder | None:
+        known = self._known.get(authorization)
+        if known is not None and (not known.expires_at_s or time.time() < known.expires_at_s):
+            return known
+        scheme, _, token = authorization.decode("latin-1").partition(" ")
+        holder = self.holder(token.strip()) if scheme.lower() == "bearer" else None
+        if holder is not None:
+            if len(self._known) >= TOKENS_KNOWN_MAX:
+                self._known.clear()
+            self._known[authorization] = holder
+        return holder
 
     def cookie(self, lifetime_s: int) -> str:
         """The `Set-Cookie` value that lets a browser read for so long: for this site only, out of scripts' reach."""
@@ -135,7 +150,7 @@ class Guard:
 
     def __init__(self, app: FastAPI, access: Access) -> None:
         self._app, self._access = app, access
-        self._routes: tuple[BaseRoute, ...] = ()
+        self._table: _Table | None = None
 
     def check(self, scope: Scope) -> Role:
         """The caller's role; raises AuthError: `unauthorized` without a token, `forbidden` with one of too low a role.
@@ -151,12 +166,34 @@ class Guard:
         raise _refusal(have, need)
 
     def _need(self, scope: Scope) -> Role:
-        # Known at the first request: an app gets its routes after its middleware.
-        self._routes = self._routes or tuple(routes(self._app))
-        for route in self._routes:
-            match, _ = route.matches(scope)
-            if match is Match.FULL:
-                return role_of(route) or "admin"
+        if self._table is None:  # made with the first request: an app gets its routes after its middleware
+            self._table = _Table(self._app)
+        return self._table.role(scope["method"], scope["path"])
+
+
+class _Table:
+    """The mark of every route of an app, to be looked up faster than the app's router does."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._patterns: list[tuple[re.Pattern[str], frozenset[str], Role]] = []
+        self._plain: dict[tuple[str, str], Role] = {}
+        """Routes without a name in their path."""
+        for route in routes(app):
+            if not isinstance(route, Route) or not route.methods:
+                raise TypeError(f"a route of this kind cannot be guarded: {route!r}")
+            self._patterns.append((route.path_regex, frozenset(route.methods), role_of(route) or "admin"))
+            if "{" not in route.path:
+                self._plain |= {(method, route.path): self._find(method, route.path) for method in route.methods}
+
+    def role(self, method: str, path: str) -> Role:
+        """The mark of the first route that fits, as the router goes through them; `reader` where none does."""
+        plain = self._plain.get((method, path))
+        return plain if plain is not None else self._find(method, path)
+
+    def _find(self, method: str, path: str) -> Role:
+        for pattern, methods, role in self._patterns:
+            if method in methods and pattern.match(path):
+                return role
         return "reader"
 
 

@@ -112,6 +112,10 @@ SNAPSHOT_BLOCK_BYTES: Final = 4 * MIB
 SNAPSHOT_BYTES_PER_S: Final = 64 * MIB
 CHECKPOINT_INTERVAL_MIN: Final = 10.0
 
+# Who comes in.
+TOKENS_KNOWN_MAX: Final = 1024
+"""Tokens that a node has seen and need not be computed again."""
+
 # What the scheduler keeps.
 METRIC_POINTS_MAX: Final = 10_000
 """Points of one metric's time series; the oldest go first."""

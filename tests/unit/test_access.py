@@ -10,15 +10,20 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.routing import Match
 
+from paramserver import limits
 from paramserver.client.credentials import Credentials
-from paramserver.errors import RequestError
+from paramserver.errors import AuthError, RequestError
 from paramserver_node import problems, roles, tokens
-from paramserver_node.access import COOKIE, Access, Neighbours, credentials, guard
+from paramserver_node.access import COOKIE, Access, Guard, Neighbours, credentials, guard
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.roles import ROLES
+from paramserver_node.roles import ROLES, Role
 from paramserver_node.server import Tls
 from paramserver_node.settings import ShardSettings
+from paramserver_scheduler.app import make_app
 
 KEY = b"k" * 43
 SECRET = KEY.decode()
@@ -94,6 +99,57 @@ async def test_a_token_that_does_not_count_is_told_so(authorization: str) -> Non
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
     assert answer.headers["www-authenticate"] == 'Bearer realm="paramserver", error="invalid_token"'
     assert without.headers["www-authenticate"] == 'Bearer realm="paramserver"'
+
+
+PATHS = st.lists(
+    st.sampled_from(
+        ["models", "runs", "pool", "push", "pull", "status", "internal", "shards", "workers", "done", "a/b"]
+    )
+    | st.text(max_size=3),
+    max_size=6,
+).map(lambda parts: "/" + "/".join(parts))
+METHODS = st.sampled_from(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+APP = make_app()
+GUARD = Guard(APP, Access([KEY]))
+
+
+@given(METHODS, PATHS)
+def test_marks_are_found_as_the_router_finds_routes(method: str, path: str) -> None:
+    """The guard asks for the mark of the very route that will answer; where none will, for any token."""
+    scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
+    fitting = [r for r in roles.routes(APP) if r.matches(scope)[0] is Match.FULL]
+    need = roles.role_of(fitting[0]) if fitting else "reader"
+    assert need is not None
+
+    for have in ROLES:
+        token = tokens.make(KEY, have) if have != "open" else ""
+        scope["headers"] = [(b"authorization", f"Bearer {token}".encode())] if token else []
+        try:
+            GUARD.check(scope)
+        except AuthError:
+            assert not roles.allows(have, need)
+        else:
+            assert roles.allows(have, need)
+
+
+def test_tokens_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is computed once and then known, until it expires or too many others have come; only valid ones are."""
+    access = Access([KEY])
+
+    def role(token: str) -> Role:
+        return access.role({"method": "GET", "headers": [(b"authorization", f"Bearer {token}".encode())]})
+
+    now_s = int(time.time())
+    soon = tokens.make(KEY, "reader", "x", now_s + 60)
+    assert role(soon) == role(soon) == "reader"
+    monkeypatch.setattr(time, "time", lambda: now_s + 60.0)
+    with pytest.raises(AuthError):
+        role(soon)
+    for i in range(2 * limits.TOKENS_KNOWN_MAX):
+        assert role(tokens.make(KEY, "worker", f"w{i}")) == "worker"
+        with pytest.raises(AuthError):
+            role(f"nonsense-{i}")
+    assert 0 < len(access._known) <= limits.TOKENS_KNOWN_MAX
 
 
 @pytest.mark.asyncio
