@@ -131,7 +131,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._tell_rate()
-        self._push(None if loss is None else float(loss))
+        self._push(float(loss.detach()) if isinstance(loss, Tensor) else loss)
         self._take_in()
         return loss
 

@@ -1,0 +1,233 @@
+"""PyTorch workers on a real cluster: equal to torch by itself, in every mode and codec, and told what does not fit."""
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+from .cluster import Cluster
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("needs torch: pip install torch==2.13.0", allow_module_level=True)
+
+import torch
+from torch import nn
+
+from paramserver.torch import ParameterServerOptimizer
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+WORKERS = 2
+BATCH = 8
+
+
+@pytest.fixture
+def client(shared_cluster: Cluster) -> Any:
+    """A client of the shared cluster."""
+    torch.set_num_threads(1)
+    with ps.connect(shared_cluster.url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def name(client: ps.Client, request: pytest.FixtureRequest) -> Any:
+    """A model's name of the test's own, gone afterwards."""
+    text = "torch-" + "".join(c if c.isalnum() else "-" for c in request.node.name)[-50:].strip("-")
+    yield text
+    client.model(text).delete()
+
+
+def module(seed: int = 0) -> nn.Module:
+    """A smooth net of 323 parameters; its values are drawn from the seed."""
+    rng = np.random.default_rng(seed)
+    net = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 1))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.from_numpy(rng.normal(0, 0.4, p.shape).astype(np.float32)))
+    return net
+
+
+def loss_of(net: nn.Module, rows: slice, step: int) -> Any:
+    """Mean loss of some rows of the step's batch, which is one and the same for every run."""
+    rng = np.random.default_rng(1000 + step)
+    x = rng.standard_normal((WORKERS * BATCH, 12), dtype=np.float32)
+    y = np.sin(x.sum(1, keepdims=True))
+    return nn.functional.mse_loss(net(torch.from_numpy(x[rows])), torch.from_numpy(y[rows]))
+
+
+def together(work: Callable[[int], Any]) -> list[Any]:
+    """The results of `work(0)`, `work(1)`, … run at the same time."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return list(pool.map(work, range(WORKERS)))
+
+
+def train(
+    client: ps.Client, name: str, optimizer: ps.Optimizer, steps: int, scheduler: Any = None, **options: Any
+) -> list[nn.Module]:
+    """Each worker's net after so many steps over its rows of the batches."""
+    joined = threading.Barrier(WORKERS)
+
+    def work(index: int) -> nn.Module:
+        net = module(index)  # only the values of the worker that creates the model count
+        with ParameterServerOptimizer(net, client.model(name), optimizer, rank=index, **options) as opt:
+            rates = scheduler(opt) if scheduler else None
+            joined.wait(60)
+            for step in range(steps):
+                opt.zero_grad()
+                loss_of(net, slice(index * BATCH, (index + 1) * BATCH), step).backward()
+                opt.step()
+                if rates:
+                    rates.step()
+        return net
+
+    client.create_model(name, _values(module()), optimizer=optimizer, consistency=options.get("consistency"))
+    return together(work)
+
+
+def _values(net: nn.Module) -> dict[str, Any]:
+    return {n: p.detach().numpy().copy() for n, p in net.named_parameters()}
+
+
+PAIRS: dict[str, tuple[ps.Optimizer, Any]] = {
+    "sgd": (ps.SGD(0.05), lambda p: torch.optim.SGD(p, 0.05)),
+    "momentum": (ps.Momentum(0.02, momentum=0.9), lambda p: torch.optim.SGD(p, 0.02, momentum=0.9)),
+    "adam": (ps.Adam(lr=2e-3), lambda p: torch.optim.Adam(p, 2e-3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("optimizer", sorted(PAIRS))
+def test_synchronous_workers_equal_one_process(client: ps.Client, name: str, optimizer: str, scheduled: bool) -> None:
+    """100 steps of two workers with batch 8 give what torch gives with batch 16, up to float32 rounding.
+
+    With a learning-rate scheduler too: the change comes from rank 0 and is in force for all at one clock.
+    """
+    ours, theirs = PAIRS[optimizer]
+    schedule = (lambda o: torch.optim.lr_scheduler.StepLR(o, 30, 0.5)) if scheduled else None
+
+    nets = train(client, name, ours, 100, schedule, consistency=ps.Sync())
+
+    alone = module()
+    opt = theirs(alone.parameters())
+    rates = schedule(opt) if schedule else None
+    for step in range(100):
+        opt.zero_grad()
+        loss_of(alone, slice(None), step).backward()
+        opt.step()
+        if rates:
+            rates.step()
+    moved = max(
+        float((a - b).abs().max().detach()) for a, b in zip(alone.parameters(), module().parameters(), strict=True)
+    )
+    assert moved > 0.05
+    for net in nets:
+        for got, want in zip(net.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(got, want, rtol=1e-4, atol=2e-5), (got - want).abs().max()
+    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "topk:0.1", "int8+zstd", "fp32+lz4"])
+def test_codecs_stay_near_the_exact_training(client: ps.Client, name: str, codec: str) -> None:
+    """30 synchronous steps in a codec learn about what exact ones do, and both workers end with the same values."""
+    nets = train(client, name, ps.SGD(0.05), 30, consistency=ps.Sync(), codec=codec, pull_codec="fp32")
+
+    exact = module()
+    opt = torch.optim.SGD(exact.parameters(), 0.05)
+    for step in range(30):
+        opt.zero_grad()
+        loss_of(exact, slice(None), step).backward()
+        opt.step()
+    start, end, ours = (float(loss_of(n, slice(None), 999).detach()) for n in (module(), exact, nets[0]))
+    assert end < 0.9 * start
+    assert abs(ours - end) < 0.25 * (start - end)
+    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "ssp", "sync", "buffered"])
+def test_the_example_learns_in_every_mode(client: ps.Client, mode: str) -> None:
+    """The digits example, 60 steps of two workers in int8: well on its way (97 % take 400 steps)."""
+    from paramserver.examples import digits_torch
+
+    assert digits_torch.once(client, mode, "int8", workers=2, steps=60) >= 0.8
+
+
+def test_one_worker_uploads_and_the_others_take(client: ps.Client, name: str) -> None:
+    """Of workers that find no model one creates it, and all begin with its values."""
+
+    def begin(index: int) -> dict[str, Any]:
+        net = module(index)
+        with ParameterServerOptimizer(net, client.model(name), ps.Adam(lr=1e-3)):
+            return _values(net)
+
+    first, second = together(begin)
+
+    assert all(np.array_equal(first[n], second[n]) for n in first)
+    assert any(all(np.array_equal(first[n], v) for n, v in _values(module(i)).items()) for i in range(WORKERS))
+
+
+def test_what_does_not_fit_is_listed(client: ps.Client, name: str, shared_cluster: Cluster) -> None:
+    """Another module, a model that is not there, a wrong URL and plain parameters are refused, each with its reason."""
+    with pytest.raises(ps.NotFoundError, match="optimizer="):
+        ParameterServerOptimizer(module(), client.model(name))
+    with pytest.raises(ps.NotFoundError):
+        ParameterServerOptimizer(module(), client.model(name), ps.SGD(), create=False)
+    ParameterServerOptimizer(module(), f"{shared_cluster.url}/models/{name}", ps.SGD(0.1)).close()
+
+    with pytest.raises(ps.RequestError, match="does not fit") as e:
+        ParameterServerOptimizer(nn.Sequential(nn.Linear(12, 17), nn.Tanh(), nn.Linear(16, 6)), client.model(name))
+    assert {x["where"] for x in e.value.errors} == {"0.weight", "0.bias", "4.weight", "4.bias"}
+    with pytest.raises(ps.RequestError, match="named_parameters"):
+        ParameterServerOptimizer(module().parameters(), client.model(name))
+    with pytest.raises(ps.RequestError, match="URL"):
+        ParameterServerOptimizer(module(), f"{shared_cluster.url}/nothing")
+    assert [w["alive"] for w in client.model(name).workers()] == [False]
+
+
+def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> None:
+    """A frozen parameter is never moved, one without a gradient keeps its state; a step without any moves nothing."""
+    net: Any = module()
+    net[0].weight.requires_grad_(False)
+    before = _values(net)
+    with ParameterServerOptimizer(net, client.model(name), ps.Adam(lr=0.1, weight_decay=0.1)) as opt:
+        opt.step()
+        net[4].bias.grad = torch.ones(1)
+        opt.step()
+        assert opt.pushed is not None
+        moved = {n for n, v in _values(net).items() if not np.array_equal(v, before[n])}
+        assert moved == {"4.bias"}
+        loss_of(net, slice(None), 0).backward()
+        opt.step(lambda: torch.tensor(0.5))
+        moved = {n for n, v in _values(net).items() if not np.array_equal(v, before[n])}
+        assert moved == set(before) - {"0.weight"}
+        assert opt.worker.clock_number == 3
+
+
+def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
+    """zero_grad, closures, state_dict, a second group (refused) and bfloat16 modules work as they do with torch."""
+    net = module().to(torch.bfloat16)
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05), codec="bf16") as opt:
+        assert isinstance(opt, torch.optim.Optimizer)
+        assert client.model(name).info()["spec"]["params"]["0.weight"]["dtype"] == "bfloat16"
+
+        def closure() -> Any:
+            opt.zero_grad()
+            loss = (net(torch.ones(4, 12, dtype=torch.bfloat16)) - 2).square().mean()
+            loss.backward()
+            return loss
+
+        first = float(opt.step(closure).detach())
+        assert float(opt.step(closure).detach()) < first
+        state = opt.state_dict()
+        state["param_groups"][0]["lr"] = 0.025
+        opt.load_state_dict(state)
+        opt.step(closure)
+        assert client.model(name).info()["spec"]["optimizer"]["lr"] == 0.025
+        with pytest.raises(ps.RequestError, match="one group"):
+            opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
