@@ -111,6 +111,13 @@ def stop(state: StateDir) -> bool:
     return True
 
 
+def plan_changed(state: StateDir) -> None:
+    """Tell the supervisor of a cluster that its plan is another one now."""
+    supervisor = state.supervisor()
+    if supervisor is not None and supervisor.phase == "ready":
+        _signal(supervisor.pid, signal.SIGUSR1)
+
+
 def _signal(pid: int, number: signal.Signals) -> None:
     """Signal a supervisor, if that process is one: its number may long be another's."""
     with suppress(psutil.NoSuchProcess):

@@ -2,7 +2,22 @@
 
 import typer
 
-from paramserver_cli import checkpoints, config, demo, doctor, exits, keys, logs, models, new, runs, status, train, up
+from paramserver_cli import (
+    checkpoints,
+    config,
+    demo,
+    doctor,
+    exits,
+    keys,
+    logs,
+    models,
+    moves,
+    new,
+    runs,
+    status,
+    train,
+    up,
+)
 
 app = typer.Typer(
     cls=exits.Psctl,
@@ -23,6 +38,8 @@ app.command(rich_help_panel=LOCAL)(up.down)
 app.command("list", rich_help_panel=LOCAL)(up.list_clusters)
 app.command(rich_help_panel=LOCAL)(logs.logs)
 app.command(rich_help_panel=CLUSTER)(status.status)
+app.command(rich_help_panel=CLUSTER)(moves.drain)
+app.command(rich_help_panel=CLUSTER)(moves.scale)
 app.command(rich_help_panel=CLUSTER)(train.train)
 app.command(rich_help_panel=CLUSTER)(models.models)
 app.command(rich_help_panel=CLUSTER)(models.create)

@@ -59,6 +59,8 @@ def table(found: dict[str, Any]) -> RenderableType:
     nodes = Table("node", "state", "heartbeat", "partitions", "MiB", "address", box=None)
     for n in found["nodes"]:
         state = n["state"] if n["alive"] else "dead"
+        if n["role"] == "scheduler" and state == "active":
+            state = "leads"
         size = f"{n['bytes'] / (1 << 20):.1f}"
         address = ", ".join(a for a in n["addresses"] if a.startswith("http"))
         nodes.add_row(n["name"], state, f"{n['heartbeat_age_s']:.1f} s", str(n["partitions"]), size, address)
@@ -70,7 +72,8 @@ def table(found: dict[str, Any]) -> RenderableType:
             lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
             numbers = (str(m["version"]), str(m["clock"]), f"{m['pushes_per_s']:.1f}", lag)
             workers = sum(w["state"] != "dead" for w in m["workers"])
-            models.add_row(m["name"], m["mode"], m["state"], *numbers, str(workers), last)
+            state = f"{m['state']}, {len(m['moving'])} moving" if m["moving"] else m["state"]
+            models.add_row(m["name"], m["mode"], state, *numbers, str(workers), last)
         parts += [Text(), models]
     if found["runs"]:
         runs = Table("run", "model", "state", "workers", "", box=None)

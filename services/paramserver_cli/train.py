@@ -60,7 +60,9 @@ def train(
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # the workers inherit it: neither a file nor a command line shows it
     state = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-")))
-    plan = Plan(shards=0, workers=workers, scheduler=client.url, allow=[entry.partition(":")[0]], paths=[str(folder)])
+    plan = Plan(
+        shards=0, workers=workers, scheduler=",".join(client.urls), allow=[entry.partition(":")[0]], paths=[str(folder)]
+    )
     try:
         with launch.cluster(state, plan):
             run = client.create_run(model, entry, args=pairs(arg or []), workers=workers, stop=stop, **options)

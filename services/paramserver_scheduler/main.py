@@ -98,7 +98,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
             group.create_task(runtime.run())
             group.create_task(watch(http.state.service))
             await stop.wait()
-            raise Resigned
+            raise Resigned("told to stop")
     finally:
         http.state.service = None
         # Feeds and long polls end now: their clients ask again, and are handed on to whoever leads next.

@@ -1,0 +1,256 @@
+"""psctl drain and psctl scale: partitions move from shard to shard while training goes on, and one can watch."""
+
+from __future__ import annotations  # client classes are named, but not imported until used
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import paramserver as ps
+from paramserver.errors import PsError
+from paramserver_cli import launch
+from paramserver_cli.cluster_file import Cluster, StateDir
+from paramserver_cli.config import StateDirOption, Url, client_settings, connect, state_dir
+from paramserver_cli.launch import Failed
+
+LOOK_S: Final = 0.25
+QUIET_S: Final = 2.0
+"""After so long without a move or a new shard, everything is where it belongs."""
+MIB: Final = 1 << 20
+
+Line = Mapping[str, Any]
+Show = Callable[[int, int, str], None]
+Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds until it is given up; moves go on without psctl.")]
+
+
+def drain(
+    shard: Annotated[str, typer.Argument(help="The shard's name, as psctl status shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="It keeps what it still has, and takes its part again.")] = False,
+    wait: Annotated[bool, typer.Option(help="Show the moves until it owns nothing.")] = True,
+    timeout: Timeout = 600.0,
+    url: Url = None,
+) -> None:
+    """Move all partitions of a shard to the others while training goes on; then it may be stopped.
+
+    psctl drain shard-1
+
+    psctl drain shard-1 --undo
+    """
+    client = connect(url)
+    if undo:
+        _set(client, shard, "active")
+        typer.echo(f"{shard} is active again")
+        return
+    _drain_all(client, [shard])
+    if wait:
+        _until_empty(client, [shard], timeout)
+        typer.echo(f"{shard} owns nothing any more: it may be stopped, or psctl drain {shard} --undo")
+
+
+def scale(
+    what: Annotated[str, typer.Argument(help="shards")],
+    number: Annotated[int, typer.Argument(min=1, max=1024, help="How many there shall be.")],
+    timeout: Timeout = 600.0,
+    state: StateDirOption = None,
+    url: Url = None,
+) -> None:
+    """Have more shards or fewer, while training goes on; refused when those that stay cannot hold everything.
+
+    A cluster of psctl up starts or stops the processes itself. For others the command to run is printed, and the moves
+    are shown.
+
+    psctl scale shards 4
+    """
+    if what != "shards":
+        raise typer.BadParameter(f"cannot scale '{what}', only shards", param_hint="WHAT")
+    own = _own(url, state)
+    client = connect(url)
+    before = sorted((x["name"] for x in _shards(client) if x["alive"]), key=_natural)
+    if own is not None:
+        before = own.names
+    for line in _shards(client):  # of an earlier attempt that was broken off
+        if line["state"] == "draining" and line["name"] in before[:number]:
+            _set(client, line["name"], "active")
+    if number < len(before):
+        _fewer(client, before[number:], number, own, timeout)
+    elif number > len(before):
+        _more(client, number, own, timeout)
+    _until_quiet(client, number, timeout)
+    typer.echo(f"{number} shards")
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The cluster of psctl up that is meant."""
+
+    state: StateDir
+    cluster: Cluster
+
+    @property
+    def names(self) -> list[str]:
+        return [f"shard-{i}" for i in range(len(self.cluster.shards))]
+
+    def resize(self, shards: int) -> None:
+        """Have the supervisor run so many; returns when it has taken that up."""
+        plan = self.state.plan()
+        if plan is None:
+            raise Failed(f"the cluster under {self.state.path} has no plan")
+        self.state.write(replace(plan, shards=shards))
+        launch.plan_changed(self.state)
+        deadline = time.monotonic() + 60.0
+        while True:
+            cluster, supervisor = self.state.cluster(), self.state.supervisor()
+            if cluster is not None and len(cluster.shards) == shards:
+                return
+            if supervisor is not None and supervisor.error:
+                raise Failed(supervisor.error)
+            if time.monotonic() > deadline or not self.state.is_running():
+                raise Failed(f"the supervisor does not follow; psctl logs supervisor --state-dir {self.state.path}")
+            time.sleep(LOOK_S)
+
+
+def _own(url: str | None, state: Any) -> _Own | None:
+    """The cluster of this machine's state directory, if it is the one that is meant."""
+    folder = state_dir(state)
+    cluster = folder.cluster() if folder.is_running() else None
+    meant = str(client_settings({"url": url})["url"][0])
+    if cluster is None or (state is None and not set(meant.split(",")) & set(cluster.schedulers)):
+        return None
+    return _Own(folder, cluster)
+
+
+def _more(client: ps.Client, number: int, own: _Own | None, timeout_s: float) -> None:
+    if own is not None:
+        own.resize(number)
+        return
+    typer.echo("start them with one of these; the moves are shown as soon as they have joined:")
+    _print_commands(number)
+
+
+def _fewer(client: ps.Client, names: Sequence[str], number: int, own: _Own | None, timeout_s: float) -> None:
+    alive = {x["name"] for x in _shards(client) if x["alive"]}
+    _drain_all(client, [n for n in names if n in alive])
+    _until_empty(client, names, timeout_s)
+    if own is not None:
+        own.resize(number)
+        return
+    typer.echo(f"{', '.join(names)}: nothing is left there. Stop them with one of these:")
+    _print_commands(number)
+
+
+def _print_commands(number: int) -> None:
+    typer.echo(f"  docker compose up -d --no-recreate --scale shard={number}")
+    typer.echo(f"  kubectl -n paramserver scale statefulset shard --replicas {number}")
+
+
+# --- the cluster ---
+
+
+def _shards(client: ps.Client) -> list[Line]:
+    items: list[Line] = client.request("GET", "/shards?limit=1000")["items"]
+    return items
+
+
+def _set(client: ps.Client, shard: str, state: str) -> Line:
+    answer: Line = client.request("PUT", f"/shards/{quote(shard, safe='')}", {"state": state})
+    return answer
+
+
+def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
+    """Ask all of them to give everything away, or none.
+
+    Raises ConflictError (`not_enough_memory`) with the figures, Failed where nobody could take anything.
+    """
+    asked: list[str] = []
+    try:
+        for name in names:
+            answer = _set(client, name, "draining")
+            asked.append(name)
+            if not answer["targets"]:
+                raise Failed(f"no other shard could take what {name} owns: start one first")
+    except (PsError, Failed):
+        for name in asked:
+            _set(client, name, "active")
+        raise
+
+
+def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> None:
+    """Show the moves until none of these owns anything."""
+    deadline, total = time.monotonic() + timeout_s, 0
+    with _progress("partitions moved") as show:
+        while True:
+            lines = [x for x in _shards(client) if x["name"] in names]
+            left = sum(x["partitions"] for x in lines)
+            total = max(total, left)
+            size = sum(x["bytes"] for x in lines) / MIB
+            show(total - left, total, f"{size:.1f} MiB left on {', '.join(names)}")
+            if not left:
+                return
+            _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows what is in the way")
+            time.sleep(LOOK_S)
+
+
+def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
+    """Show the moves until so many shards live and nothing has moved for a while."""
+    deadline = time.monotonic() + timeout_s
+    owned: Mapping[str, int] = {}
+    quiet_s = time.monotonic()
+    done = 0
+    with _progress("partitions moved") as show:
+        while True:
+            lines = [x for x in _shards(client) if x["alive"]]
+            now = {x["name"]: int(x["partitions"]) for x in lines if x["state"] == "active"}
+            under_way = sum(len(x["moves"]) for x in lines)
+            done += sum(max(0, n - owned.get(name, n)) for name, n in now.items()) if owned else 0
+            if now != owned or under_way or len(now) != number:
+                owned, quiet_s = now, time.monotonic()
+            spread = "  ".join(f"{name} {n}" for name, n in sorted(now.items(), key=lambda i: _natural(i[0])))
+            show(done, done + under_way, f"{len(now)} of {number} shards: {spread}")
+            if time.monotonic() - quiet_s > QUIET_S:
+                return
+            _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are under way")
+            time.sleep(LOOK_S)
+
+
+def _check(deadline: float, text: str) -> None:
+    if time.monotonic() > deadline:
+        raise Failed(f"given up: {text}")
+
+
+def _natural(name: str) -> list[Any]:
+    """Sorts shard-10 behind shard-9."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Show]:
+    """A bar at a terminal, lines that say something new anywhere else."""
+    if not sys.stderr.isatty():
+        last = ""
+
+        def tell(done: int, total: int, text: str) -> None:
+            nonlocal last
+            line = f"{done} of {total} {title}; {text}"
+            if line != last:
+                typer.echo(line, err=True)
+            last = line
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, text="")
+
+        def draw(done: int, total: int, text: str) -> None:
+            bar.update(task, completed=done, total=total or None, text=text)
+
+        yield draw

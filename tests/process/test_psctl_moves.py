@@ -1,0 +1,132 @@
+"""psctl scale and drain on a cluster of psctl up with two schedulers: training goes on and nothing is lost."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+from .cluster import Cluster, cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two schedulers and two shards, to be scaled."""
+    with cluster(tmp_path_factory.mktemp("elastic"), args=("--schedulers", "2")) as running:
+        yield running
+
+
+def owners(running: Cluster, model: str) -> dict[str, int]:
+    """How many partitions of the model each shard owns."""
+    found = httpx.get(f"{running.url}/models/{model}").json()["partitions"]
+    names = [p["shard"] for p in found]
+    return {n: names.count(n) for n in sorted(set(names))}
+
+
+@contextmanager
+def pushing(running: Cluster, model: str) -> Iterator[None]:
+    """Pushes of ones for as long as the block runs; afterwards every cell holds their exact number."""
+    errors: list[BaseException] = []
+    over = threading.Event()
+    count = 0
+
+    def work() -> None:
+        nonlocal count
+        try:
+            with ps.connect(running.url) as client, client.model(model).worker(name="w") as worker:
+                while not over.is_set():
+                    worker.push({"w": np.ones(64, np.float32)})
+                    count += 1
+        except BaseException as e:  # shown by the test
+            errors.append(e)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: count > 2 or errors, what="the first pushes")
+        yield
+    finally:
+        over.set()
+        thread.join(60.0)
+    assert errors == []
+    with ps.connect(running.url) as client:
+        assert set(client.model(model).pull()["w"].tolist()) == {float(count)}
+
+
+def test_shards_come_and_go_while_pushes_go_on(elastic: Cluster) -> None:
+    """Scaled to three and back to two: the third gets its part and is gone again, and each push counts once."""
+    with ps.connect(elastic.url) as client:
+        client.create_model("scaled", {"w": (64,)}, optimizer=ps.Sum(), partitions=8)
+    with pushing(elastic, "scaled"):
+        for number, parts in ((3, [2, 3]), (2, [4])):
+            done = elastic.psctl("scale", "shards", str(number), "--state-dir", str(elastic.state_dir), timeout_s=150)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert done.stdout.splitlines()[-1] == f"{number} shards"
+            assert "partitions moved" in done.stderr
+            held = owners(elastic, "scaled")
+            assert sorted(held) == [f"shard-{i}" for i in range(number)]
+            assert set(held.values()) <= set(parts)
+            assert len(elastic.present()["shards"]) == number
+    left = {n["name"]: n["state"] for n in json.loads(elastic.psctl("status", "--json").stdout)["nodes"]}
+    assert left.get("shard-2", "left") == "left"
+
+
+def test_a_drained_shard_owns_nothing_until_it_is_wanted_again(elastic: Cluster) -> None:
+    """`drain` returns when nothing is left there, `--undo` gives it its part back; the last one is not drained."""
+    with ps.connect(elastic.url) as client:
+        client.create_model("drained", {"w": (64,)}, optimizer=ps.Sum(), partitions=8)
+    with pushing(elastic, "drained"):
+        done = elastic.psctl("drain", "shard-1", timeout_s=150)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert owners(elastic, "drained") == {"shard-0": 8}
+        status = elastic.psctl("status").stdout
+        assert "draining" in status
+        assert "leads" in status
+        assert "standby" in status
+        refused = elastic.psctl("drain", "shard-0")
+        assert refused.returncode == 1
+        assert "start one first" in refused.stderr
+        assert elastic.psctl("drain", "shard-1", "--undo").returncode == 0
+        eventually(lambda: owners(elastic, "drained") == {"shard-0": 4, "shard-1": 4}, within_s=60.0)
+    assert elastic.psctl("drain", "shard-9").returncode == 4
+
+
+def test_another_scheduler_takes_over(elastic: Cluster) -> None:
+    """With the leader killed, a client of its URL alone goes on, and psctl finds the other one."""
+    with ps.connect(elastic.url) as client:
+        for _ in range(2):
+            found = client.status()
+            term = found["cluster"]["term"]
+            leads = next(n for n in found["nodes"] if n["role"] == "scheduler" and n["state"] == "active")
+            index = elastic.info["schedulers"].index(leads["addresses"][0])
+            old = elastic.kill("scheduler", index)
+            assert client.status()["cluster"]["term"] > term
+            assert elastic.psctl("status", "--url", ",".join(elastic.info["schedulers"])).returncode == 0
+            eventually(partial(elastic.replaced, "scheduler", index, old), what="a new scheduler")
+
+
+def test_what_has_no_room_is_refused(elastic: Cluster) -> None:
+    """More shards than the cluster has ports for are refused with the figure, and nothing changes."""
+    refused = elastic.psctl("scale", "shards", "500", "--state-dir", str(elastic.state_dir))
+    assert refused.returncode == 1
+    assert "room for 1 to 97" in refused.stderr
+    assert len(elastic.present()["shards"]) == 2
+
+
+def test_other_clusters_are_told_the_command(elastic: Cluster, tmp_path: Path) -> None:
+    """For a cluster that psctl did not start, the lines of compose and kubectl are printed, and it watches on."""
+    args = ("--state-dir", str(tmp_path), "--timeout", "3")
+    done = elastic.psctl("scale", "shards", "3", *args, timeout_s=60)
+    assert done.returncode == 1
+    assert "docker compose up -d --no-recreate --scale shard=3" in done.stdout
+    assert "kubectl -n paramserver scale statefulset shard --replicas 3" in done.stdout
+    assert "2 of 3 shards" in done.stderr
