@@ -169,7 +169,8 @@ class Cluster:
         """The same ownership goes on under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
         first, source = owner.renewed or owner.token, owner.source
-        self.give_token(model, index, source)
+        # Who lacks it nevertheless must not take the first values for the model's.
+        self.give_token(model, index, "snapshot" if model.ready else source)
         owner.renewed, owner.durable_version = first, 0
 
     def fence(self, shard: str, epoch: int) -> None:

@@ -9,8 +9,9 @@ from paramserver.core.line import Lines
 from paramserver.core.operation import CommitOperation, Operation, PushOperation, SetOperation
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
+from paramserver.core.shard_io import Effect, LoadPartition, ModelView
 from paramserver.core.snapshot_plan import SnapshotPlan
-from paramserver.types import Token
+from paramserver.types import PartitionKey, Token
 
 
 class Shard(Protocol):
@@ -18,6 +19,7 @@ class Shard(Protocol):
 
     durability: Durability
     plan: SnapshotPlan
+    held_bytes: int
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Take up again what was left alone while the partition was held."""
@@ -30,6 +32,21 @@ class Handover:
         self._shard = shard
         self._lines = lines
         self._held: dict[Partition, None] = {}
+
+    def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token) -> list[Effect]:
+        """An ownership that is not served here yet; it begins with what was kept, or has to be loaded."""
+        kept, source = model.refused.get(index), view.sources.get(index, view.source)
+        if kept is not None and token <= kept.token:
+            return []  # a document of before
+        if kept is not None and kept.state is not None and view.renewed.get(index, token) <= kept.token:
+            model.partitions[index] = kept
+            self._shard.held_bytes += kept.held_bytes
+            self.renew(kept, token)
+            return []
+        key = PartitionKey(model.key, index)
+        p = Partition.of(key, token, model.layout, model.spec, model.revision, model.live_workers)
+        p.source, model.partitions[index] = source, p
+        return [LoadPartition(key, token, source, model.spec, model.layout)]
 
     def hold(self, partition: Partition, wish: int) -> list[Operation]:
         """Let the running operation end and nothing else begin; returns the requests that waited."""

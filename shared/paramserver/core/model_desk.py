@@ -121,8 +121,8 @@ class ModelDesk:
             self.c.save_clock(model)
             self.c.model_changed(model)
             if model.gate.sync and not was_sync and not self._untouched(model):
-                # None that a partition's version has not reached, so a pull that waits for it is met at once.
-                begin_sync(self.c, model, min(model.gate.clock, *(o.version for o in model.owners)))
+                # Partitions take the clock for their version at the first commit, and versions only rise.
+                begin_sync(self.c, model, max(model.gate.clock, *(o.version for o in model.owners)))
         self.c.answer(e.request, self.c.public(model))
 
     def _untouched(self, model: Model) -> bool:
@@ -217,7 +217,7 @@ class ModelDesk:
                 self._filled(model, {RESTORED})
             if model.gate.sync:
                 # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
-                begin_sync(self.c, model, max(model.gate.clock, e.version))
+                begin_sync(self.c, model, model.gate.clock)
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
 

@@ -81,8 +81,6 @@ class RestoreFinished:
     request: int
     model: ModelKey
     error: PsError | None = None
-    version: int = 0
-    """The highest version that a partition answered when it was set."""
 
 
 @dataclass(frozen=True, slots=True)

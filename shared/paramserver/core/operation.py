@@ -306,7 +306,7 @@ class SetOperation(Operation):
 
 @dataclass(slots=True, eq=False)
 class CommitOperation(Operation):
-    """One decided clock of a synchronous model, on one partition: version + 1 whatever it touches."""
+    """One decided clock of a synchronous model, on one partition: version + 1 whatever it touches, or its clock."""
 
     commit: CommitDecided = field(kw_only=True)
     _step: Step | None = None
@@ -353,6 +353,7 @@ class CommitOperation(Operation):
         shard.committed(self.model, p, now)
 
 
+        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 5)
 @dataclass(slots=True, eq=False)
 class FlushOperation(Operation):
     """The mean of what one partition has buffered is applied, in order of arrival."""

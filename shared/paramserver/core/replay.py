@@ -146,6 +146,7 @@ class Replay:
             state = self._mean(p.listed(contributions), head, divisor)
         p.settle(contributions, head["t"])
         p.clock = head["t"] + 1
+        p.version = max(p.version, head["t"])
         self._flip(state)
 
     def _flush(self, entry: JournalEntry) -> None:

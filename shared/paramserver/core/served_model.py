@@ -10,7 +10,7 @@ from paramserver.core.shard_io import CommitDecided, ModelView
 from paramserver.core.spec import ModelSpec
 from paramserver.core.watermark import LEVELS
 from paramserver.errors import PsError, problem
-from paramserver.types import ModelKey, Token
+from paramserver.types import ModelKey
 
 if TYPE_CHECKING:
     from paramserver.core.operation import Operation
@@ -40,8 +40,9 @@ class ServedModel:
     partitions: dict[int, Partition] = field(default_factory=dict)
     parked: list["Operation"] = field(default_factory=list)
     """Requests that wait for a partition to be loaded."""
-    refused: dict[int, Token] = field(default_factory=dict)
-    """Ownerships that another one has replaced in Redis, whatever the feed still says."""
+    refused: dict[int, Partition] = field(default_factory=dict)
+    """Ownerships that another one has replaced in Redis, whatever the feed still says.  Until it says who has them now
+    they are kept in memory: the new one may be a renewal of this one, after Redis was emptied."""
     resync_at: float = 0.0
     """Not before then the feed is asked to tell everything again."""
 

@@ -56,7 +56,6 @@ from paramserver.core.shard_io import (
     SetReceived,
     SnapshotFailed,
     SnapshotStored,
-    Source,
     StorageChanged,
     Tick,
     WorkerAnswered,
@@ -204,8 +203,9 @@ class ShardCore:
             elif token is None or token > p.token:
                 requests += self._lose(model, p)
         for index, token in view.owned.items():
-            if index not in model.partitions and token > model.refused.get(index, -1):
-                self._take_up(model, PartitionKey(model.key, index), token, view.sources.get(index, view.source))
+            if index not in model.partitions:
+                self._effects += self._handover.take_up(model, view, index, token)
+        model.refused = {i: p for i, p in model.refused.items() if view.owned.get(i) == p.token}
         for p in model.partitions.values():
             wish = view.release.get(p.index, 0)
             if p.held and wish != p.held:
@@ -216,11 +216,6 @@ class ShardCore:
             self._requests.submit(operation)
         if requests or model.parked:
             self._requests.unpark(model)
-
-    def _take_up(self, model: ServedModel, key: PartitionKey, token: Token, source: Source) -> None:
-        p = Partition.of(key, token, model.layout, model.spec, model.revision, model.live_workers)
-        p.source, model.partitions[key.index] = source, p
-        self._effects.append(LoadPartition(key, token, source, model.spec, model.layout))
 
     def _lose(self, model: ServedModel, p: Partition) -> list[Operation]:
         """An ownership has ended; returns the requests that stood in its line."""
@@ -440,7 +435,7 @@ class ShardCore:
     def _journal_refused(self, event: JournalRefused, now: float) -> None:
         model, p = self._find(event.key, event.token)
         if model is not None and p is not None:
-            model.refused[p.index] = p.token
+            model.refused[p.index] = p
             for operation in self._lose(model, p):
                 self._requests.submit(operation)
             self._requests.unpark(model)

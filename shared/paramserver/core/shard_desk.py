@@ -11,7 +11,7 @@ from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
 from paramserver.core.placement import assign
 from paramserver.core.scheduler_io import JoinShard, LeaveShard, LoadFiles, OpenFeed, RedisEmptied, ShardHeartbeat
-from paramserver.core.timeline import restart
+from paramserver.core.timeline import begin_sync, restart
 from paramserver.errors import problem
 
 ADDRESSES_MAX: Final = 16
@@ -196,6 +196,7 @@ class ShardDesk:
                 if owner.from_version is None:
                     owner.from_version = version
                     self.c.touch(model)
+                    self._check_clock(model, version)
                 if revision and owner.revision != revision[0]:
                     owner.revision = revision[0]
                     self.c.touch(model)
@@ -213,6 +214,15 @@ class ShardDesk:
         self.moves.loads(e.name, loads)
         self._lost(e.name, lost)
         self.c.answer_now(e.request, {"state": shard.state})
+
+    def _check_clock(self, model: Model, version: int) -> None:
+        """A journaled partition that begins before the oldest commit that is kept was lost with what Redis had.
+
+        It can never reach the others' clock, so a new phase begins with the values that there are.
+        """
+        first = model.commits[0][1].t if model.commits else model.gate.clock
+        if model.gate.sync and model.durable and model.ready and not model.opening and version < first:
+            begin_sync(self.c, model, model.gate.clock)
 
     def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Of these nothing was ever stored though their values came from outside: they are asked for again."""

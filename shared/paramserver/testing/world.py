@@ -23,11 +23,23 @@ class Faults:
     crash: float = 0.0005
     """A node dies right after having performed an effect."""
     feed_cut: float = 0.005
+    pause: float = 0.0
+    """Per second: some process stands still for a while, as by SIGSTOP."""
+    cut: float = 0.0
+    """Per second: messages from one process to another are lost for a while, in that direction alone."""
+    redis_away: float = 0.0
+    """Per second: Redis does not answer for a while."""
+    empty_at_s: float | None = None
+    """Redis loses everything, once."""
+    drain: float = 0.0
+    """Per second: a shard is drained for a while."""
     delay_s: tuple[float, float] = (0.001, 0.05)
     """Of each message; so messages overtake one another."""
     down_s: tuple[float, float] = (0.2, 9.0)
     """From a crash to the restart."""
-    until_s: float = 120.0
+    spell_s: tuple[float, float] = (0.3, 8.0)
+    """How long a pause, a cut, a drain or an absence of Redis lasts."""
+    until_s: float = 60.0
     """No faults after this, so that what waits for calm can finish."""
 
 
@@ -44,7 +56,10 @@ class Call:
 
     what: str
     deliver: Delivery
-    timeout_s: float = 10.0
+    target: str = ""
+    """The process that it goes to."""
+    source: str = ""
+    timeout_s: float = 5.0
 
 
 class World:
@@ -56,6 +71,8 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.events = 0
+        self.cuts: dict[tuple[str, str], float] = {}
+        """(from, to) -> until when no message gets through."""
         self.log: list[str] = []
         """The newest lines of the trace, for a failure's report."""
         self._heap: list[tuple[float, int, str, Callable[[], None]]] = []
@@ -75,6 +92,14 @@ class World:
     def chance(self, probability: float) -> bool:
         """True with that probability while faults happen."""
         return self.unkind and self.rng.random() < probability
+
+    def arrives(self, source: str, target: str) -> bool:
+        """Whether a message that is sent now gets there."""
+        return self.cuts.get((source, target), 0.0) <= self.now and not self.chance(self.faults.drop)
+
+    def spell(self) -> float:
+        """How long some trouble lasts."""
+        return self.rng.uniform(*self.faults.spell_s)
 
     def after(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
         """Do something later."""
@@ -110,12 +135,13 @@ class World:
                 on_answer(outcome)
 
         def answered(outcome: Any) -> None:
-            if not self.chance(self.faults.drop):
+            if self.arrives(call.target, call.source):
                 self.after(self.delay(), f"answer {call.what} {_named(outcome)}", lambda: settle(outcome))
 
-        copies = 0 if self.chance(self.faults.drop) else 2 if self.chance(self.faults.duplicate) else 1
+        copies = 2 if self.chance(self.faults.duplicate) else 1
         for _ in range(copies):
-            self.after(self.delay(), call.what, lambda: call.deliver(answered))
+            if self.arrives(call.source, call.target):
+                self.after(self.delay(), call.what, lambda: call.deliver(answered))
         late = problem("in_doubt", f"{call.what}: no answer within {call.timeout_s} s")
         self.after(call.timeout_s, f"timeout {call.what}", lambda: settle(late))
 

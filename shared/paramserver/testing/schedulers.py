@@ -1,0 +1,270 @@
+"""A simulated scheduler: follows until nobody leads, then leads by a lease in Redis until another one does."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paramserver.core import scheduler_io as io
+from paramserver.core.scheduler import SchedulerCore
+from paramserver.errors import PsError, problem
+from paramserver.testing.nodes import Node
+from paramserver.testing.storage import LEASE_S, SimRedis, Verdict
+from paramserver.testing.world import Answer, Call, World
+from paramserver.types import PartitionKey, Token
+
+Document = Mapping[str, Any]
+TICK_S = 0.5
+RETRY_S = 0.25
+
+
+@dataclass
+class Ledger:
+    """What schedulers have published, whichever of them: never two lists for one commit."""
+
+    commits: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+
+    def note(self, document: Document) -> None:
+        """Another document that others have seen."""
+        if document["type"] == "commit":
+            key = (document["generation"], document["timeline"], document["t"])
+            before = self.commits.setdefault(key, document["contributions"])
+            assert before == document["contributions"], f"commit {key} was published with two lists"
+
+
+@dataclass
+class _Batch:
+    """What one event led to and is not visible yet."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[PartitionKey, Token] = field(default_factory=dict)
+    fences: dict[str, int] = field(default_factory=dict)
+    effects: list[io.Effect] = field(default_factory=list)
+
+
+class SimScheduler(Node):
+    """The scheduler's core over simulated Redis."""
+
+    def __init__(self, world: World, name: str, redis: SimRedis, ledger: Ledger, *, crashes: bool = True) -> None:
+        super().__init__(world, name, redis, crashes=crashes)
+        self.ledger = ledger
+        self.leading = False
+        self.seen_term = 0
+        """The highest term it knows of; survives in the process alone."""
+
+    def start(self) -> None:
+        """Read everything back under a new term, as soon as nobody leads."""
+        self.up, self.leading = True, False
+        self.seen_term, self._missing_since_s = 0, None
+        self._reset()
+        self._beat(self.deaths)
+
+    def _reset(self) -> None:
+        self.feeds: dict[str, Callable[[Document], None]] = {}
+        self._queue: deque[_Batch] = deque()
+        self._writing = False
+        self._away = False
+        self._asked_s = self.world.now
+        """When it last sent the question whose answer was that it leads."""
+        self._held: list[Callable[[], None]] = []
+
+    # --- the lease
+
+    _missing_since_s: float | None
+
+    def _beat(self, life: int) -> None:
+        if life != self.deaths:
+            return
+        self.later(1.0 if self.leading else 0.5, "lease", lambda: self._beat(life))
+        if self.leading:
+            self._renew()
+            return
+        patient = self._missing_since_s is None or self.world.now - self._missing_since_s < 2 * LEASE_S
+        seen = self.seen_term
+
+        def work(redis: SimRedis) -> Any:
+            return redis.term, redis.take(self.name, seen, patient, self.world.now)
+
+        self.ask_redis("take", work, self._taken)
+
+    def _taken(self, answer: Any) -> None:
+        if answer is None or self.leading:
+            return
+        term, taken = answer
+        if isinstance(taken, str):
+            if term < self.seen_term and self._missing_since_s is None:
+                self._missing_since_s = self.world.now
+            elif term >= self.seen_term:
+                self.seen_term, self._missing_since_s = term, None
+            return
+        self._reset()
+        self.leading = True
+        self.term, fields = taken
+        self.seen_term = self.term
+        self.core = SchedulerCore.restore(fields, self.world.now, self.term)
+        self._tick(self.term)
+
+    def _renew(self) -> None:
+        term, asked_s = self.term, self.world.now
+
+        def renewed(answer: tuple[Verdict, int] | None) -> None:
+            if not self.leading or term != self.term:
+                return
+            if answer is None:
+                self._storage("no answer to a renewal")
+                return
+            verdict, known = answer
+            self.seen_term = max(self.seen_term, known)
+            if verdict is Verdict.FENCED:
+                self._step_down()
+                return
+            self._asked_s = asked_s
+            self._storage("")
+            if verdict is Verdict.EMPTIED:
+                self.term = known
+                self._tick(known)
+                self.handle(io.RedisEmptied(known))
+            held, self._held = self._held, []
+            for action in held:
+                action()
+
+        self.ask_redis("renew", lambda redis: redis.renew(self.name, term, self.world.now), renewed)
+
+    def _step_down(self) -> None:
+        self.leading = False
+        for request in list(self._waiting):
+            self.answer(request, _no_leader())
+        self._reset()
+
+    def pause(self, seconds: float) -> None:
+        """When it is over, Redis is asked before anything is answered."""
+        super().pause(seconds)
+        self.later(0.0, "was paused", self._doubt)
+
+    def _doubt(self) -> None:
+        if self.leading:
+            self._asked_s = float("-inf")
+            self._renew()
+
+    @property
+    def _sure(self) -> bool:
+        return self._asked_s > float("-inf")
+
+    def _storage(self, reason: str) -> None:
+        if self._away != bool(reason):
+            self._away = bool(reason)
+            self.handle(io.StorageChanged(reason))
+
+    # --- events and effects
+
+    def _tick(self, term: int) -> None:
+        if self.leading and term == self.term:
+            self.handle(io.Tick())
+            for feed in list(self.feeds.values()):
+                feed({"type": "ping", "term": self.term})
+            self.later(TICK_S, "tick", lambda: self._tick(term))
+
+    def handle(self, event: io.Event) -> None:
+        """One event; what it decides is seen once it is stored."""
+        if not self._sure:
+            self._held.append(lambda: self.handle(event))
+            return
+        batch = _Batch()
+        for effect in self.core.handle(event, self.world.now):
+            match effect:
+                case io.Store(fields):
+                    batch.fields.update(fields)
+                case io.SetTokens(tokens, fences):
+                    batch.tokens.update(tokens)
+                    batch.fences.update(fences)
+                case io.Reply(waits=False):
+                    self._do(effect)
+                case _:
+                    batch.effects.append(effect)
+        decided = batch.fields or batch.tokens or batch.fences
+        if decided or (self._queue and batch.effects):
+            self._queue.append(batch)
+            self._write()
+        else:
+            for effect in batch.effects:
+                self._do(effect)
+
+    def _write(self) -> None:
+        if self._writing or not self._queue:
+            return
+        self._writing = True
+        term, queue, count = self.term, self._queue, len(self._queue)
+        merged = _Batch()
+        for batch in self._queue:
+            merged.fields.update(batch.fields)
+            merged.tokens.update(batch.tokens)
+            merged.fences.update(batch.fences)
+
+        def written(verdict: Verdict | None) -> None:
+            if queue is not self._queue:
+                return  # of a reign that is over
+            if verdict is Verdict.FENCED and term == self.term:
+                self._step_down()
+            elif verdict is not Verdict.DONE:
+                if verdict is None:
+                    self._storage("no answer to a write")
+                self._writing = False
+                self.later(RETRY_S, "write again", self._write)
+            else:
+                for _ in range(count):
+                    for effect in queue.popleft().effects:
+                        self._do(effect)
+                self._writing = False
+                self._storage("")
+                self._write()
+
+        work = lambda redis: redis.write(term, merged.fields, merged.tokens, merged.fences)  # noqa: E731
+        self.ask_redis("write", work, written)
+
+    def _do(self, effect: io.Effect) -> None:
+        term = self.term
+        self.in_turn(
+            type(effect).__name__, lambda: self._perform(effect) if self.leading and term <= self.term else None
+        )
+
+    def _perform(self, effect: io.Effect) -> None:
+        match effect:
+            case io.Publish(document):
+                self.ledger.note(document)
+                for feed in list(self.feeds.values()):
+                    feed(document)
+            case io.Reply(request, outcome):
+                self.answer(request, outcome)
+            case _:
+                raise AssertionError(f"the simulation has no {effect}")
+
+    # --- requests
+
+    def ask(self, source: str, make: Callable[[int], io.Event]) -> Call:
+        """A request to the scheduler."""
+
+        def take(answer: Answer) -> None:
+            if self.leading:
+                self.handle(make(self.number(answer)))
+            else:
+                answer(_no_leader())
+
+        return self.call(make(0).__class__.__name__, source, take)
+
+    def look(self, source: str, what: str, read: Callable[[SchedulerCore], Any]) -> Call:
+        """A request that only looks."""
+
+        def take(answer: Answer) -> None:
+            if not self.leading or not self._sure:
+                answer(_no_leader())
+                return
+            try:
+                answer(read(self.core))
+            except PsError as e:
+                answer(e)
+
+        return self.call(what, source, take)
+
+
+def _no_leader() -> PsError:
+    return problem("no_leader", "this scheduler does not lead")

@@ -1,0 +1,380 @@
+"""A simulated shard: the real core with its feed, heartbeats, fence, snapshots and journal over simulated Redis."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paramserver.core import scheduler_io as io
+from paramserver.core import shard_io as sio
+from paramserver.core.layout import Layout
+from paramserver.core.shard import ShardCore
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError, problem
+from paramserver.limits import SERVE_WITHOUT_CONTACT_S
+from paramserver.testing.nodes import Node
+from paramserver.testing.schedulers import Document, SimScheduler
+from paramserver.testing.shard_driver import perform
+from paramserver.testing.storage import SimRedis, Verdict
+from paramserver.testing.world import Answer, Call, World
+from paramserver.types import ModelKey, PartitionKey, Token
+
+RETRY_S = 0.3
+FEED_SILENCE_S = 3.0
+Ownership = tuple[PartitionKey, Token]
+
+
+class SimShard(Node):
+    """One shard process."""
+
+    def __init__(
+        self, world: World, name: str, redis: SimRedis, schedulers: Sequence[SimScheduler], *, crashes: bool
+    ) -> None:
+        super().__init__(world, name, redis, crashes=crashes)
+        self.schedulers = list(schedulers)
+
+    def start(self) -> None:
+        """Join with nothing owned."""
+        self.core = ShardCore()
+        self.epoch = 0
+        self.term = 0
+        """The highest term that a document told."""
+        self.views: dict[str, sio.ModelView] = {}
+        self.layouts: dict[ModelKey, Layout] = {}
+        self._stream = 0
+        self._queues: dict[Ownership, deque[sio.JournalEntry]] = {}
+        self._writing = False
+        self._wakes_at = float("inf")
+        self._yes_s = float("-inf")
+        self.up = True
+        self._join(self.deaths)
+        self._fence()
+
+    @property
+    def scheduler(self) -> SimScheduler:
+        """The one in use."""
+        return self.schedulers[0]
+
+    def _turn(self) -> None:
+        self.schedulers = [*self.schedulers[1:], self.schedulers[0]]
+
+    @property
+    def serving(self) -> bool:
+        """Whether Redis or a scheduler has said yes lately (semantics 6)."""
+        return self.epoch > 0 and self.world.now - self._yes_s <= SERVE_WITHOUT_CONTACT_S
+
+    # --- membership
+
+    def _send(self, call: Call, on_answer: Answer) -> None:
+        """A request of this process: its answer is of no use to a later life of it."""
+        life = self.deaths
+
+        def answered(outcome: Any) -> None:
+            if self.up and life == self.deaths:
+                self.later(0.0, f"hears {call.what}", lambda: on_answer(outcome))
+
+        self.world.send(call, answered)
+
+    def _join(self, life: int) -> None:
+        if not self.up or life != self.deaths:
+            return
+        self.epoch = 0
+        self._stream += 1
+        asked_s = self.world.now
+
+        def answered(outcome: Any) -> None:
+            if isinstance(outcome, PsError):
+                self._turn()
+                self.later(RETRY_S, "join again", lambda: self._join(life))
+                return
+            self.epoch, self._yes_s = outcome["epoch"], asked_s
+            self._heartbeat(self.epoch)
+            self._follow()
+
+        self._send(
+            self.scheduler.ask(self.name, lambda r: io.JoinShard(r, self.name, [f"http://{self.name}"])), answered
+        )
+
+    def _disown(self) -> None:
+        """This membership is over: nothing is owned any more."""
+        self.epoch, self._yes_s = 0, float("-inf")
+        for view in list(self.views.values()):
+            self._view(sio.ModelView(**{f: getattr(view, f) for f in view.__slots__} | {"owned": {}, "release": {}}))
+        self._join(self.deaths)
+
+    def _heartbeat(self, epoch: int, *, again: bool = True) -> None:
+        if not self.epoch or epoch != self.epoch:
+            return
+        partitions = [list(p) for p in self.core.partitions()]
+        cuts = [list(c) for c in self.core.cuts()]
+        released = [list(r) for r in self.core.released()]
+        asked_s = self.world.now
+
+        def answered(outcome: Any) -> None:
+            if epoch != self.epoch:
+                return
+            if not isinstance(outcome, PsError):
+                self._yes_s = max(self._yes_s, asked_s)
+            elif outcome.code in ("fenced", "unknown_node"):
+                self._disown()
+            else:
+                self._turn()
+
+        make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released)  # noqa: E731
+        self._send(self.scheduler.ask(self.name, make), answered)
+        if again:
+            self.later(1.0, "heartbeat", lambda: self._heartbeat(epoch))
+
+    def _fence(self) -> None:
+        asked_s, epoch = self.world.now, self.epoch
+
+        def answered(fence: int | None) -> None:
+            if epoch != self.epoch or not epoch:
+                return
+            if fence is None:
+                self._storage("Redis does not answer")
+            elif fence >= epoch:
+                self._disown()
+            else:
+                self._yes_s = max(self._yes_s, asked_s)
+                if not self._queues:
+                    self._storage("")
+
+        self.ask_redis("fence", lambda redis: redis.fences.get(self.name, 0), answered)
+        self.later(1.0, "fence", self._fence)
+
+    def _storage(self, reason: str) -> None:
+        if self.core.durability.storage != reason:
+            self.handle(sio.StorageChanged(reason))
+
+    # --- the feed
+
+    def _follow(self) -> None:
+        """Open the feed: documents come in order until it is cut; then open it again."""
+        self._stream += 1
+        stream, epoch, life, scheduler = self._stream, self.epoch, self.deaths, self.scheduler
+        arrives_s, heard_s = self.world.now, self.world.now
+
+        def open_() -> bool:
+            return self.up and life == self.deaths and stream == self._stream and epoch == self.epoch > 0
+
+        def document(doc: Document) -> None:
+            nonlocal arrives_s
+            cut = self.world.cuts.get((scheduler.name, self.name), 0.0) > self.world.now
+            if not open_() or cut or self.world.chance(self.world.faults.feed_cut):
+                if scheduler.feeds.get(self.name) is document:
+                    del scheduler.feeds[self.name]
+                return
+            arrives_s = max(arrives_s, self.world.now + self.world.delay())
+            self.later(arrives_s - self.world.now, f"feed {doc['type']}", lambda: take(doc))
+
+        def take(doc: Document) -> None:
+            nonlocal heard_s
+            if not open_():
+                return
+            heard_s = self.world.now
+            if doc.get("term", self.term) < self.term:
+                self._turn()
+                self._follow()
+                return
+            self.term = max(self.term, doc.get("term", 0))
+            self._take(doc)
+
+        def opened(outcome: Any) -> None:
+            if not open_():
+                return
+            if isinstance(outcome, PsError):
+                if outcome.code in ("fenced", "unknown_node"):
+                    self._disown()
+                else:
+                    self._turn()
+                    self.later(RETRY_S, "feed again", lambda: self._follow() if open_() else None)
+
+        def subscribe(answer: Answer) -> None:
+            if not scheduler.leading:
+                answer(problem("no_leader", "not this one"))
+                return
+
+            def seen(outcome: Any) -> None:
+                if not isinstance(outcome, PsError):
+                    scheduler.feeds[self.name] = document
+                    for doc in outcome["documents"]:
+                        document(doc)
+                answer(outcome)
+
+            scheduler.handle(io.OpenFeed(scheduler.number(seen), self.name, epoch))
+
+        def watch() -> None:
+            if not open_():
+                return
+            if self.world.now - heard_s > FEED_SILENCE_S:
+                self._turn()
+                self._follow()
+            else:
+                self.later(1.0, "feed watch", watch)
+
+        self._send(scheduler.call("OpenFeed", self.name, subscribe), opened)
+        self.later(1.0, "feed watch", watch)
+
+    def _take(self, doc: Mapping[str, Any]) -> None:
+        match doc["type"]:
+            case "map":
+                self.handle(sio.MapChanged(doc["map_epoch"]))
+            case "model":
+                key = ModelKey(doc["name"], doc["generation"])
+                spec = ModelSpec.parse(doc["spec"])
+                layout = self.layouts.setdefault(key, Layout(spec))
+                self._view(sio.ModelView.from_document(doc, self.name, spec, layout))
+            case "commit":
+                self.handle(sio.CommitDecided.from_document(doc, ModelKey(doc["model"], doc["generation"])))
+            case "roster":
+                workers = {w: (v[0], v[1]) for w, v in doc["workers"].items()}
+                self.handle(sio.RosterChanged(ModelKey(doc["model"], doc["generation"]), workers, doc["live_workers"]))
+            case "gone":
+                self.handle(sio.ModelGone(ModelKey(doc["model"], doc["generation"])))
+
+    def _view(self, view: sio.ModelView) -> None:
+        self.views[view.model.name] = view
+        self.handle(view)
+
+    # --- events and effects
+
+    def handle(self, event: sio.Event) -> None:
+        """One event, and its effects in their order."""
+        for effect in self.core.handle(event, self.world.now):
+            self.in_turn(type(effect).__name__, lambda effect=effect: self._perform(effect))  # type: ignore[misc]
+        due = self.core.deadline(self.world.now)
+        if due is not None and due < self._wakes_at:
+            self._wakes_at = due
+            self.later(max(1e-4, due - self.world.now), "tick", self._tick)
+
+    def _tick(self) -> None:
+        self._wakes_at = float("inf")
+        self.handle(sio.Tick())
+
+    def _perform(self, effect: sio.Effect) -> None:
+        slow = self.world.rng.uniform(1e-4, 0.05)
+        match effect:
+            case sio.Reply(request, outcome):
+                self.answer(request, outcome if self.serving else _no_contact())
+            case sio.Apply(job, tasks):
+                done = sio.Applied(job, tuple(perform(t) for t in tasks))
+                self.later(slow, "applied", lambda: self.handle(done))
+            case sio.LoadPartition():
+                self._load(effect)
+            case sio.StoreSnapshot():
+                self._store(effect)
+            case sio.Journal(entries):
+                for entry in entries:
+                    self._queues.setdefault((entry.key, entry.token), deque()).append(entry)
+                self._write()
+            case sio.Report():
+                self._heartbeat(self.epoch, again=False)
+            case sio.Resync():
+                self._follow()
+            case sio.AskWorker(request, model, worker):
+                self._ask_worker(request, model, worker)
+
+    def _load(self, effect: sio.LoadPartition) -> None:
+        def work(redis: SimRedis) -> sio.LoadedState | PsError:
+            try:
+                return redis.load(effect)
+            except PsError as e:
+                return e
+
+        def done(outcome: sio.LoadedState | PsError | None) -> None:
+            if isinstance(outcome, sio.LoadedState):
+                self.handle(sio.PartitionLoaded(effect.key, effect.token, outcome))
+            else:
+                error = outcome or problem("storage_unavailable", "Redis does not answer")
+                self.handle(sio.LoadFailed(effect.key, effect.token, error))
+
+        self.ask_redis("load", work, done)
+
+    def _store(self, effect: sio.StoreSnapshot) -> None:
+        capture = effect.capture
+
+        def done(verdict: Verdict | None) -> None:
+            kind = sio.SnapshotStored if verdict is Verdict.DONE else sio.SnapshotFailed
+            self.handle(kind(capture.key, capture.token, capture.version, effect.urgent))
+
+        self.ask_redis("snapshot", lambda redis: redis.save(effect), done)
+
+    def _write(self) -> None:
+        """Group commit: one write in flight, with all that waits of every partition."""
+        for ownership in [o for o in self._queues if not self.core.owns(*o)]:
+            del self._queues[ownership]
+        if self._writing or not self._queues:
+            return
+        self._writing = True
+        batches = {o: tuple(q) for o, q in self._queues.items()}
+
+        def work(redis: SimRedis) -> dict[Ownership, Verdict]:
+            return {o: redis.append(*o, entries) for o, entries in batches.items()}
+
+        def done(verdicts: dict[Ownership, Verdict] | None) -> None:
+            self._writing = False
+            if verdicts is None:
+                self._storage("Redis does not answer")
+                self.later(RETRY_S, "journal again", self._write)
+                return
+            self._storage("")
+            stuck = False
+            for (key, token), verdict in verdicts.items():
+                stuck |= self._settle((key, token), verdict, batches[key, token])
+            if stuck:
+                self.later(RETRY_S, "journal again", self._write)
+            else:
+                self._write()
+
+        self.ask_redis("journal", work, done)
+
+    def _settle(self, ownership: Ownership, verdict: Verdict, entries: Sequence[sio.JournalEntry]) -> bool:
+        """What came of one partition's entries; whether they wait still."""
+        queue = self._queues.get(ownership)
+        if queue is None:
+            return False
+        if verdict is Verdict.DONE:
+            for _ in entries:
+                queue.popleft()
+            if not queue:
+                del self._queues[ownership]
+            self.handle(sio.Journaled(*ownership, entries[-1].lsn))
+            return False
+        if verdict is Verdict.FENCED:
+            del self._queues[ownership]
+            self.handle(sio.JournalRefused(*ownership))
+            return False
+        if verdict is Verdict.GAP:
+            self.handle(sio.JournalLost(*ownership))
+        return True
+
+    def _ask_worker(self, request: int, model: ModelKey, worker: str) -> None:
+        def done(found: Any) -> None:
+            if not isinstance(found, PsError):
+                answer = sio.WorkerAnswered(request, int(found["epoch"]), int(found["rank"]), bool(found["alive"]))
+            elif found.code == "unknown_worker":
+                answer = sio.WorkerAnswered(request, None)
+            else:
+                self._turn()
+                answer = sio.WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
+            self.handle(answer)
+
+        look = lambda core: core.read.worker(model.name, worker, self.world.now)  # noqa: E731
+        self._send(self.scheduler.look(self.name, "worker", look), done)
+
+    # --- requests
+
+    def ask(self, source: str, what: str, make: Callable[[int], sio.Event]) -> Call:
+        """A request to this shard."""
+
+        def take(answer: Answer) -> None:
+            if self.serving:
+                self.handle(make(self.number(answer)))
+            else:
+                answer(_no_contact())
+
+        return self.call(what, source, take)
+
+
+def _no_contact() -> PsError:
+    return problem("unavailable", "this shard has no contact with a scheduler or Redis")

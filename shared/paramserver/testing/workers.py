@@ -1,0 +1,174 @@
+"""A simulated worker: it pushes ones, clock by clock, under ids of its own, until each has its answer."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paramserver.core import scheduler_io as io
+from paramserver.core import shard_io as sio
+from paramserver.core.layout import Layout
+from paramserver.errors import PsError
+from paramserver.testing.shard_driver import push_part
+from paramserver.testing.world import Script
+from paramserver.types import PushId
+
+if TYPE_CHECKING:
+    from paramserver.testing.simulation import Simulation
+
+
+class SimClient:
+    """Whoever asks schedulers and shards: it uses the scheduler that answered last."""
+
+    def __init__(self, simulation: "Simulation", name: str) -> None:
+        self.sim, self.name = simulation, name
+        self._schedulers = list(simulation.schedulers)
+
+    def ask(self, make: Any) -> Script:
+        """The outcome of an event at the scheduler; an error that may pass has turned to the other one."""
+        return (yield from self._turned((yield self._schedulers[0].ask(self.name, make))))
+
+    def _turned(self, outcome: Any) -> Script:
+        if isinstance(outcome, PsError) and outcome.code in ("no_leader", "in_doubt"):
+            self._schedulers = [*self._schedulers[1:], self._schedulers[0]]
+            yield 0.2
+        return outcome
+
+    def owners(self, wanted: set[int]) -> Script:
+        """Shard -> partitions, of those wanted that have an owner; at least one."""
+        while True:
+            look = self._schedulers[0].look(self.name, "model", lambda core: core.read.model(self.sim.spec.name))
+            doc = yield from self._turned((yield look))
+            if not isinstance(doc, PsError):
+                owners: dict[str, list[int]] = {}
+                for p in doc["partitions"]:
+                    if p["index"] in wanted and p["shard"] is not None:
+                        owners.setdefault(p["shard"], []).append(p["index"])
+                if owners:
+                    return owners
+            yield 0.2
+
+    def pull(self, version: int) -> Script:
+        """Every partition at that version or later; fewer of them when the model went back to an earlier clock."""
+        pulled: list[sio.PulledPart] = []
+        left = set(range(self.sim.spec.partitions))
+        while left:
+            for shard, indices in (yield from self.owners(left)).items():
+                done = yield self.sim.shards[shard].ask(
+                    self.name,
+                    f"pull {indices}",
+                    lambda r, i=tuple(indices): sio.PullReceived(
+                        r, self.sim.spec.name, i, min_version=version, wait_s=3.0
+                    ),  # type: ignore[misc]
+                )
+                if isinstance(done, sio.PullDone):
+                    pulled += done.parts
+                    left -= set(indices)
+                elif version and isinstance(done, PsError) and done.code == "version_not_reached":
+                    return pulled
+                else:
+                    yield 0.2
+        return pulled
+
+
+class SimWorker(SimClient):
+    """Trains the model to its last clock."""
+
+    def __init__(self, simulation: "Simulation", index: int) -> None:
+        super().__init__(simulation, f"worker-{index}")
+        self.index = index
+        self.layout = Layout(simulation.spec)
+        self.seq = 0
+
+    def train(self) -> Script:
+        """Joins, and joins again when it was given up, until all is done."""
+        sim = self.sim
+        while True:
+            me = yield from self.ask(lambda r: io.JoinWorker(r, sim.spec.name, f"w{self.index}"))
+            if isinstance(me, PsError):
+                yield 0.3
+                continue
+            beating = _Heartbeat(self, me)
+            sim.world.play(beating.beat())
+            over = yield from self._work(me, beating)
+            beating.over = True
+            if over:
+                break
+        sim.finished += 1
+
+    def _work(self, me: Any, beating: "_Heartbeat") -> Script:
+        """Clock after clock; false when it has to join again."""
+        sync = self.sim.mode == "sync"
+        clock, timeline = int(me["clock"]), int(me["timeline"])
+        while clock < self.sim.clocks:
+            self.seq += 1
+            outcome = yield from self._push(PushId(me["worker"], me["epoch"], self.seq), clock, timeline)
+            if outcome is None:
+                outcome = yield from self._report(me, clock + 1, timeline)
+            if isinstance(outcome, PsError):
+                if outcome.code != "rolled_back":
+                    return False
+                clock, timeline = int(outcome.members["clock"]), int(outcome.members["timeline"])
+                continue
+            clock = max(clock + 1, int(outcome["clock"])) if sync else clock + 1
+            beating.clock, beating.timeline = clock, timeline
+            self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
+        return True
+
+    def _push(self, push_id: PushId, clock: int, timeline: int) -> Script:
+        """One push of ones to every partition, the same id until each has answered; None, or why it cannot be."""
+        left = set(range(self.sim.spec.partitions))
+        while left:
+            for shard, indices in (yield from self.owners(left)).items():
+                sizes = {i: self.layout.partition_size(i) for i in indices}
+                parts = tuple(push_part(i, np.ones(n, np.float32), n) for i, n in sizes.items())
+                for i in indices:
+                    self.sim.sent.setdefault(i, set()).add(push_id)
+                done = yield self.sim.shards[shard].ask(
+                    self.name,
+                    f"push {push_id.seq} {indices}",
+                    lambda r, parts=parts: sio.PushReceived(  # type: ignore[misc]
+                        r, self.sim.spec.name, parts, timeline=timeline, push_id=push_id, clock=clock
+                    ),
+                )
+                if isinstance(done, sio.PushDone):
+                    left -= set(indices)
+                    for i in indices:
+                        self.sim.acknowledged.setdefault(i, set()).add(push_id)
+                elif isinstance(done, PsError) and not done.retryable:
+                    return done
+                elif isinstance(done, PsError):
+                    yield 0.2
+        return None
+
+    def _report(self, me: Any, clock: int, timeline: int) -> Script:
+        model = self.sim.spec.name
+        while True:
+            answer = yield from self.ask(
+                lambda r: io.ReportClock(r, model, me["worker"], me["epoch"], clock, timeline, wait_s=3.0)
+            )
+            if isinstance(answer, PsError):
+                if not answer.retryable:
+                    return answer
+                yield 0.2
+            elif answer["released"]:
+                return answer
+
+
+class _Heartbeat:
+    """A worker's heartbeats, each second until it leaves."""
+
+    def __init__(self, worker: SimWorker, me: Any) -> None:
+        self.over = False
+        self.clock: int | None = None
+        self.timeline: int | None = None
+        self._client = SimClient(worker.sim, worker.name)
+        self._me = me
+
+    def beat(self) -> Script:
+        """Until it is over."""
+        worker, epoch, model = self._me["worker"], self._me["epoch"], self._client.sim.spec.name
+        while not self.over:
+            yield from self._client.ask(
+                lambda r: io.WorkerHeartbeat(r, model, worker, epoch, self.clock, self.timeline)
+            )
+            yield 1.0
