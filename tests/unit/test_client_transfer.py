@@ -330,6 +330,14 @@ def test_shards_that_do_not_answer_are_reached_by_the_url(
     assert sum("route.proxied" in r.getMessage() for r in caplog.records) == 1
 
 
+def test_a_client_under_tls_sends_nothing_in_the_clear(shards: Shards, now: Now) -> None:
+    """Given an https URL, it does not follow a map to http addresses: what it sends goes the way it was told."""
+    drive(transfer.push(Cluster(("https://given:1",)), "m", Deadline.after(30, now), grads(), terms(1)), shards, now)
+
+    assert [to for to, path in shards.log if path == "/push"] == [None]
+    assert not any(path == "/livez" for _, path in shards.log)
+
+
 def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, cluster: Cluster) -> None:
     """An address that did not answer is tried again some seconds later."""
     shards.answering = {A}

@@ -7,7 +7,7 @@ the others goes to the URL the client was given, whose node hands it on.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -125,13 +125,20 @@ class Cluster:
     def learn(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:
         """Take up a model document that some answer held."""
         try:
-            fresh = ModelMap.from_document(doc)
+            fresh = self._encrypted(ModelMap.from_document(doc))
         except (KeyError, TypeError, ValueError) as e:
             raise problem("internal", f"the model's document cannot be read: {e!r:.100}") from e
         self._maps[fresh.name] = fresh
         if self._due(fresh, deadline.clock()):
             yield from self._probe(fresh, deadline)
         return fresh
+
+    def _encrypted(self, fresh: ModelMap) -> ModelMap:
+        """Without the addresses to which token and values would go in the clear, where they began under TLS."""
+        if not all(u.startswith("https:") for u in self.urls):
+            return fresh
+        kept = {s: tuple(a for a in found if not a.startswith("http:")) for s, found in fresh.addresses.items()}
+        return replace(fresh, addresses=kept)
 
     def forget(self, model: str) -> None:
         """The model's map is not to be used again."""
