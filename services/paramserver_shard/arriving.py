@@ -16,6 +16,7 @@ from paramserver.wire.frame import PushFrame
 from paramserver.wire.tensor import NUMPY_DTYPE
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import with_checksum
+from paramserver_shard.receiving import apart
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """A larger part is checked in a thread, besides the event loop's reading."""
@@ -44,6 +45,7 @@ class Arriving:
         self._with_crc = here and (frame.push_id is not None or frame.key is not None)
         self._staged = frame.codec is not None and frame.codec.stage is not None
         self._threads = threads
+        self._apart = frame.slot is None and apart(sizes)
         self._made: list[PushPart | asyncio.Future[PushPart]] = []
 
     def check(self, index: int, data: AnyArray) -> None:
@@ -82,7 +84,8 @@ class Arriving:
         else:
             data = data.view(NUMPY_DTYPE[coding])
         ranges = None if part.ranges is None or count == size else tuple(part.ranges)
-        made = PushPart(part.partition, data, coding, 0, kernels.all_finite(data, coding), ranges, part.base)
+        finite = kernels.all_finite(data, coding)
+        made = PushPart(part.partition, data, coding, 0, finite, ranges, part.base, self._apart)
         return with_checksum(made, size) if self._with_crc else made
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from paramserver import kernels
 from paramserver.core.shard_io import AssignTask, PartitionState, Task, TaskResult, UpdateTask
-from paramserver.types import AnyArray
+from paramserver.types import F32, AnyArray
 from paramserver.wire.tensor import to_f32
 from paramserver_shard.buffers import BufferPool
 
@@ -21,11 +21,22 @@ def task_elements(task: Task) -> int:
 
 
 def compute(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
-    """The result of each task; nothing that a task refers to is written."""
-    return tuple(_update(t, pool) if isinstance(t, UpdateTask) else _assign(t, pool) for t in tasks)
+    """The result of each task; of what a task refers to, only a gradient that may be spent is written.
+
+    The memory of a spent gradient takes the next task's result, so a push of a whole model needs no third copy of it.
+    """
+    results: list[TaskResult] = []
+    spare: F32 | None = None
+    for task in tasks:
+        if isinstance(task, UpdateTask):
+            results.append(_update(task, pool, spare))
+            spare = task.direct[0] if task.spend and task.direct is not None else None
+        else:
+            results.append(_assign(task, pool))
+    return tuple(results)
 
 
-def _update(task: UpdateTask, pool: BufferPool) -> TaskResult:
+def _update(task: UpdateTask, pool: BufferPool, spare: F32 | None) -> TaskResult:
     state, size = task.state, task.state.values.size
     gradient: AnyArray
     if task.direct is not None:
@@ -33,8 +44,9 @@ def _update(task: UpdateTask, pool: BufferPool) -> TaskResult:
     else:
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
-            kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    values = pool.take(size, shared=True)
+            kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop])
+    fits = spare is not None and spare.dtype == np.float32 and spare.size == size
+    values = spare if spare is not None and fits else pool.take(size, shared=True)
     slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
         return TaskResult(None)

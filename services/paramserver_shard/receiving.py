@@ -21,6 +21,11 @@ Ready = Callable[[int, AnyArray], None]
 """Takes (index, bytes) of a part that is whole."""
 
 
+def apart(sizes: Sequence[int]) -> bool:
+    """Whether each part of a body gets memory of its own, worth it by its size."""
+    return len(sizes) > 0 and sum(sizes) >= SMALL_BYTES * len(sizes)
+
+
 class Body:
     """Where a body goes.  Parts that are worth it get memory of their own, which can then serve for something else."""
 
@@ -31,8 +36,6 @@ class Body:
             raise problem("too_large", f"the body has {self.size} bytes; at most {BODY_BYTES_MAX} are taken")
         self.parts: list[AnyArray] = []
         """The parts, uint8; uninitialised before they have arrived."""
-        self.apart: Final = len(sizes) > 0 and self.size >= SMALL_BYTES * len(sizes)
-        """Whether each part has memory of its own."""
         self._sizes = sizes
         self._ready = ready
         self._index = 0
@@ -41,7 +44,7 @@ class Body:
 
     def open(self, pool: BufferPool) -> None:
         """Take the memory."""
-        if self.apart:
+        if apart(self._sizes):
             self.parts = [pool.take_bytes(size, shared=True) for size in self._sizes]
             return
         whole, at = pool.take_bytes(self.size), 0

@@ -142,7 +142,15 @@ class PushOperation(Operation):
         if immediate:
             self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
             return [
-                single_task(p.basis(), part.data, part.dtype, part.ranges, factor, rate)
+                single_task(
+                    p.basis(),
+                    part.data,
+                    part.dtype,
+                    part.ranges,
+                    factor,
+                    rate,
+                    spend=part.owned and p.spec.ack == "applied",  # else the journal has need of it
+                )
                 for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
             ]
         if mode == "sync" and event.clock is None:
@@ -345,6 +353,7 @@ class CommitOperation(Operation):
         p.committing = False
         shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
         p.clock = self.commit.t + 1
+        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 5)
         shard.flip(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
@@ -353,7 +362,6 @@ class CommitOperation(Operation):
         shard.committed(self.model, p, now)
 
 
-        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 5)
 @dataclass(slots=True, eq=False)
 class FlushOperation(Operation):
     """The mean of what one partition has buffered is applied, in order of arrival."""

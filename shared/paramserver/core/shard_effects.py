@@ -58,6 +58,8 @@ class UpdateTask:
     direct: tuple[AnyArray, Coding] | None
     pieces: tuple[Piece, ...] = ()
     divisor: float = 1.0
+    spend: bool = False
+    """Nobody needs `direct` once this task is done: its memory may take another task's result."""
 
 
 @dataclass(frozen=True, slots=True)

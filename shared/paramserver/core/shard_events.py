@@ -176,6 +176,8 @@ class PushPart:
     """Relative to the partition, sorted and disjoint; None: the whole partition."""
     base: tuple[int, int] | None = None
     """(version, incarnation) the gradient was computed from."""
+    owned: bool = False
+    """`data` is all there is in its memory and nobody else's: once applied it may hold something else."""
 
 
 @dataclass(frozen=True, slots=True)

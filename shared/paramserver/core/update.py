@@ -59,14 +59,21 @@ class Basis:
 
 
 def single_task(
-    basis: Basis, data: AnyArray, dtype: Coding, ranges: tuple[Range, ...] | None, scale: float, rate: float
+    basis: Basis,
+    data: AnyArray,
+    dtype: Coding,
+    ranges: tuple[Range, ...] | None,
+    scale: float,
+    rate: float,
+    *,
+    spend: bool = False,
 ) -> UpdateTask:
-    """One push applied by itself, at that learning rate."""
+    """One push applied by itself, at that learning rate; `spend`: nobody needs `data` afterwards."""
     touched = ranges or ((0, basis.size),)
     steps, counts = basis.steps(touched, scale, rate)
     optimizer = basis.spec.optimizer
     if ranges is None or ranges == ((0, basis.size),):
-        return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), (data, dtype))
+        return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), (data, dtype), spend=spend)
     pieces, at = [], 0
     for start, stop in ranges:
         pieces.append(Piece(start, stop, ((data[at : at + stop - start], dtype, 1.0),)))

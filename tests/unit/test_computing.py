@@ -1,0 +1,47 @@
+"""Computing an update: results in memory that nobody else has need of."""
+
+import numpy as np
+import pytest
+
+from paramserver.core.layout import Layout
+from paramserver.core.shard_io import PartitionState, UpdateTask
+from paramserver.core.spec import ModelSpec
+from paramserver.core.update import Basis, single_task
+from paramserver.types import ModelKey, PartitionKey
+from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.computing import compute
+
+COUNT = SMALL_BYTES
+SPEC = ModelSpec.parse(
+    {"name": "m", "params": {"w": {"shape": [4 * COUNT]}}, "partitions": 4, "optimizer": {"name": "sgd", "lr": 1.0}}
+)
+LAYOUT = Layout(SPEC)
+
+
+def tasks(pool: BufferPool, *, spend: bool) -> list[UpdateTask]:
+    """One whole push of four partitions, whose gradients lie in memory of their own."""
+    out = []
+    for i in range(4):
+        values, gradient = pool.take(COUNT), pool.take(COUNT)
+        values[:], gradient[:] = i, -1.0
+        state = PartitionState(values, (), (0,))
+        basis = Basis(PartitionKey(ModelKey("m", 1), i), state, 0, SPEC, LAYOUT.segments[i], 1)
+        out.append(single_task(basis, gradient, "float32", None, 1.0, 1.0, spend=spend))
+    return out
+
+
+@pytest.mark.parametrize("spend", [True, False])
+def test_spent_gradients_take_the_next_results(spend: bool) -> None:
+    """A push of a whole model needs one partition more than its values and its gradient, if the gradient is spent."""
+    pool = BufferPool()
+    work = tasks(pool, spend=spend)
+    before = pool.lent_bytes
+    results = compute(work, pool)
+    assert pool.lent_bytes - before == (1 if spend else 4) * (before // 8)
+    for i, (task, result) in enumerate(zip(work, results, strict=True)):
+        assert result.state is not None
+        assert (result.state.values == i + 1.0).all()
+        assert (task.state.values == i).all()
+        if not spend:
+            assert task.direct is not None
+            assert (task.direct[0] == -1.0).all()
