@@ -114,7 +114,10 @@ class Journal:
     async def read(self, key: PartitionKey, after: int) -> list[JournalEntry]:
         """All entries above lsn `after`, each checked; raises CorruptState where one is damaged or missing."""
         text = await self._redis.get(f"{{{key}}}:lsn")
-        last = 0 if text is None else int(text)
+        try:
+            last = 0 if text is None else int(text)
+        except ValueError:
+            raise _damaged(key, f"its last number is {text!r:.30}") from None
         if last < after:
             raise _damaged(key, f"it ends at {last}, but a snapshot has {after}")
         entries: list[JournalEntry] = []
@@ -129,6 +132,8 @@ class Journal:
             count = max(1, min(1000, _PAGE_BYTES * len(page) // max(1, size)))
         if last != after + len(entries):
             raise _damaged(key, f"it ends at {after + len(entries)}, but {last} were written")
+        if await self._redis.xrange(f"{{{key}}}:journal", min=f"({last}-0", count=1):
+            raise _damaged(key, f"there are entries behind the last one, {last}")
         return entries
 
 

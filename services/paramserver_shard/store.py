@@ -185,7 +185,10 @@ class SnapshotStore:
     async def knows(self, key: PartitionKey, token: Token) -> bool:
         """Whether Redis has this owner token or a newer one; False: it was emptied, or went back to an older state."""
         text = await self._redis.get(_key(key, "token"))
-        return text is not None and int(text) >= token
+        try:
+            return text is not None and int(text) >= token
+        except ValueError:
+            raise problem("corrupt_state", f"the owner token of partition {key} is {text!r:.30}") from None
 
     async def manifest(self, key: PartitionKey) -> list[dict[str, Any]]:
         """The snapshots there are, newest first; raises CorruptState if they cannot be told."""
@@ -193,22 +196,32 @@ class SnapshotStore:
         if text is not None:
             return read_manifest(text, f"the manifest of partition {key}")
         if saved is not None:
-            raise problem("corrupt_state", f"the manifest of partition {key} is gone; version {int(saved)} was stored")
+            version = bytes(saved).decode(errors="replace") if isinstance(saved, bytes) else str(saved)
+            raise problem("corrupt_state", f"the manifest of partition {key} is gone; version {version} was stored")
         return []
 
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
         """A snapshot of the manifest; None where it is damaged.  Raises CorruptState for one of a newer format."""
-        stream = self._pool.take_bytes(int(entry["bytes"]))
+        try:
+            stored = await self._read(key, entry)
+        except (ValueError, TypeError, KeyError, OverflowError, MemoryError):  # manifests of 1.0 have no checksum
+            stored = None
+        if stored is None:
+            self._damaged.add((key, entry["name"]))
+        return stored
+
+    async def _read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
+        if not 0 <= entry["bytes"] <= SNAPSHOT_BLOCK_BYTES * len(entry["crc32"]):
+            return None
+        stream = self._pool.take_bytes(entry["bytes"])
         at = 0
         for i, checksum in enumerate(entry["crc32"]):
             block = await self._redis.get(_key(key, f"snap:{entry['name']}:{i}"))
             if not isinstance(block, bytes) or zlib_ng.crc32(block) != checksum or at + len(block) > stream.size:
-                self._damaged.add((key, entry["name"]))
                 return None
             stream[at : at + len(block)] = np.frombuffer(block, np.uint8)
             at += len(block)
         if at != stream.size:
-            self._damaged.add((key, entry["name"]))
             return None
         head, body = decode_head(stream)
         arrays: list[AnyArray] = []

@@ -115,7 +115,7 @@ def test_a_damaged_snapshot_is_replaced_by_the_one_before(cluster: Nodes) -> Non
     index = next(p["index"] for p in model["partitions"] if p["shard"] == "shard-1")
     with redis_client.Redis.from_url(cluster.redis_url) as r:
         key = f"{{{name}.{model['generation']}/{index}}}"
-        newest = json.loads(r.get(f"{key}:manifest") or b"")[0]["name"]
+        newest = json.loads(r.get(f"{key}:manifest") or b"")["snapshots"][0]["name"]
         r.setrange(f"{key}:snap:{newest}:0", 70, b"\x00\x00\x80\x7f")
     cluster.kill("shard-1")
     cluster.start_shard("shard-1")

@@ -1,0 +1,399 @@
+"""What a shard makes of stored state: of older formats, of newer ones, and of every kind of damage."""
+
+import asyncio
+import base64
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from paramserver.core.layout import Layout
+from paramserver.core.shard import ShardCore
+from paramserver.core.shard_io import (
+    AskWorker,
+    Capture,
+    LoadedState,
+    LoadPartition,
+    ModelView,
+    PushPart,
+    PushReceived,
+    SaveAll,
+    Tick,
+    WorkerAnswered,
+)
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import CorruptState, Unavailable
+from paramserver.types import ModelKey, PartitionKey, PushId, make_token
+from paramserver.wire.tensor import slice_crc
+from paramserver_node import redis as node_redis
+from paramserver_node import redis_server
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.directory import Directory
+from paramserver_shard.journal import Journal
+from paramserver_shard.loading import Loader
+from paramserver_shard.runtime import Runtime
+from paramserver_shard.scripts import ScriptRunner
+from paramserver_shard.snapshots import from_stored
+from paramserver_shard.store import SnapshotStore
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "stored"
+TOKEN = make_token(1, 5)
+SIZE = 40
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server for this module."""
+    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest_asyncio.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    """An empty Redis."""
+    client = node_redis.connect(redis_url)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+class NoPeers:
+    """A shard without a scheduler."""
+
+    def report(self) -> None:
+        """Nobody to tell."""
+
+    def resync(self) -> None:
+        """Nobody to ask."""
+
+    async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
+        """Nobody joined."""
+        return WorkerAnswered(effect.request, None)
+
+
+def spec_of(**fields: Any) -> ModelSpec:
+    document: dict[str, Any] = {
+        "name": "m",
+        "ack": "journaled",
+        "params": {"w": {"shape": [SIZE], "init": {"kind": "normal"}}},
+        "optimizer": {"name": "adam", "lr": 0.1},
+        "partitions": 1,
+    }
+    return ModelSpec.parse(document | fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A real runtime on a real Redis, told what it owns by the test."""
+
+    runtime: Runtime
+    redis: Redis
+    spec: ModelSpec
+    layout: Layout
+    seq: list[int]
+
+    @property
+    def key(self) -> PartitionKey:
+        """Its one partition."""
+        return PartitionKey(ModelKey("m", 3), 0)
+
+    def load(self, source: str | int = "snapshot") -> LoadPartition:
+        """The effect by which the partition is loaded."""
+        return LoadPartition(self.key, TOKEN, source, self.spec, self.layout)
+
+    async def push(self, count: int) -> None:
+        """So many pushes, each acknowledged."""
+        for _ in range(count):
+            self.seq[0] += 1
+            data = np.random.default_rng(self.seq[0]).standard_normal(SIZE).astype(np.float32)
+            part = PushPart(0, data, "float32", slice_crc("float32", ((0, SIZE),), data), True)
+            push_id = PushId("w", 1, self.seq[0])
+
+            def made(request: int, part: PushPart = part, push_id: PushId = push_id) -> PushReceived:
+                return PushReceived(request, "m", (part,), push_id=push_id)
+
+            await self.runtime.push(made)
+
+    async def snapshot(self) -> None:
+        """The present version is stored."""
+        (p,) = self.runtime.core.models["m"].partitions.values()
+        self.runtime.core.plan.urgent(p)
+        self.runtime.feed(Tick())
+        key = f"{{{self.key}}}:saved"
+        async with asyncio.timeout(20):
+            while int(await self.redis.get(key) or -1) != p.version:
+                await asyncio.sleep(0.005)
+
+    def state(self) -> Capture:
+        """The partition as its owner has it."""
+        (p,) = self.runtime.core.models["m"].partitions.values()
+        return p.capture()
+
+
+@asynccontextmanager
+async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
+    """A shard that owns the one partition of a new model."""
+    spec = spec_of(**fields)
+    layout, model = Layout(spec), ModelKey("m", 3)
+    await redis.set(f"{{{PartitionKey(model, 0)}}}:token", f"{TOKEN:020d}")
+    async with asyncio.TaskGroup() as group:
+        scripts, pool = ScriptRunner(redis), BufferPool()
+        store = SnapshotStore(redis, scripts, pool, asyncio.get_running_loop().time, 1e12)
+        runtime = Runtime(ShardCore(), Directory("s"), pool, store, Journal(redis, scripts), group)
+        runtime.peers = NoPeers()
+        runtime.feed(ModelView(model, spec, layout, 0, 0, 0, 1, True, {0: TOKEN}, "init", {}))
+        try:
+            yield Shard(runtime, redis, spec, layout, [0])
+        finally:
+            runtime.close()
+
+
+def loader_of(redis: Redis) -> Loader:
+    """What the next owner reads with."""
+
+    async def offload(work: Callable[[], Any]) -> Any:
+        return work()
+
+    scripts, pool = ScriptRunner(redis), BufferPool()
+    store = SnapshotStore(redis, scripts, pool, asyncio.get_running_loop().time, 1e12)
+    return Loader(store, Journal(redis, scripts), pool, offload)
+
+
+def content(state: Capture | LoadedState) -> tuple[object, ...]:
+    """All of a partition that matters, by bytes."""
+    arrays = (state.state.values, *state.state.slots, *(h.data for h in (*state.held, *state.staged)))
+    memory = {name: state.memory[name] for name in ("windows", "keys")}
+    return (state.version, state.clock, state.lsn, state.state.steps, [a.tobytes() for a in arrays], memory)
+
+
+async def test_snapshots_and_journal_give_the_same_bytes(redis: Redis) -> None:
+    """With no snapshot, with one, and with two and a tail: the next owner has what the last one had."""
+    async with running(redis) as shard:
+        await shard.push(3)
+        for _ in range(3):
+            loaded = await loader_of(redis).load(shard.load())
+            assert content(loaded) == content(shard.state())
+            assert loaded.stored
+            await shard.snapshot()
+            await shard.push(5)
+        assert loaded.version == 13
+
+
+async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> None:
+    """The journal is cut off up to the older snapshot alone, so a damaged newest one costs nothing."""
+    async with running(redis) as shard:
+        for _ in range(4):
+            await shard.push(4)
+            await shard.snapshot()
+        await shard.push(2)
+        journal = f"{{{shard.key}}}:journal"
+        manifest = json.loads(await redis.get(f"{{{shard.key}}}:manifest") or "")["snapshots"]
+        entries: Any = await redis.xrange(journal)
+        assert [e["version"] for e in manifest] == [16, 12]
+        assert int(entries[0][0].split(b"-")[0]) == manifest[1]["lsn"] + 1
+        await redis.setrange(f"{{{shard.key}}}:snap:{manifest[0]['name']}:0", 100, "broken")
+        assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
+        await redis.delete(f"{{{shard.key}}}:snap:{manifest[1]['name']}:0")
+        with pytest.raises(CorruptState):
+            await loader_of(redis).load(shard.load())
+
+
+async def test_a_journal_from_the_beginning_stands_in_for_a_lost_snapshot(redis: Redis) -> None:
+    """While there is but one snapshot nothing is cut off: first values and the whole journal lead to the same."""
+    async with running(redis) as shard:
+        await shard.push(4)
+        await shard.snapshot()
+        await shard.push(2)
+        for key in await redis.keys("*:snap:*"):
+            await redis.delete(key)
+        if len(json.loads(await redis.get(f"{{{shard.key}}}:manifest") or "")["snapshots"]) == 1:
+            assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
+
+
+async def test_a_redis_without_the_token_is_not_read(redis: Redis) -> None:
+    """An emptied Redis is no partition without a past: the load waits until the scheduler has seeded it again."""
+    async with running(redis) as shard:
+        await shard.push(2)
+        await redis.flushall()
+        with pytest.raises(Unavailable, match="lost its state"):
+            await loader_of(redis).load(shard.load())
+
+
+@pytest.mark.parametrize("ack", ["journaled", "applied"])
+async def test_a_thousand_kinds_of_damage(redis: Redis, ack: str) -> None:
+    """500 random damages to manifest, blocks, journal and counters: what loads is right, or it is refused aloud.
+
+    Right is the owner's very state; at level `applied` that of one of the two snapshots.
+    """
+    rng = random.Random(f"damage-{ack}")
+    async with running(redis, ack=ack) as shard:
+        right = []
+        for _ in range(3):
+            await shard.push(4)
+            await shard.snapshot()
+            right.append(content(shard.state()))
+        await shard.push(4)
+        right = right[1:] if ack == "applied" else [content(shard.state())]
+    keys = sorted(bytes(k).decode() for k in await redis.keys("{m.3/0}:*") if isinstance(k, bytes))
+    pristine = {k: bytes(await redis.dump(k) or b"") for k in keys}
+    loaded = refused = 0
+    for _ in range(500):
+        key = rng.choice(keys)
+        await damage(rng, redis, key, keys)
+        try:
+            got = content(await loader_of(redis).load(shard.load()))
+        except (CorruptState, Unavailable):
+            refused += 1
+        else:
+            assert got in right, f"damage to {key} was loaded silently"
+            loaded += 1
+        for name, dump in pristine.items():
+            await redis.restore(name, 0, dump, replace=True)
+    assert loaded > 50
+    assert refused > 50
+    assert content(await loader_of(redis).load(shard.load())) in right
+
+
+async def damage(rng: random.Random, redis: Redis, key: str, keys: list[str]) -> None:
+    """Something happens to that key."""
+    if rng.random() < 0.1:
+        await redis.delete(key)
+        return
+    if key.endswith(":journal"):
+        stream: Any = await redis.xrange(key)
+        lsn, fields = rng.choice(stream)
+        await redis.xdel(key, lsn)
+        if lsn == stream[-1][0] and rng.random() < 0.7:  # written anew, damaged
+            await redis.delete(key)
+            field = rng.choice([b"h", b"d"])
+            for name, there in stream:
+                await redis.xadd(key, there if name != lsn else {**fields, field: changed(rng, fields[field])}, id=name)
+        return
+    data: Any = await redis.get(key)
+    if key.endswith((":token", ":saved", ":lsn")) and rng.random() < 0.5:
+        await redis.set(key, str(rng.randrange(30)))
+    elif ":snap:" in key and rng.random() < 0.2:
+        other: Any = await redis.get(rng.choice([k for k in keys if ":snap:" in k]))
+        await redis.set(key, other)
+    else:
+        await redis.set(key, changed(rng, data))
+
+
+def changed(rng: random.Random, data: bytes) -> bytes:
+    """Other bytes: a bit flipped, an end cut off, something added, or a piece overwritten."""
+    out = bytearray(data)
+    kind = rng.randrange(4)
+    if kind == 0 or not out:
+        out = out or bytearray(1)
+        out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del out[rng.randrange(len(out)) :]
+    elif kind == 2:
+        out += rng.randbytes(rng.randrange(1, 20))
+    else:
+        at = rng.randrange(len(out))
+        piece = rng.randbytes(rng.randrange(1, 20))
+        out[at : at + len(piece)] = piece
+    return bytes(out)
+
+
+async def restore(redis: Redis, name: str) -> None:
+    """Puts what a version stored into Redis."""
+    for key, text in json.loads((GOLDEN / f"{name}.json").read_text()).items():
+        data = base64.b64decode(text)
+        stream, _, rest = key.partition(" ")
+        if not rest:
+            await redis.set(key, data)
+        elif rest.endswith(" h"):
+            body = json.loads((GOLDEN / f"{name}.json").read_text())[f"{key[:-2]} d"]
+            await redis.xadd(stream, {"h": data, "d": base64.b64decode(body)}, id=rest[:-2])
+
+
+@pytest.mark.parametrize("name", ["1.0", "1.1"])
+async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis, name: str) -> None:
+    """Both snapshots of the golden files give the numbers that they were written from; so does the journal."""
+    await restore(redis, name)
+    key = PartitionKey(ModelKey("golden", 2), 1)
+    scripts = ScriptRunner(redis)
+    store = SnapshotStore(redis, scripts, BufferPool(), asyncio.get_running_loop().time, 1e12)
+    manifest = await store.manifest(key)
+    assert [e["version"] for e in manifest] == [7, 6]
+    for entry in manifest:
+        stored = await store.read(key, entry)
+        assert stored is not None
+        loaded, version = from_stored(stored.head, stored.arrays), entry["version"]
+        values = (np.arange(12, dtype=np.float32) + version).astype(np.float32)
+        assert np.array_equal(loaded.state.values, values)
+        assert [s.tolist() for s in loaded.state.slots] == [(values * 0.5).tolist(), (values * 0.25).tolist()]
+        assert (loaded.version, loaded.state.steps) == (version, (version, version - 1))
+        (held,) = loaded.held
+        assert (held.worker, held.ranges, held.data.tolist(), held.dtype) == ("run/w0", ((2, 5),), [0, 1, 2], "float16")
+        if name == "1.0":
+            assert (loaded.lsn, loaded.staged, loaded.settings) == (0, (), None)
+        else:
+            (staged,) = loaded.staged
+            assert (loaded.lsn, staged.worker, staged.data.dtype.str) == (version + 1, "run/w1", "<u2")
+            assert loaded.settings is not None
+            assert loaded.settings["revision"] == 5
+    if name == "1.1":
+        entries = await Journal(redis, scripts).read(key, 7)
+        assert [(e.lsn, len(e.arrays), e.head["id"]) for e in entries] == [
+            (n, 1 + n % 2, ["run/w0", 2, n]) for n in (8, 9, 10)
+        ]
+        assert entries[1].arrays[1].tolist() == list(range(9))
+
+
+async def test_what_is_written_today_is_what_the_golden_file_says(redis: Redis, redis_url: str) -> None:
+    """The same partition gives the same bytes: a change of the stored form needs a new number."""
+    found = spec_from_file_location("generate", GOLDEN / "generate.py")
+    assert found is not None
+    assert found.loader is not None
+    generate = module_from_spec(found)
+    found.loader.exec_module(generate)
+    assert await generate.write(redis_url) == json.loads((GOLDEN / "1.1.json").read_text())
+
+
+@pytest.mark.parametrize("newer", ["1.2", "2.0"])
+async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> None:
+    """A manifest, a snapshot or a journal entry of a newer format is CorruptState that says which format it has."""
+    key = PartitionKey(ModelKey("golden", 2), 1)
+    scripts = ScriptRunner(redis)
+    store = SnapshotStore(redis, scripts, BufferPool(), asyncio.get_running_loop().time, 1e12)
+    await restore(redis, "1.1")
+    text: Any = await redis.get(f"{{{key}}}:manifest")
+    await redis.set(f"{{{key}}}:manifest", text.replace(b'{"format":"1.1"', f'{{"format":"{newer}"'.encode(), 1))
+    with pytest.raises(CorruptState, match=f"format {newer}"):
+        await store.manifest(key)
+    await redis.flushall()
+    await restore(redis, "1.1")
+    name = f"{{{key}}}:journal"
+    stream: Any = await redis.xrange(name)
+    await redis.delete(name)
+    for lsn, fields in stream:
+        await redis.xadd(name, {**fields, b"h": fields[b"h"].replace(b"\xa31.1", b"\xa3" + newer.encode(), 1)}, id=lsn)
+    with pytest.raises(CorruptState, match=newer):
+        await Journal(redis, scripts).read(key, 7)
+
+
+async def test_everything_is_saved_at_the_end(redis: Redis) -> None:
+    """`SaveAll` stores what changed since the last snapshot at level `applied`, and then nothing is left unsaved."""
+    async with running(redis, ack="applied") as shard:
+        await shard.push(3)
+        (p,) = shard.runtime.core.models["m"].partitions.values()
+        assert p.unsaved
+        async with asyncio.timeout(10):
+            while p.unsaved:
+                shard.runtime.feed(SaveAll())
+                await asyncio.sleep(0.01)
+        assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
