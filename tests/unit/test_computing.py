@@ -1,6 +1,5 @@
 """Computing an update: results in memory that nobody else has need of."""
 
-import numpy as np
 import pytest
 
 from paramserver.core.layout import Layout
@@ -25,7 +24,7 @@ def tasks(pool: BufferPool, *, spend: bool) -> list[UpdateTask]:
         values, gradient = pool.take(COUNT), pool.take(COUNT)
         values[:], gradient[:] = i, -1.0
         state = PartitionState(values, (), (0,))
-        basis = Basis(PartitionKey(ModelKey("m", 1), i), state, 0, SPEC, LAYOUT.segments[i], 1)
+        basis = Basis(PartitionKey(ModelKey("m", 1), i), state, SPEC, LAYOUT.segments[i])
         out.append(single_task(basis, gradient, "float32", None, 1.0, 1.0, spend=spend))
     return out
 
