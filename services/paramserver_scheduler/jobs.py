@@ -14,6 +14,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
+from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.history import History
@@ -62,6 +63,15 @@ class Jobs:
                 raise TypeError(f"no job: {effect}")
         self._group.create_task(work)
 
+    async def check_level(self, spec: Any) -> None:
+        """Whether Redis can keep what a model of that spec promises, as far as it can tell.
+
+        Raises RequestError (`not_built`) where `ack` is `fsynced` and Redis cannot say that a write is on its disk, and
+        Unavailable (`storage_unavailable`) where it does not answer.
+        """
+        if isinstance(spec, Mapping) and spec.get("ack") == "fsynced":
+            await fsync_way(self._redis)
+
     async def restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
         """Put a checkpoint of model `source` into model `target`, which is made if it is not there.
 
@@ -92,6 +102,7 @@ class Jobs:
             living = None
         if living is None:
             spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
+            await self.check_level(spec.document())
             states = await asyncio.to_thread(checkpoints.partition, held, spec)
             answer = await ask(lambda n: io.CreateModel(n, spec.document(), "", restore=True))
         else:

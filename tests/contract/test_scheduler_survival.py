@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from redis import Redis
 from safetensors.numpy import load_file, save_file
 
 from paramserver import checkpoint
@@ -201,6 +202,20 @@ def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
     assert kept == [names[1], names[3], names[4]]
     folder = cluster.folder / "state" / "checkpoints" / name
     eventually(lambda: sorted(p.name for p in folder.iterdir()) == sorted(kept))
+
+
+def test_fsynced_needs_a_redis_that_can(cluster: Nodes) -> None:
+    """A model whose pushes are to be on disk is refused while Redis keeps no such file, and made once it does."""
+    spec = {"name": unique("m"), "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "ack": "fsynced"}
+    with Redis.from_url(cluster.redis_url) as plain:
+        plain.config_set("appendonly", "no")
+        try:
+            refused = cluster.post("/models", spec, status=422)
+        finally:
+            plain.config_set("appendonly", "yes")
+    assert refused["code"] == "not_built"
+    assert "appendonly" in refused["hint"]
+    cluster.post("/models", spec, status=201)
 
 
 def test_values_come_from_a_file(cluster: Nodes) -> None:

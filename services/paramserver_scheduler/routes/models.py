@@ -51,8 +51,12 @@ MODEL = {
 )
 @role("admin")
 async def create_model(request: Request) -> Response:
-    """Make a model, or find it there already with the same spec (200); another spec under that name is 409."""
+    """Make a model, or find it there already with the same spec (200); another spec under that name is 409.
+
+    422 `not_built` with `ack: fsynced` where Redis cannot say that a write is on its disk.
+    """
     spec = await read_json(request)
+    await service(request).jobs.check_level(spec)
     nonce = secrets.token_urlsafe(24)
     return await reply(request, lambda n: io.CreateModel(n, spec, nonce), lambda m: f"/models/{quote(m['name'])}")
 
