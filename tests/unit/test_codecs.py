@@ -1,6 +1,7 @@
 """Codecs: their bytes, what is lost and kept, what is refused, and that kernels read the same numbers from them."""
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,16 @@ def test_the_bytes_of_topk_are_those_of_the_page() -> None:
 
     assert data.tobytes() == np.array([1, 2, 3], "<u4").tobytes() + np.array([-3, 2, 3], "<f4").tobytes()
     assert np.array_equal(decoded, np.array([0, -3, 2, 3, 0, 0, 0, 0], np.float32))
+
+
+def test_the_page_shows_the_bytes_of_the_examples() -> None:
+    """The two examples of docs/codecs.md are what the encoders make."""
+    page = (Path(__file__).parents[2] / "docs" / "codecs.md").read_text()
+    shown = [bytes.fromhex(block) for block in re.findall(r"```\n([0-9a-f \n]+)```", page)]
+    first = encoded("int8", np.array([127.0, -63.5, 0.5, 1.5, 0.0], np.float32))[0]
+    second = encoded("topk:0.3", np.array([0, -3, 2, 3, 2, 0, 0, 0], np.float32))[0]
+
+    assert shown == [first.tobytes(), second.tobytes()]
 
 
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 5000])

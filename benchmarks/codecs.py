@@ -1,0 +1,167 @@
+"""What each codec costs and loses: bytes on the wire, GB/s of float32, cosine, accuracy of the digits.
+
+    python benchmarks/codecs.py                        all codecs; the digits train on a private cluster
+    python benchmarks/codecs.py --steps 0              without training
+    python benchmarks/codecs.py --codecs int8 topk:0.02+zstd --elements 1048576
+
+Encoding is what a worker does before it sends: checking for NaN, adding what was left out, encoding, packing.  Decoding
+is what a shard does after it has received: undoing the second stage, checking, and adding the gradient to a sum, block
+by block.  Both on one thread, in partitions of 4 MiB, medians over `--repeats`; a rate counts the gradient's float32
+bytes.  The cosine is between one gradient of normal numbers and what arrives of it.  The accuracy is that of a model
+after `--steps` steps of one synchronous worker with batch 64, the mean over `--seeds`.
+"""
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import paramserver as ps
+from paramserver import kernels
+from paramserver.client.encoding import Encoded, Feedback, ready
+from paramserver.client.gradients import Content, Scan
+from paramserver.codecs import Codec, check_content
+from paramserver.codecs.stage import unpack
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.examples import digits
+from paramserver.types import F32, AnyArray
+from paramserver.wire.tensor import NUMPY_DTYPE
+
+CODECS = (
+    "fp32", "fp16", "bf16", "int8", "topk:0.01", "topk:0.1",
+    "fp32+zstd", "fp32+lz4", "bf16+zstd", "int8+zstd", "int8+lz4", "topk:0.01+zstd",
+)  # fmt: skip
+PARTITION_ELEMENTS = 1 << 20
+
+
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def bodies(content: Content) -> list[AnyArray]:
+    """Each part's bytes as they travel."""
+    if isinstance(content, Encoded):
+        return [content.parts[p.partition][0] for p in content.selection.parts]
+    out = []
+    for part in content.selection.parts:
+        body = np.empty(content.body_bytes([part]), np.uint8)
+        content.write([part], body.data, Scan())
+        out.append(body)
+    return out
+
+
+def receive(codec: Codec, content: Content, parts: list[AnyArray], total: F32) -> None:
+    """What a shard does with the parts: total += what they decode to."""
+    for part, body in zip(content.selection.parts, parts, strict=True):
+        data, size = body, part.stop - part.start
+        if codec.stage is not None:
+            assert isinstance(content, Encoded)
+            data = unpack(codec.stage, body, content.parts[part.partition][1])
+        if codec.whole:
+            check_content(codec.coding, data, size)
+        else:
+            data = data.view(NUMPY_DTYPE[codec.coding])
+        assert kernels.all_finite(data, codec.coding)
+        kernels.accumulate(total[part.start : part.stop], data, codec.coding)
+
+
+def measure(text: str, elements: int, repeats: int) -> dict[str, Any]:
+    """Bytes, rates and cosine of one codec."""
+    codec = Codec.parse(text)
+    partitions = max(1, elements // PARTITION_ELEMENTS)
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [elements]}}, "partitions": partitions}))
+    gradient = np.random.default_rng(1).standard_normal(elements, np.float32)
+    feedback = Feedback()
+
+    def encode(memory: Feedback) -> tuple[Content, list[AnyArray]]:
+        content = ready(layout, 1, {"w": gradient}, None, None, codec, memory)
+        return content, bodies(content)
+
+    def step() -> None:
+        encode(feedback)
+        feedback.keep()
+
+    content, parts = encode(Feedback())
+    arrived = np.zeros(elements, np.float32)
+    receive(codec, content, parts, arrived)
+    a, b = gradient.astype(np.float64), arrived.astype(np.float64)
+    total = np.zeros(elements, np.float32)
+    return {
+        "codec": text,
+        "bytes": sum(p.size for p in parts) / (4 * elements),
+        "encode": 4e-9 * elements / median_s(step, repeats),
+        "decode": 4e-9 * elements / median_s(lambda: receive(codec, content, parts, total), repeats),
+        "cosine": float(a.dot(b) / np.sqrt(a.dot(a) * b.dot(b))),
+    }
+
+
+def accuracy(client: ps.Client, text: str, steps: int, seed: int) -> float:
+    """Fraction of the digits' test images that are classified rightly after so many steps in a codec."""
+    model = client.create_model("codec", digits.spec(), optimizer=ps.Adam(lr=1e-3), consistency=ps.Sync())
+    rng = np.random.default_rng(seed)
+    params = None
+    with model.worker(codec=text) as worker:
+        for _ in range(steps):
+            params = worker.pull(out=params)
+            _, grads = digits.loss_and_grads(params, *digits.batch(rng, 64))
+            worker.step(grads)
+        found = digits.accuracy(worker.pull())
+    model.delete()
+    return found
+
+
+def machine() -> str:
+    """What the figures depend on."""
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    cpu = import_module("llvmlite.binding").get_host_cpu_name()
+    return f"{platform.machine()} {cpu}, Python {platform.python_version()}, NumPy {np.__version__}, commit {commit}"
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS))
+    parser.add_argument("--elements", type=int, default=8 << 20)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=400, help="of each training; 0: none")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each codec")
+    chosen = parser.parse_args()
+    say(f"{machine()}; {chosen.elements} elements\n\n")
+    say("| codec | bytes of fp32 | encode GB/s | decode GB/s | cosine | accuracy |\n|---|--:|--:|--:|--:|--:|\n")
+    rows = [measure(text, chosen.elements, chosen.repeats) for text in chosen.codecs]
+    found: dict[str, str] = dict.fromkeys(chosen.codecs, "")
+    if chosen.steps:
+        with ps.local(shards=2) as client:
+            for text in chosen.codecs:
+                runs = [accuracy(client, text, chosen.steps, seed) for seed in range(chosen.seeds)]
+                found[text] = f"{100 * statistics.mean(runs):.1f} %"
+    for r in rows:
+        rates = f"{r['encode']:.2f} | {r['decode']:.2f} | {r['cosine']:.5f}"
+        say(f"| `{r['codec']}` | {100 * r['bytes']:.1f} % | {rates} | {found[r['codec']]} |\n")
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
