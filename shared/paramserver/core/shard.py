@@ -6,13 +6,13 @@ of arrival, and what a push may do is decided when it starts, not when it arrive
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from paramserver.core.durability import Durability
 from paramserver.core.handover import Handover, released
 from paramserver.core.journal import drop_head
 from paramserver.core.line import Lines
+from paramserver.core.loading import LoadDesk
 from paramserver.core.operation import (
     CommitOperation,
     FlushOperation,
@@ -20,7 +20,6 @@ from paramserver.core.operation import (
     PushOperation,
     SetOperation,
     SettingsOperation,
-    configured,
 )
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
@@ -37,7 +36,6 @@ from paramserver.core.shard_io import (
     JournalLost,
     JournalRefused,
     LoadFailed,
-    LoadPartition,
     MapChanged,
     ModelGone,
     ModelView,
@@ -84,6 +82,7 @@ class ShardCore:
         self.durability = Durability(self, self._timers)
         self._pulls = PullDesk(self, self._timers)
         self._requests = RequestDesk(self, self._lines, self._timers, self._pulls, self._perform)
+        self._loading = LoadDesk(self, self._timers, self._requests, self._perform)
         self._handover = Handover(self, self._lines)
         self._woken: list[Partition] = []
         self._effects: list[Effect] = []
@@ -93,8 +92,8 @@ class ShardCore:
             RosterChanged: self._roster,
             CommitDecided: self._commit,
             ModelGone: self._gone,
-            PartitionLoaded: self._loaded,
-            LoadFailed: self._load_failed,
+            PartitionLoaded: self._loading.loaded,
+            LoadFailed: self._loading.failed,
             PushReceived: self._requests.push,
             PullReceived: self._requests.pull,
             SetReceived: self._requests.set,
@@ -148,12 +147,17 @@ class ShardCore:
 
     def owns(self, key: PartitionKey, token: Token) -> bool:
         """Whether this shard has that partition under that token."""
-        return self._find(key, token)[1] is not None
+        return self.find(key, token)[1] is not None
 
     @property
     def waiting(self) -> int:
         """Requests without an outcome yet."""
         return len(self._requests.open)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes in which the partitions remember pushes: at most 24 x limits.WINDOW per worker and partition."""
+        return sum(p.memory.nbytes for model in self.models.values() for p in model.partitions.values())
 
     # --- the scheduler's word
 
@@ -176,12 +180,12 @@ class ShardCore:
         revision = model.revision
         model.clock = max(model.clock, view.clock)
         model.live_workers, model.workers = view.live_workers, dict(view.workers)
-        for commit in view.commits:
-            if commit.timeline == model.timeline:
-                model.keep(commit)
         model.learn(view.spec, view.revision)
         begins, model.ready = view.ready and not model.ready, view.ready
         self._own(model, view, now)
+        for commit in view.commits:  # after that: what no partition here needs is not kept
+            if commit.timeline == model.timeline:
+                model.keep(commit)
         for p in model.partitions.values():
             if view.revision > revision:
                 self._settle(model, p, revision)
@@ -326,43 +330,9 @@ class ShardCore:
             if p.level:
                 self.durability.executed(p, "drop", drop_head(slots, p.version))
 
-    # --- loading
-
-    def _loaded(self, event: PartitionLoaded, now: float) -> None:
-        model, p = self._find(event.key, event.token)
-        if model is None or p is None or p.state is not None:
-            return
-        loaded, cut = event.loaded, isinstance(p.source, int)
-        if cut and loaded.staged:
-            loaded = replace(loaded, staged=())
-        try:
-            p.load(loaded)
-        except PsError as error:
-            self._load_failed(LoadFailed(event.key, event.token, error), now)
-            return
-        p.live_workers = model.live_workers
-        self.held_bytes += p.held_bytes
-        if cut and loaded.stored:
-            p.cut_stored = p.clock
-        elif loaded.settings is None or p.spec.consistency.mode != "sync":
-            p.clock = p.clock if p.clock in model.commits else model.clock
-        if p.level and loaded.settings is None:
-            if not loaded.stored:
-                p.fresh_slots()  # by the settings that are journaled, whichever were there when loading began
-            configured(self, p, now, fresh=not loaded.stored)
-        if model.ready and not loaded.stored:
-            self.plan.first(p)
-        elif loaded.replayed_bytes:
-            self.plan.changed(p, now)
-        if p.buffered:
-            p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
-            self.flush_by(p, p.flush_at, now)
-        self._woken.append(p)
-        self.resume(model, p, now)
-        self._effects.append(Report())
-
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Take up what was left alone while the partition was not there, or held."""
+        self._woken.append(partition)
         self._requests.unpark(model)
         if partition.revision < model.revision:
             self._settle(model, partition, partition.revision)
@@ -371,19 +341,7 @@ class ShardCore:
         self._advance(model, partition, now)
         self._drop_ended(model, partition)
 
-    def _load_failed(self, event: LoadFailed, now: float) -> None:
-        model, p = self._find(event.key, event.token)
-        if model is None or p is None or p.state is not None:
-            return
-        self._requests.refuse(model, p, event.error)
-
-        def again(at: float) -> None:
-            if self._owns(model, p) and p.state is None:
-                self._effects.append(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
-
-        self._timers.at(now + _RETRY_S, again)
-
-    def _find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
+    def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
         model = self._known(key.model)
         p = None if model is None else model.partitions.get(key.index)
         return model, p if p is not None and p.token == token else None
@@ -420,7 +378,7 @@ class ShardCore:
         self._lines.release(operation)
 
     def _snapshot_done(self, event: SnapshotStored | SnapshotFailed, now: float) -> None:
-        _, p = self._find(event.key, event.token)
+        _, p = self.find(event.key, event.token)
         store = self.plan.done(isinstance(event, SnapshotStored), event.urgent, p, now)
         if store is not None and p is not None:
             self.durability.snapshot(p, store.capture, store.fsync)
@@ -428,12 +386,12 @@ class ShardCore:
                 self._effects.append(Report())
 
     def _journaled(self, event: Journaled, now: float) -> None:
-        _, p = self._find(event.key, event.token)
+        _, p = self.find(event.key, event.token)
         if p is not None:
             self.durability.journaled(p, event.lsn)
 
     def _journal_refused(self, event: JournalRefused, now: float) -> None:
-        model, p = self._find(event.key, event.token)
+        model, p = self.find(event.key, event.token)
         if model is not None and p is not None:
             model.refused[p.index] = p
             for operation in self._lose(model, p):
@@ -441,7 +399,7 @@ class ShardCore:
             self._requests.unpark(model)
 
     def _journal_lost(self, event: JournalLost, now: float) -> None:
-        _, p = self._find(event.key, event.token)
+        _, p = self.find(event.key, event.token)
         if p is not None and p.mark.rebase is None:
             self.durability.rebase(p)
 

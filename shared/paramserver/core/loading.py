@@ -1,0 +1,87 @@
+"""Partitions on their way in: what their owner begins with, and what follows from it at once."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from paramserver.core import operation as running
+from paramserver.core.operation import configured
+from paramserver.core.partition import Partition
+from paramserver.core.requests import RequestDesk
+from paramserver.core.served_model import ServedModel
+from paramserver.core.shard_io import Effect, LoadFailed, LoadPartition, PartitionLoaded, Report
+from paramserver.core.snapshot_plan import SnapshotPlan
+from paramserver.core.timers import Timers
+from paramserver.errors import PsError
+from paramserver.types import PartitionKey, Token
+
+_RETRY_S = 1.0
+
+
+class Shard(running.Shard, Protocol):
+    """What loading needs of the shard."""
+
+    plan: SnapshotPlan
+
+    def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
+        """That partition and its model, if it is served under that token."""
+
+    def owns(self, key: PartitionKey, token: Token) -> bool:
+        """Whether this shard has that partition under that token."""
+
+    def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
+        """Take up what was left alone while the partition was not there."""
+
+
+class LoadDesk:
+    """Has partitions read, again if need be."""
+
+    def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk, perform: Callable[[Effect], None]) -> None:
+        self._shard = shard
+        self._timers = timers
+        self._requests = requests
+        self._perform = perform
+
+    def loaded(self, event: PartitionLoaded, now: float) -> None:
+        model, p = self._shard.find(event.key, event.token)
+        if model is None or p is None or p.state is not None:
+            return
+        loaded, cut = event.loaded, isinstance(p.source, int)
+        if cut and loaded.staged:
+            loaded = replace(loaded, staged=())
+        try:
+            p.load(loaded)
+        except PsError as error:
+            self.failed(LoadFailed(event.key, event.token, error), now)
+            return
+        p.live_workers = model.live_workers
+        self._shard.held_bytes += p.held_bytes
+        if cut and loaded.stored:
+            p.cut_stored = p.clock
+        elif loaded.settings is None or p.spec.consistency.mode != "sync":
+            p.clock = p.clock if p.clock in model.commits else model.clock
+        if p.level and loaded.settings is None:
+            if not loaded.stored:
+                p.fresh_slots()  # by the settings that are journaled, whichever were there when loading began
+            configured(self._shard, p, now, fresh=not loaded.stored)
+        if model.ready and not loaded.stored:
+            self._shard.plan.first(p)
+        elif loaded.replayed_bytes:
+            self._shard.plan.changed(p, now)
+        if p.buffered:
+            p.flush_at = now + p.spec.consistency.interval_ms / 1000.0
+            self._shard.flush_by(p, p.flush_at, now)
+        self._shard.resume(model, p, now)
+        self._perform(Report())
+
+    def failed(self, event: LoadFailed, now: float) -> None:
+        model, p = self._shard.find(event.key, event.token)
+        if model is None or p is None or p.state is not None:
+            return
+        self._requests.refuse(model, p, event.error)
+
+        def again(at: float) -> None:
+            if self._shard.owns(p.key, p.token) and p.state is None:
+                self._perform(LoadPartition(p.key, p.token, p.source, model.spec, model.layout))
+
+        self._timers.at(now + _RETRY_S, again)

@@ -1,0 +1,493 @@
+"""Acknowledgement levels: who is answered when, what is journaled, and what a Redis that fails does to it."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver import limits
+from paramserver.core.shard_io import (
+    AssignPart,
+    Contribution,
+    Journal,
+    Journaled,
+    JournalEntry,
+    JournalLost,
+    JournalRefused,
+    PushDone,
+    PushReceived,
+    RosterChanged,
+    SetReceived,
+    SnapshotFailed,
+    StorageChanged,
+    StoreSnapshot,
+)
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError
+from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf, push_part
+from paramserver.types import F32, PushId
+
+WORKERS = ("r/w0", "r/w1")
+ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
+
+
+def spec(partitions: int = 1, ack: str = "journaled", **fields: Any) -> ModelSpec:
+    return ModelSpec.parse(
+        {
+            "name": "m",
+            "params": {"w": {"shape": [4 * partitions]}},
+            "optimizer": {"name": "sum"},
+            "partitions": partitions,
+            "ack": ack,
+        }
+        | fields
+    )
+
+
+def ones(value: float = 1.0) -> F32:
+    return np.full(4, value, np.float32)
+
+
+def refused(driver: ShardDriver, request: int) -> PsError:
+    outcome = driver.replies[request]
+    assert isinstance(outcome, PsError)
+    return outcome
+
+
+def done(driver: ShardDriver, request: int) -> PushDone:
+    outcome = driver.outcome(request)
+    assert isinstance(outcome, PushDone)
+    return outcome
+
+
+def pending(driver: ShardDriver, kind: type) -> list[Any]:
+    return [e for e in driver.pending if isinstance(e, kind)]
+
+
+def entries(driver: ShardDriver) -> list[JournalEntry]:
+    return [entry for effect in pending(driver, Journal) for entry in effect.entries]
+
+
+def complete(driver: ShardDriver, kind: type) -> None:
+    """Complete the oldest effect of that kind."""
+    driver.complete(next(i for i, e in enumerate(driver.pending) if isinstance(e, kind)))
+
+
+def slow(**fields: Any) -> ShardDriver:
+    """A shard that serves `spec(**fields)` and whose effects complete when the test says so."""
+    driver = ShardDriver(eager=False)
+    driver.serve(spec(**fields), workers=ROSTER, live_workers=2)
+    driver.settle()
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+    driver.settle()
+    return driver
+
+
+def apply(driver: ShardDriver) -> None:
+    """Let everything be computed that is under way."""
+    while any(not isinstance(e, Journal | StoreSnapshot) for e in driver.pending):
+        driver.complete(next(i for i, e in enumerate(driver.pending) if not isinstance(e, Journal | StoreSnapshot)))
+
+
+def test_a_push_is_applied_then_journaled_then_acknowledged() -> None:
+    """Its value is seen before the reply; the reply comes with the watermark and says that it is durable."""
+    driver = slow()
+
+    request = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+
+    assert driver.values() == [1.0] * 4
+    assert request not in driver.replies
+    (entry,) = entries(driver)
+    assert (entry.kind, entry.lsn, entry.token) == ("push", 2, 1)
+    assert (entry.head["id"], entry.head["version"]) == (["w", 1, 0], 1)
+    assert entry.arrays[0].tolist() == [1.0] * 4
+    complete(driver, Journal)
+    assert (done(driver, request).version, done(driver, request).durable_version) == (1, 1)
+    assert [row[4:6] for row in driver.core.partitions()] == [(1, 1)]
+
+
+@pytest.mark.parametrize("mode", ["async", "buffered", "sync"])
+def test_at_level_applied_nothing_is_journaled(mode: str) -> None:
+    """Pushes, assignments, commits, flushes and settings leave no entry, and replies wait for nothing."""
+    driver = slow(ack="applied", consistency={"mode": mode})
+
+    requests = [driver.submit({0: ones()}, PushId(WORKERS[0], 1, i), clock=0) for i in range(9)]
+    driver.send(SetReceived(900, "m", (AssignPart(0, ones(), "float32", True),)))
+    driver.commit(0, Contribution(WORKERS[0], 1, 0, 0))
+    driver.patch({"optimizer": {"clip_value": 1.0}})
+    driver.send(RosterChanged(driver.view.model, {}, 0))  # type: ignore[union-attr]
+    apply(driver)
+
+    assert all(r in driver.replies for r in [*requests, 900])
+    assert pending(driver, Journal) == []
+
+
+def test_a_push_waits_for_every_partition_it_touches() -> None:
+    """The watermark of one of two is not enough."""
+    driver = slow(partitions=2)
+    request = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    first, second = entries(driver)
+
+    driver.send(Journaled(second.key, second.token, second.lsn))
+    assert request not in driver.replies
+    driver.send(Journaled(first.key, first.token, first.lsn))
+
+    assert [p.durable_version for p in done(driver, request).parts] == [1, 1]
+
+
+def test_a_duplicate_waits_until_its_original_is_durable() -> None:
+    """An answer to a duplicate is a promise too; once it is durable, another is answered at once."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+
+    again = driver.submit({0: ones()}, PushId("w", 1, 0))
+    assert not {first, again} & driver.replies.keys()
+    complete(driver, Journal)
+    late = driver.submit({0: ones()}, PushId("w", 1, 0))
+
+    assert [done(driver, r).duplicate for r in (first, again, late)] == [False, True, True]
+    assert {done(driver, r).version for r in (first, again, late)} == {1}
+
+
+def test_a_crash_loses_nothing_that_was_acknowledged() -> None:
+    """The next owner has what was journaled, its windows and its version, and takes again what was not."""
+    shelf = SnapshotShelf()
+    driver = ShardDriver(shelf)
+    driver.serve(spec())
+    driver.push({0: ones(1.0)}, PushId("w", 1, 0))
+    driver.push({0: ones(2.0)}, None, key="k")
+    driver.eager = False
+    driver.submit({0: ones(4.0)}, PushId("w", 1, 1))
+
+    after = ShardDriver(shelf)
+    after.serve(spec(), owned={0: 2}, source="snapshot")
+
+    assert after.values() == [3.0] * 4
+    assert after.pull(0).version == 2
+    assert after.push({0: ones(1.0)}, PushId("w", 1, 0)).duplicate
+    assert after.push({0: ones(2.0)}, None, key="k").version == 2
+    assert not after.push({0: ones(4.0)}, PushId("w", 1, 1)).duplicate
+    assert [e.lsn for e in shelf.journals[after.core.models["m"].partitions[0].key]] == [1, 2, 3, 4]
+
+
+def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
+    """The journal is kept from the older of two snapshots on; a damaged newest one costs nothing."""
+    shelf = SnapshotShelf()
+    driver = ShardDriver(shelf)
+    driver.serve(spec(optimizer={"name": "adam", "lr": 0.1}))
+    for i in range(4):
+        driver.push({0: ones(i)}, PushId("w", 1, i))
+        driver.advance(limits.SNAPSHOT_INTERVAL_S)
+    key = driver.core.models["m"].partitions[0].key
+    assert [c.lsn for c in shelf.kept[key]] == [5, 4]
+    assert [e.lsn for e in shelf.journals[key]] == [5]
+
+    shelf.damaged = True
+    after = ShardDriver(shelf)
+    after.serve(spec(optimizer={"name": "adam", "lr": 0.1}), owned={0: 2}, source="snapshot")
+
+    ours, theirs = (d.pull(0).parts[0].state for d in (after, driver))
+    assert ours.values.tobytes() == theirs.values.tobytes()
+    assert [s.tobytes() for s in ours.slots] == [s.tobytes() for s in theirs.slots]
+
+
+def test_what_is_buffered_is_journaled_and_the_flush_says_when_it_was_applied() -> None:
+    """Held parts survive a crash, and so does the moment at which they became one step."""
+    shelf = SnapshotShelf()
+    buffered = spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
+    driver = ShardDriver(shelf)
+    driver.serve(buffered)
+    for i, value in enumerate((1.0, 3.0, 10.0)):
+        assert driver.push({0: ones(value)}, PushId("w", 1, i)).state == "buffered"
+
+    after = ShardDriver(shelf)
+    after.serve(buffered, owned={0: 2}, source="snapshot")
+    assert after.values() == [2.0] * 4
+    after.push({0: ones(20.0)}, PushId("w", 1, 3))
+
+    assert after.values() == [17.0] * 4
+    kinds = [e.kind for e in shelf.journals[after.core.models["m"].partitions[0].key]]
+    assert kinds == ["config", "hold", "hold", "flush", "hold", "hold", "flush"]
+
+
+def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
+    """Staged parts are journaled before their ack, so the next owner takes the commit that the leader has decided."""
+    shelf = SnapshotShelf()
+    sync = spec(optimizer={"name": "adam", "lr": 0.1}, consistency={"mode": "sync"})
+    driver, straight = ShardDriver(shelf), ShardDriver()
+    for d in (driver, straight):
+        d.serve(sync, workers=ROSTER, live_workers=2)
+        for clock in (0, 1):
+            for i, w in enumerate(WORKERS):
+                d.push({0: ones(1.0 + i + clock)}, PushId(w, 1, clock), clock=clock)
+        d.commit(0, *(Contribution(w, 1, i, 0) for i, w in enumerate(WORKERS)))
+    decided = tuple(Contribution(w, 1, i, 1) for i, w in enumerate(WORKERS))
+    straight.commit(1, *decided)
+
+    after = ShardDriver(shelf)
+    after.serve(sync, workers=ROSTER, live_workers=2, owned={0: 2}, source="snapshot", clock=2)
+    assert after.resyncs == 1
+    assert after.push({0: ones(2.0)}, PushId(WORKERS[0], 1, 1), clock=1).duplicate
+    after.commit(1, *decided)
+
+    ours, theirs = (d.pull(0).parts[0] for d in (after, straight))
+    assert (ours.version, ours.state.steps) == (theirs.version, theirs.state.steps) == (2, (2,))
+    assert ours.state.values.tobytes() == theirs.state.values.tobytes()
+    assert after.core.held_bytes == 0
+
+
+def test_assignments_are_journaled_from_the_first_upload_on() -> None:
+    """What was uploaded before the model was ready survives its owner, at version 0."""
+    shelf = SnapshotShelf()
+    driver = ShardDriver(shelf)
+    view = driver.serve(spec(), ready=False)
+    driver.send(SetReceived(90, "m", (AssignPart(0, ones(5.0), "float32", True),)))
+    assert done(driver, 90).durable_version == 0
+
+    after = ShardDriver(shelf)
+    after.serve(spec(), owned={0: 2}, source="snapshot", ready=False)
+    after.send(replace(view, owned={0: 2}, ready=True))
+    after.send(SetReceived(91, "m", (AssignPart(0, ones(6.0)[:2], "float32", True, ((1, 3),)),)))
+
+    assert after.values() == [5.0, 6.0, 6.0, 5.0]
+    assert done(after, 91).version == 1
+
+
+@pytest.mark.parametrize(("level", "asked", "fsync"), [("applied", "journaled", False), ("journaled", "fsynced", True)])
+def test_a_push_that_asks_for_more_than_the_models_level_waits_for_a_snapshot(
+    level: str, asked: str, fsync: bool
+) -> None:
+    """The snapshot is taken at once; what comes while it is being written waits for the next one."""
+    driver = slow(ack=level)
+    first = driver.submit({0: ones()}, PushId("w", 1, 0), ack=asked)
+    plain = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    while pending(driver, Journal):
+        complete(driver, Journal)
+    assert plain in driver.replies
+    (snapshot,) = pending(driver, StoreSnapshot)
+    assert (snapshot.capture.version, snapshot.fsync, snapshot.cut) == (1, fsync, False)
+
+    second = driver.submit({0: ones()}, PushId("w", 1, 2), ack=asked)
+    apply(driver)
+    while pending(driver, Journal):
+        complete(driver, Journal)
+    complete(driver, StoreSnapshot)
+    assert done(driver, first).durable_version >= 1
+    assert second not in driver.replies
+    driver.advance(0.1)
+    complete(driver, StoreSnapshot)
+
+    assert done(driver, second).durable_version == 3
+    again = driver.submit({0: ones()}, PushId("w", 1, 0), ack=asked)
+    assert done(driver, again).duplicate
+
+
+def test_a_model_in_sync_gives_its_own_level_and_no_more() -> None:
+    """What is staged at level `applied` becomes durable with its clock, which waits for the ack: so it is refused."""
+    driver = slow(ack="applied", consistency={"mode": "sync"})
+
+    request = driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0, ack="journaled")
+    less = driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0, ack="applied")
+    unknown = driver.submit({0: ones()}, PushId(WORKERS[0], 1, 1), clock=0, ack="maybe")
+
+    assert refused(driver, request).code == refused(driver, unknown).code == "invalid_field"
+    assert not done(driver, less).duplicate
+
+
+def test_while_redis_is_away_new_pushes_are_refused_and_waiting_ones_give_up_in_time() -> None:
+    """503 at once, nothing applied; who waits hears 503 after a while, and its push is a duplicate later."""
+    driver = slow()
+    waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+
+    driver.send(StorageChanged("no Redis"))
+    new = driver.submit({0: ones()}, PushId("w", 1, 1))
+    again = driver.submit({0: ones()}, PushId("w", 1, 0))
+    assert {refused(driver, r).code for r in (new, again)} == {"storage_unavailable"}
+    assert refused(driver, new).retry_after_s
+    driver.advance(limits.JOURNAL_WAIT_S - 0.1)
+    assert waiting not in driver.replies
+    driver.advance(0.1)
+    assert refused(driver, waiting).code == "storage_unavailable"
+    assert driver.core.waiting == 0
+
+    driver.send(StorageChanged(""))
+    back = driver.submit({0: ones()}, PushId("w", 1, 0))
+    complete(driver, Journal)
+    assert done(driver, back).duplicate
+    assert driver.values() == [1.0] * 4
+
+
+def test_a_redis_that_cannot_sync_refuses_that_level_alone() -> None:
+    """`fsynced` hears 503 and is never downgraded; `journaled` goes on."""
+    driver = slow()
+    driver.send(StorageChanged("", "appendonly is off"))
+
+    more = driver.submit({0: ones()}, PushId("w", 1, 0), ack="fsynced")
+    own = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    complete(driver, Journal)
+
+    assert (refused(driver, more).code, refused(driver, more).detail) == ("storage_unavailable", "appendonly is off")
+    assert done(driver, own).version == 1
+
+
+def test_at_level_fsynced_entries_and_snapshots_are_to_be_on_disk() -> None:
+    """Every effect says so."""
+    driver = slow(ack="fsynced")
+
+    driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+
+    assert [j.fsync for j in pending(driver, Journal)] == [True]
+    assert [s.fsync for s in pending(driver, StoreSnapshot)] == [True]
+
+
+def test_an_owner_that_was_replaced_in_redis_serves_no_longer() -> None:
+    """Waiting replies hear 421, so do new requests, whatever the feed still says; a newer token is taken up."""
+    driver = slow()
+    assert driver.view is not None
+    waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    (entry,) = entries(driver)
+
+    driver.send(JournalRefused(entry.key, entry.token))
+    new = driver.submit({0: ones()}, PushId("w", 1, 1))
+    driver.send(driver.view)
+    stale = driver.submit({0: ones()}, PushId("w", 1, 1))
+
+    assert {refused(driver, r).code for r in (waiting, new, stale)} == {"wrong_owner"}
+    driver.pending.clear()
+    driver.send(replace(driver.view, owned={0: 2}, source="snapshot"))
+    driver.settle()
+    assert driver.values() == [0.0] * 4
+    assert driver.core.durability.queued_bytes == 0
+
+
+def test_a_running_job_of_a_replaced_owner_is_answered_too() -> None:
+    """Its result is not made visible, and its push hears 421."""
+    driver = slow()
+    request = driver.submit({0: ones()}, PushId("w", 1, 0))
+    key = driver.core.models["m"].partitions[0].key
+
+    driver.send(JournalRefused(key, 1))
+    driver.settle()
+
+    assert refused(driver, request).code == "wrong_owner"
+
+
+def test_what_waits_to_be_journaled_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound pushes hear 503; room is made when entries become durable."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    (entry,) = entries(driver)
+    assert driver.core.durability.queued_bytes == entry.nbytes
+    monkeypatch.setattr(limits, "JOURNAL_QUEUE_BYTES_MAX", entry.nbytes)
+
+    second = driver.submit({0: ones()}, PushId("w", 1, 1))
+    assert refused(driver, second).code == "queue_full"
+    complete(driver, Journal)
+    third = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    complete(driver, Journal)
+
+    assert [done(driver, r).version for r in (first, third)] == [1, 2]
+    assert driver.core.durability.queued_bytes == 0
+
+
+def test_much_journal_is_snapshotted_before_the_interval_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a new owner has to replay is bounded."""
+    monkeypatch.setattr(limits, "SNAPSHOT_JOURNAL_BYTES", 1000)
+    driver = slow()
+
+    for i in range(6):
+        driver.submit({0: ones()}, PushId("w", 1, i))
+        apply(driver)
+    (snapshot,) = pending(driver, StoreSnapshot)
+
+    assert 1000 / entries(driver)[0].nbytes <= snapshot.capture.version <= 5
+
+
+def test_a_journal_that_lost_entries_goes_on_from_a_snapshot() -> None:
+    """Till it is stored, no journaled entry counts: what would load them would find the hole."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    key = driver.core.models["m"].partitions[0].key
+
+    for _ in range(2):
+        driver.send(JournalLost(key, 1))
+    (snapshot,) = pending(driver, StoreSnapshot)
+    assert snapshot.urgent
+    second = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    driver.send(Journaled(key, 1, 3))
+    assert not {first, second} & driver.replies.keys()
+    driver.pending.clear()
+    driver.send(SnapshotFailed(key, 1, 1, urgent=True))
+    driver.advance(1.0)
+    (snapshot,) = pending(driver, StoreSnapshot)
+    assert (snapshot.capture.lsn, snapshot.urgent) == (3, True)
+    complete(driver, StoreSnapshot)
+
+    assert [done(driver, r).durable_version for r in (first, second)] == [2, 2]
+
+
+def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_too() -> None:
+    """The version and what is staged are the same for the next owner: a late part kept by `fold`, then its end."""
+    shelf = SnapshotShelf()
+    sync = spec(consistency={"mode": "sync", "late": "fold"})
+    driver = ShardDriver(shelf)
+    driver.serve(sync, workers=ROSTER, live_workers=2)
+    driver.commit(0)
+    driver.push({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
+
+    keeps = ShardDriver(shelf)
+    keeps.serve(sync, workers=ROSTER, live_workers=2, owned={0: 2}, source="snapshot", clock=1)
+    assert keeps.core.held_bytes == 16
+    keeps.send(RosterChanged(keeps.view.model, {}, 0))  # type: ignore[union-attr]
+    assert keeps.core.held_bytes == 0
+
+    after = ShardDriver(shelf)
+    after.serve(sync, workers=ROSTER, live_workers=2, owned={0: 3}, source="snapshot", clock=1)
+    assert after.core.held_bytes == 0
+    assert after.pull(0).version == 1
+
+
+def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
+    """In random order within the window each push counts once, and every answer quotes its first version."""
+    driver = ShardDriver()
+    driver.serve(spec(ack="applied"))
+    rng = random.Random(7)
+    versions: dict[int, int] = {}
+    part = push_part(0, ones(), 4)
+    pushes, copies = 1000, 100
+    due = sorted((i + rng.uniform(0, limits.WINDOW / 2), i) for i in range(pushes) for _ in range(copies))
+
+    for request, (_, i) in enumerate(due, 10):
+        driver.send(PushReceived(request, "m", (part,), push_id=PushId("w", 1, i)))
+        reply = done(driver, request)
+        assert reply.duplicate == (i in versions)
+        assert reply.version == versions.setdefault(i, reply.version)
+
+    assert len(due) == 100_000
+    assert driver.values() == [float(pushes)] * 4
+    assert driver.pull(0).version == pushes == len(set(versions.values()))
+
+
+def test_the_memory_of_windows_is_told() -> None:
+    """24 bytes per seq, and at most 64 of them per worker and partition: 1,536 bytes."""
+    driver = ShardDriver()
+    driver.serve(spec(ack="applied", partitions=2))
+    for i in range(200):
+        driver.push({0: ones()}, PushId("w", 1, i))
+
+    assert driver.core.window_bytes == 64 * 24
