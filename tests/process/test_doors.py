@@ -1,0 +1,77 @@
+"""A cluster that other machines can reach: it gets a secret of its own, or says what it lacks and does not start."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+import paramserver as ps
+from paramserver.errors import AuthError
+from paramserver_node import redis_server
+
+from .cluster import PSCTL, cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+
+@pytest.mark.parametrize("service", ["scheduler", "shard"])
+def test_a_node_that_others_can_reach_does_not_start_without_tokens(service: str, tmp_path: Path) -> None:
+    """It ends at once with the lines that help, whichever of its addresses is meant; nothing was listening."""
+    port = str(redis_server.free_port())
+    for host in ("0.0.0.0", socket.gethostname()):
+        command = [sys.executable, "-P", "-m", f"paramserver_{service}", "--host", host, "--port", port]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0
+        for line in ("psctl secret paramserver.secret", "--host 127.0.0.1", "--insecure"):
+            assert line in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
+    """`psctl up --host 0.0.0.0` makes a secret and prints a token; psctl beside it needs none, a worker has its own."""
+    state = tmp_path / ".paramserver"
+    with cluster(state, shards=1, args=("--host", "0.0.0.0", "--workers", "1")) as closed:
+        token = closed.info["token"]
+        assert (state / "secret").stat().st_mode & 0o777 == 0o600
+        assert token not in (state / "cluster.json").read_text()
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("PARAMSERVER_")}
+        run = {"cwd": tmp_path, "env": clean, "capture_output": True, "text": True, "timeout": 60}
+        for words in (["status"], ["models"]):
+            done = subprocess.run([*PSCTL, *words], **run)  # type: ignore[call-overload]
+            assert done.returncode == 0, done.stderr
+        printed = subprocess.run([*PSCTL, "token", "reader"], **run)  # type: ignore[call-overload]
+        for url in (closed.url, *closed.shards):
+            assert httpx.get(f"{url}/status").status_code == 401
+            reader = {"authorization": f"Bearer {printed.stdout.strip()}"}
+            assert httpx.get(f"{url}/status", headers=reader).status_code == 200
+        with ps.connect(closed.url) as nobody, pytest.raises(AuthError):
+            nobody.models()
+        with ps.connect(closed.url, token=token) as client:
+            joined = eventually(lambda: client.request("GET", "/pool")["items"], what="the worker's joining")
+            assert [m["member"] for m in joined] == ["worker-0"]
+
+
+def test_a_cluster_may_be_open_to_everyone_when_told_so(tmp_path: Path) -> None:
+    """`--insecure` starts it without tokens, and every node's log warns."""
+    with cluster(tmp_path, shards=1, args=("--host", "0.0.0.0", "--insecure")) as opened:
+        assert opened.info["token"] is None
+        assert not (tmp_path / "secret").exists()
+        assert httpx.get(f"{opened.url}/status", headers={"host": "ps.example.org"}).status_code == 200
+        for log in ("shard-0", "scheduler"):
+            text = "".join(p.read_text() for p in (tmp_path / "logs").glob(f"{log}*.log"))
+            assert "may read, change and delete" in text, log
+
+
+def test_a_cluster_for_this_machine_is_closed_to_web_pages(tmp_path: Path) -> None:
+    """On loopback a program needs no token; a request under a page's name, or from a page, is refused over HTTP/1.1."""
+    with cluster(tmp_path, shards=1) as opened:
+        assert opened.info["token"] is None
+        for url in (opened.url, *opened.shards):
+            assert httpx.get(f"{url}/status").status_code == 200
+            for header in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+                refused = httpx.get(f"{url}/status", headers=header)
+                assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
