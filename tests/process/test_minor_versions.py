@@ -1,0 +1,140 @@
+"""Client and server one minor version apart: what the newer one says beyond the older one's words changes nothing."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+
+from .cluster import Cluster
+
+pytestmark = pytest.mark.process
+
+NEWS = {"from_the_future": {"colour": "blue", "parts": [[1, None]], "more": 7.5}}
+"""What a later version may say in any map."""
+
+
+def newer_frame(frame: bytes) -> bytes:
+    """The frame as a later minor would send it: a number in the byte kept for it, and keys nobody knows yet."""
+    header, offset = decode_prefix(frame)
+    pull = header.get("pull")
+    if isinstance(pull, dict):
+        header["pull"] = pull | NEWS
+    head = bytearray(encode_header(header | NEWS))
+    head[3] = 1
+    return bytes(head) + frame[offset:]
+
+
+def newer_json(value: Any) -> Any:
+    """The document with members nobody knows yet in each object, but in maps from names that users chose."""
+    if isinstance(value, list):
+        return [newer_json(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    chosen = ("shards", "params", "workers", "metrics", "optimizer", "consistency", "init", "spec")
+    return {k: v if k in chosen else newer_json(v) for k, v in value.items()} | NEWS
+
+
+class Between(ThreadingHTTPServer):
+    """Stands between a client and a node, one of which it makes a minor version newer: `requests` or `answers`."""
+
+    daemon_threads = True
+
+    def __init__(self, node: str, newer: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.node = urlsplit(node).netloc
+        self.newer = newer
+        self.changed: set[str] = set()
+        """What was changed: (kind of message, first part of the path)."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that hangs up is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Between
+
+    def hand_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.server.newer == "requests":
+            body = self._newer(body, self.headers.get("content-type", ""), json_too=False)
+        node = http.client.HTTPConnection(self.server.node, timeout=60)
+        kept = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "connection", "content-length")}
+        node.request(self.command, self.path, body=body, headers=kept)
+        answer = node.getresponse()
+        data = answer.read()
+        node.close()
+        if self.path.startswith("/models") and b'"addresses"' in data:
+            document = json.loads(data)
+            for shard in document.get("shards", {}).values():
+                shard["addresses"] = ["http://127.0.0.1:9"]  # nobody answers: everything comes through here
+            data = json.dumps(document).encode()
+        if self.server.newer == "answers":
+            data = self._newer(data, answer.headers.get("content-type", ""), json_too=True)
+        self.send_response(answer.status)
+        for name in ("content-type", "retry-after"):
+            if answer.headers.get(name):
+                self.send_header(name, answer.headers[name])
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _newer(self, data: bytes, kind: str, *, json_too: bool) -> bytes:
+        if data and kind.startswith(MEDIA_TYPE):
+            self.server.changed.add(f"frame {self.path.split('/')[1]}")
+            return newer_frame(data)
+        if data and json_too and "json" in kind:
+            self.server.changed.add("json")
+            return json.dumps(newer_json(json.loads(data))).encode()
+        return data
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = hand_on
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def between(node: str, newer: str) -> Iterator[Between]:
+    """A translator in front of `node`."""
+    with Between(node, newer) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("newer", ["requests", "answers"])
+def test_training_works_a_minor_version_apart(shared_cluster: Cluster, newer: str) -> None:
+    """A client a minor newer than the servers, and one a minor older, create, join, push, pull and train alike."""
+    with between(shared_cluster.url, newer) as middle, ps.connect(middle.url) as client:
+        params = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(5, np.float32)}
+        model = client.create_model(f"minor-{newer}", params, optimizer=ps.Sum(), consistency=ps.Sync())
+        with model.worker() as worker:
+            for _ in range(3):
+                worker.pull()
+                worker.step({"w": np.ones((3, 2), np.float32), "b": np.full(5, 2.0, np.float32)}, loss=0.5)
+            pulled = worker.pull()
+        assert np.array_equal(pulled["w"], np.full((3, 2), 3.0))
+        assert np.array_equal(pulled["b"], np.full(5, 6.0))
+        assert any(c.startswith("frame push") for c in middle.changed), middle.changed
+        assert "frame pull" in middle.changed
+        assert "json" in middle.changed or newer == "requests"
