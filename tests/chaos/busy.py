@@ -9,6 +9,7 @@ from typing import Final, Literal
 from . import load
 from .checkers import Verdict, judge
 from .cluster import ChaosCluster
+from .history import AFTER_ALL
 from .load import Job
 
 WORKERS: Final = 2
@@ -48,15 +49,15 @@ class Busy:
             cluster.load(jobs)
         cluster.until_progress()
 
-    def look(self) -> None:
+    def look(self, epoch: int = 0) -> None:
         """Put what the models hold now on record, as somebody sees it who takes no part."""
         for kind in self.kinds:
-            self.cluster.final_pull(Job(kind.name, -1, WORKERS, kind.mode))
+            self.cluster.look(Job(kind.name, -1, WORKERS, kind.mode), epoch)
 
     def finish(self) -> None:
         """End the load, and put what the models hold then on record."""
         self.cluster.stop_load()
-        self.look()
+        self.look(AFTER_ALL)
 
     def verdicts(self, *, shards_died: bool) -> dict[Kind, Verdict]:
         """What the checkers say of each model; without the death of a shard every level loses nothing."""

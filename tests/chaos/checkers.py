@@ -147,9 +147,9 @@ def stale(history: History) -> list[str]:
 
 
 def apart(history: History) -> list[str]:
-    """Synchronous pulls whose partitions are of different commits, and commits that differ between partitions."""
+    """Members' pulls whose partitions are of different commits, and commits that differ between partitions."""
     out = []
-    for seen in _by(history.seen, lambda s: s.pull).values():
+    for seen in _by((s for s in history.seen if s.epoch), lambda s: s.pull).values():
         if len({s.version for s in seen}) > 1:
             out.append(f"one pull at {seen[0].end:.3f} has versions {sorted({s.version for s in seen})}")
     for seen in _by(history.seen, lambda s: (s.timeline, s.version)).values():

@@ -89,7 +89,7 @@ class ChaosCluster:
     # --- faults
 
     def signal(self, who: str, number: signal.Signals, **how: Any) -> None:
-        """Send a signal; `hold`: not to be restarted until `start`; `env`, `bug`: of its next start only."""
+        """Send a signal; `hold`: not to be restarted until `start`; `env`: of its next starts, `bug`: of the next."""
         self.recorder.fault(f"{number.name} {who} {how or ''}")
         self.order("signal", who=who, signal=int(number), **how)
 
@@ -161,6 +161,13 @@ class ChaosCluster:
                 last = e
         raise last
 
+    def owned(self, shard: str) -> list[tuple[str, int]]:
+        """The partitions that the scheduler says a shard has."""
+        out = []
+        for name in self.client.models(timeout=10.0):
+            out += [(name, p["index"]) for p in self.get(f"/models/{name}")["partitions"] if p["shard"] == shard]
+        return out
+
     def healthy(self) -> bool:
         """Whether every node is ready, every shard alive, and every partition of every model served by its owner."""
         for url in (*self.urls, *self.shard_urls):
@@ -231,12 +238,12 @@ class ChaosCluster:
         """Everything on record until now."""
         return read(self.records)
 
-    def final_pull(self, job: Job) -> None:
-        """Put a last pull of a model on record, by nobody of its workers."""
+    def look(self, job: Job, epoch: int = 0) -> None:
+        """Put a pull of a model on record, by nobody of its workers."""
         start, model = time.monotonic(), self.client.model(job.model)
         values = model.pull(timeout=60.0)
-        final = Job(job.model, -1, job.workers, job.mode)
-        load.write_pull(self.recorder, final, start, values, load.bounds_of(self.client, job.model), 0)
+        outsider = Job(job.model, -1, job.workers, job.mode)
+        load.write_pull(self.recorder, outsider, start, values, load.bounds_of(self.client, job.model), epoch)
 
     # --- the end
 

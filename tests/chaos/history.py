@@ -1,9 +1,9 @@
 """What happened in a chaos run, as its clients and the nemesis saw it: JSON lines, written as they happen.
 
 Times are seconds of the monotonic clock, which all processes of one machine share.  A push is written when it begins
-and again when it ends.  Its result is `ok`, `fail` (sure to have done nothing), `doubt` (given up without an answer: done
-or not, now or later), `open` (it has not ended, or its process was killed), or `dropped`: the worker was told that its
-epoch or timeline is over, which some partition may have learnt after it had taken the push.
+and again when it ends.  Its result is `ok`, `fail` (sure to have done nothing), `doubt` (given up without an answer:
+done or not, now or later), `open` (it has not ended, or its process was killed), or `dropped`: the worker was told that
+its epoch or timeline is over, which some partition may have learnt after it had taken the push.
 """
 
 import json
@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 RECORDS_MAX = 400_000
 """Records of one file; a run that makes more is too long to be judged by reading it back."""
+
+AFTER_ALL = -1
 
 Result = Literal["ok", "fail", "doubt", "open", "dropped"]
 
@@ -47,7 +49,7 @@ class Seen:
     """Number of the pull; the partitions of one pull have the same."""
     timeline: int
     epoch: int
-    """The worker's epoch; 0 for who is no worker."""
+    """The worker's epoch; 0 for who is no worker, `AFTER_ALL` when nobody works any more."""
     partition: int
     version: int
     incarnation: int

@@ -52,8 +52,8 @@ class Kept:
     held: bool = False
     """Not to be started again for now."""
     next_argv: list[str] | None = None
-    next_env: dict[str, str] = field(default_factory=dict)
-    """Of the next start only."""
+    next_env: list[dict[str, str]] = field(default_factory=list)
+    """Added to the environment: of the next start, of the one after it, and so on."""
 
 
 class Keeper:
@@ -110,8 +110,8 @@ class Keeper:
             if kept.held:
                 await asyncio.sleep(PROBE_S)
                 continue
-            env, argv = kept.next_env, kept.next_argv or list(kept.spec.argv)
-            kept.next_env, kept.next_argv = {}, None
+            env, argv = kept.next_env.pop(0) if kept.next_env else {}, kept.next_argv or list(kept.spec.argv)
+            kept.next_argv = None
             if self.plan.proxied:  # no way past the links: a folder that cannot be made
                 env["PARAMSERVER_SHARED_MEMORY"] = "/dev/null/none"
             spec = ChildSpec(name, kept.spec.kind, argv, env)
@@ -135,9 +135,9 @@ class Keeper:
             case "signal":
                 kept = self.kept[order["who"]]
                 kept.held = bool(order.get("hold", kept.held))
-                kept.next_env, kept.next_argv = dict(order.get("env") or {}), None
+                kept.next_env, kept.next_argv = list(order.get("env") or ()), None
                 if bug := order.get("bug"):  # the same node with a bug planted in it
-                    kept.next_env["PYTHONPATH"] = str(ROOT)
+                    kept.next_env = [{"PYTHONPATH": str(ROOT)}]
                     kept.next_argv = [sys.executable, "-m", "tests.chaos.planted", bug, *kept.spec.argv[4:]]
                 if kept.child is not None:
                     # SIGKILL ends a stopped process too; to the whole group only what must leave nothing behind.

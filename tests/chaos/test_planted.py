@@ -8,6 +8,7 @@ import pytest
 from . import load
 from .checkers import Verdict, judge
 from .cluster import ChaosCluster, chaos_cluster, eventually
+from .history import AFTER_ALL
 from .keeper import Plan
 from .load import Job
 from .planted import BUGS
@@ -27,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
 def verdict(cluster: ChaosCluster, model: str) -> Verdict:
     """What the checkers say once the load has ended."""
     cluster.stop_load()
-    cluster.final_pull(Job(model, -1, WORKERS))
+    cluster.look(Job(model, -1, WORKERS), AFTER_ALL)
     return judge(cluster.history().of(model), mode="async", durable=True)
 
 
