@@ -79,14 +79,14 @@ class Node:
         if waiting is not None:
             waiting(outcome)
 
-    def call(self, what: str, source: str, take: Delivery) -> Call:
+    def call(self, what: str, source: str, take: Delivery, *, once: bool = False) -> Call:
         """A request to this process, which `take` handles when it gets there."""
 
         def deliver(answer: Answer) -> None:
             if self.up:
                 self.later(0.0, what, lambda: take(answer))
 
-        return Call(f"{source} to {self.name}: {what}", deliver, self.name, source)
+        return Call(f"{source} to {self.name}: {what}", deliver, self.name, source, once=once)
 
     def ask_redis(self, what: str, work: Callable[[SimRedis], T], done: Callable[[T | None], None]) -> None:
         """One command: done whole, or not at all; None to `done` where no answer came, whichever it was."""

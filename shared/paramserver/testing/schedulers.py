@@ -63,6 +63,8 @@ class SimScheduler(Node):
         self.feeds: dict[str, Callable[[Document], None]] = {}
         self._queue: deque[_Batch] = deque()
         self._writing = False
+        self._anew = False
+        """Redis was emptied, and does not have everything again yet."""
         self._away = False
         self._asked_s = self.world.now
         """When it last sent the question whose answer was that it leads."""
@@ -120,10 +122,11 @@ class SimScheduler(Node):
                 return
             self._asked_s = asked_s
             self._storage("")
-            if verdict is Verdict.EMPTIED:
-                self.term = known
-                self._tick(known)
-                self.handle(io.RedisEmptied(known))
+            if verdict is Verdict.EMPTIED and not self._anew:
+                self._anew = True
+                self.term = self.seen_term = self.term + 1
+                self._tick(self.term)
+                self.handle(io.RedisEmptied(self.term))
             held, self._held = self._held, []
             for action in held:
                 action()
@@ -193,7 +196,7 @@ class SimScheduler(Node):
         if self._writing or not self._queue:
             return
         self._writing = True
-        term, queue, count = self.term, self._queue, len(self._queue)
+        term, queue, count, anew = self.term, self._queue, len(self._queue), self._anew
         merged = _Batch()
         for batch in self._queue:
             merged.fields.update(batch.fields)
@@ -215,10 +218,11 @@ class SimScheduler(Node):
                     for effect in queue.popleft().effects:
                         self._do(effect)
                 self._writing = False
+                self._anew &= not anew
                 self._storage("")
                 self._write()
 
-        work = lambda redis: redis.write(term, merged.fields, merged.tokens, merged.fences)  # noqa: E731
+        work = lambda redis: redis.write(term, merged.fields, merged.tokens, merged.fences, anew)  # noqa: E731
         self.ask_redis("write", work, written)
 
     def _do(self, effect: io.Effect) -> None:
@@ -249,7 +253,8 @@ class SimScheduler(Node):
             else:
                 answer(_no_leader())
 
-        return self.call(make(0).__class__.__name__, source, take)
+        what = make(0)
+        return self.call(type(what).__name__, source, take, once=isinstance(what, io.JoinShard))
 
     def look(self, source: str, what: str, read: Callable[[SchedulerCore], Any]) -> Call:
         """A request that only looks."""

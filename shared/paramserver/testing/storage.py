@@ -58,13 +58,11 @@ class SimRedis:
         return self.term, {k: json.loads(v) for k, v in self.state.items()}
 
     def renew(self, who: str, term: int, now: float) -> tuple[Verdict, int]:
-        """The leader goes on, or learns that another one leads, or that all was lost and it leads in a new term."""
+        """The leader goes on, or learns that another one leads, or that all was lost and is to be written anew."""
         if self.term > term:
             return Verdict.FENCED, self.term
-        verdict = Verdict.DONE if self.term == term else Verdict.EMPTIED
-        self.term = term if verdict is Verdict.DONE else term + 1
         self.leader, self.lease_until_s = who, now + LEASE_S
-        return verdict, self.term
+        return Verdict.DONE if self.term == term else Verdict.EMPTIED, term
 
     def write(
         self,
@@ -72,8 +70,11 @@ class SimRedis:
         fields: Mapping[str, Any],
         tokens: Mapping[PartitionKey, Token],
         fences: Mapping[str, int],
+        anew: bool,
     ) -> Verdict:
-        """One group of decisions."""
+        """One group of decisions; `anew`: it holds everything, for a Redis that was emptied."""
+        if anew and term > self.term:
+            self.term = term
         if term != self.term:
             return Verdict.FENCED if term < self.term else Verdict.EMPTIED
         for name, value in fields.items():

@@ -22,6 +22,8 @@ class SimClient:
     def __init__(self, simulation: "Simulation", name: str) -> None:
         self.sim, self.name = simulation, name
         self._schedulers = list(simulation.schedulers)
+        self._map: dict[int, str] = {}
+        """Partition -> shard, as last heard."""
 
     def ask(self, make: Any) -> Script:
         """The outcome of an event at the scheduler; an error that may pass has turned to the other one."""
@@ -34,18 +36,24 @@ class SimClient:
         return outcome
 
     def owners(self, wanted: set[int]) -> Script:
-        """Shard -> partitions, of those wanted that have an owner; at least one."""
+        """Shard -> partitions, of those wanted that have an owner; at least one.  As known until a request fails."""
         while True:
+            owners: dict[str, list[int]] = {}
+            for index in sorted(wanted & self._map.keys()):
+                owners.setdefault(self._map[index], []).append(index)
+            if owners:
+                return owners
             look = self._schedulers[0].look(self.name, "model", lambda core: core.read.model(self.sim.spec.name))
             doc = yield from self._turned((yield look))
             if not isinstance(doc, PsError):
-                owners: dict[str, list[int]] = {}
-                for p in doc["partitions"]:
-                    if p["index"] in wanted and p["shard"] is not None:
-                        owners.setdefault(p["shard"], []).append(p["index"])
-                if owners:
-                    return owners
-            yield 0.2
+                self._map = {p["index"]: p["shard"] for p in doc["partitions"] if p["shard"] is not None}
+            if not wanted & self._map.keys():
+                yield 0.2
+
+    def failed(self) -> Script:
+        """A request to a shard was refused: the map may be old."""
+        self._map = {}
+        yield 0.2
 
     def pull(self, version: int) -> Script:
         """Every partition at that version or later; fewer of them when the model went back to an earlier clock."""
@@ -66,7 +74,7 @@ class SimClient:
                 elif version and isinstance(done, PsError) and done.code == "version_not_reached":
                     return pulled
                 else:
-                    yield 0.2
+                    yield from self.failed()
         return pulled
 
 
@@ -137,7 +145,7 @@ class SimWorker(SimClient):
                 elif isinstance(done, PsError) and not done.retryable:
                     return done
                 elif isinstance(done, PsError):
-                    yield 0.2
+                    yield from self.failed()
         return None
 
     def _report(self, me: Any, clock: int, timeline: int) -> Script:

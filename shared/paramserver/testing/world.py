@@ -60,6 +60,8 @@ class Call:
     """The process that it goes to."""
     source: str = ""
     timeout_s: float = 5.0
+    once: bool = False
+    """It is never delivered twice: whoever sends it anew would ask for something else."""
 
 
 class World:
@@ -138,7 +140,7 @@ class World:
             if self.arrives(call.target, call.source):
                 self.after(self.delay(), f"answer {call.what} {_named(outcome)}", lambda: settle(outcome))
 
-        copies = 2 if self.chance(self.faults.duplicate) else 1
+        copies = 2 if not call.once and self.chance(self.faults.duplicate) else 1
         for _ in range(copies):
             if self.arrives(call.source, call.target):
                 self.after(self.delay(), call.what, lambda: call.deliver(answered))
