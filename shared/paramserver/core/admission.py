@@ -1,6 +1,6 @@
 """Whether a push or an assignment may be taken up at all: its content and its worker; pure checks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import isfinite
 
 import numpy as np
@@ -8,10 +8,11 @@ import numpy as np
 from paramserver import limits
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import slot_count
+from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.spec import ModelSpec
 from paramserver.core.watermark import LEVELS
-from paramserver.core.window import PushMemory, fenced
+from paramserver.core.window import fenced
 from paramserver.errors import problem
 from paramserver.types import PushId
 
@@ -136,22 +137,20 @@ def clip_factor(event: PushReceived, spec: ModelSpec) -> float:
     return bound / event.norm if event.norm > bound else 1.0
 
 
-def must_ask(
-    event: PushReceived, mode: str, workers: Mapping[str, tuple[int, int]], memories: Iterable[PushMemory]
-) -> bool:
+def must_ask(event: PushReceived, push_id: PushId, model: ServedModel) -> bool:
     """Whether the scheduler has to be asked about the push's worker before it is judged.
 
     Ids with a '/' are the scheduler's.  The roster may lag behind a join; in async and buffered it is enough that this
     epoch of the worker, or a higher one, pushed to one of the partitions before.
     """
-    push_id = event.push_id
-    if push_id is None or "/" not in push_id.worker:
+    if "/" not in push_id.worker:
         return False
-    member = workers.get(push_id.worker)
+    member = model.workers.get(push_id.worker)
     if member is not None:
         return push_id.epoch > member[0]
-    if mode in ("ssp", "sync"):
+    if model.spec.consistency.mode in ("ssp", "sync"):
         return True
+    memories = (model.partitions[part.partition].memory for part in event.parts)
     return all((memory.epoch(push_id.worker) or -1) < push_id.epoch for memory in memories)
 
 

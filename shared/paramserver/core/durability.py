@@ -43,6 +43,8 @@ class Durability:
         """Bytes of entries that are not durable yet."""
         self._shard = shard
         self._timers = timers
+        self.executes = False
+        """Whether there are effects to be taken."""
         self._entries: tuple[list[JournalEntry], list[JournalEntry]] = ([], [])  # to be journaled; on disk
         self._order: deque[Waiting] = deque()  # by the time they give up, answered ones among them
         self._armed = False
@@ -61,6 +63,7 @@ class Durability:
         """Journal the command that has just got `p.lsn`."""
         entry = JournalEntry(p.key, p.token, p.lsn, kind, head, arrays)
         self._entries[p.level == _FSYNCED].append(entry)
+        self.executes = True
         size = entry.nbytes
         p.mark.queued.append((p.lsn, p.version, size))
         self.queued_bytes += size
@@ -71,10 +74,8 @@ class Durability:
 
     def effects(self) -> list[Journal]:
         """What was executed since the last call."""
-        if any(self._entries):
-            (stored, synced), self._entries = self._entries, ([], [])
-            return [Journal(tuple(e), fsync) for e, fsync in ((stored, False), (synced, True)) if e]
-        return []
+        (stored, synced), self._entries, self.executes = self._entries, ([], []), False
+        return [Journal(tuple(e), fsync) for e, fsync in ((stored, False), (synced, True)) if e]
 
     # --- who waits
 

@@ -56,6 +56,11 @@ class Handover:
         partition.committing = any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
         return [op for op in self._lines.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
 
+    @property
+    def waits(self) -> bool:
+        """Whether the state of a partition is still to be written."""
+        return bool(self._held)
+
     def write(self) -> None:
         """Have the state of held partitions stored as soon as it stands still."""
         for partition in list(self._held):

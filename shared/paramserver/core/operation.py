@@ -122,8 +122,9 @@ class PushOperation(Operation):
         self.model.check(event.generation, event.timeline)
         spec = self.partitions[0].spec
         mode = spec.consistency.mode
-        if any(p.spec.consistency.mode != mode for p in self.partitions):
-            raise problem("loading", "the model's settings are just changing")
+        for p in self.partitions:
+            if p.spec is not spec and p.spec.consistency.mode != mode:
+                raise problem("loading", "the model's settings are just changing")
         admission.check_worker(event, mode, self.model.workers, self.answer)
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)
@@ -138,7 +139,8 @@ class PushOperation(Operation):
             return ()
         scale = event.weight * admission.clip_factor(event, spec)
         for partition, part in self._fresh:
-            _check_lag(partition, part.base)
+            if partition.spec.consistency.lag == "reject":
+                _check_lag(partition, part.base)
         if immediate:
             self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
             return [
@@ -213,38 +215,39 @@ class PushOperation(Operation):
         shard.reply(self.event.request, error)
 
     def _reply(self, shard: Shard, state: PushState, now: float) -> None:
-        pairs = list(zip(self.partitions, self._seen, strict=True))
-        parts = tuple(p.stand(None if seen is None else seen.version) for p, seen in pairs)
-        rule, clock = self.partitions[0].spec.consistency, self.event.clock
-        fresh_late = state == "staged" and rule.late == "drop"
-        late = any(
-            seen.late if seen is not None else fresh_late and clock is not None and clock < p.clock for p, seen in pairs
-        )
-        unknown = any(
-            part.base is not None and part.base[1] != p.token
-            for p, part in zip(self.partitions, self.event.parts, strict=True)
-        )
+        event, rule, stands = self.event, self.partitions[0].spec.consistency, []
+        drops = state == "staged" and rule.late == "drop" and event.clock is not None
+        duplicate, late, unknown = True, False, False
+        for p, part, seen in zip(self.partitions, event.parts, self._seen, strict=True):
+            if seen is None:
+                duplicate = False
+                late = late or (drops and event.clock is not None and event.clock < p.clock)
+                stands.append(p.stand())
+            else:
+                late = late or seen.late
+                stands.append(p.stand(seen.version))
+            unknown = unknown or (part.base is not None and part.base[1] != p.token)
         done = PushDone(
             self.model.key,
             self.model.timeline,
             state,
-            all(seen is not None for seen in self._seen),
-            min(p.version for p in parts),
-            min(p.durable_version for p in parts),
-            max(p.incarnation for p in parts),
-            parts,
+            duplicate,
+            min([s.version for s in stands]),
+            min([s.durable_version for s in stands]),
+            max([s.incarnation for s in stands]),
+            tuple(stands),
             late,
             unknown,
         )
         if self.level:
-            shard.durability.acknowledge(self.event.request, done, self.partitions, self.level, now)
+            shard.durability.acknowledge(event.request, done, self.partitions, self.level, now)
         else:
-            shard.reply(self.event.request, done)
+            shard.reply(event.request, done)
 
 
 def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:
     rule, lag = partition.spec.consistency, partition.lag(base)
-    if rule.lag == "reject" and lag > rule.lag_bound:
+    if lag > rule.lag_bound:
         raise problem(
             "too_stale",
             f"the gradient's base lies {lag} versions back; at most {rule.lag_bound} are allowed",

@@ -61,14 +61,14 @@ class RequestDesk:
             if not model.ready:
                 raise problem("initializing", "the model's initial values are not complete")
             admission.check_push(event, model.spec, model.layout)
-            partitions = [model.owned(part.partition, shard.map_epoch) for part in event.parts]
+            for part in event.parts:
+                model.owned(part.partition, shard.map_epoch)
         except PsError as error:
             shard.reply(event.request, error)
             return
         level = max(model.level, LEVELS[event.ack or "applied"])
         operation = PushOperation(model, event=event, expires=now + limits.LEASE_S, level=level)
-        if admission.must_ask(event, model.spec.consistency.mode, model.workers, [p.memory for p in partitions]):
-            assert event.push_id is not None
+        if event.push_id is not None and admission.must_ask(event, event.push_id, model):
             self._asking[event.request] = operation
             self._perform(AskWorker(event.request, model.key, event.push_id.worker))
         else:

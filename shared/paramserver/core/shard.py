@@ -116,7 +116,8 @@ class ShardCore:
         self._timers.run(now)
         self._handlers[type(event)](event, now)
         self._run(now)
-        self._effects += self.durability.effects()
+        if self.durability.executes:
+            self._effects += self.durability.effects()
         while (snapshot := self.plan.next(now)) is not None:
             self._effects.append(snapshot)
         effects, self._effects = self._effects, []
@@ -124,7 +125,8 @@ class ShardCore:
 
     def deadline(self, now: float) -> float | None:
         """When `handle(Tick(), ...)` is due; None while nothing waits for time to pass."""
-        return min((at for at in (self.plan.deadline(), self._timers.next) if at is not None), default=None)
+        snapshot, timer = self.plan.deadline(), self._timers.next
+        return timer if snapshot is None else snapshot if timer is None else min(snapshot, timer)
 
     def partitions(self) -> Iterator[tuple[str, int, int, int, int, int, int]]:
         """(model, generation, index, token, version, durable version, settings' revision) of each that is served."""
@@ -362,7 +364,10 @@ class ShardCore:
                 self._effects.append(Apply(self._last_job, tuple(tasks)))
             else:
                 self._lines.release(operation)
-        self._handover.write()
+        if self._handover.waits:
+            self._handover.write()
+        if not self._woken:
+            return
         woken, self._woken = self._woken, []
         for partition in woken:
             self._pulls.wake(partition, now)

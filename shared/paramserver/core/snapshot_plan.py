@@ -105,12 +105,15 @@ class SnapshotPlan:
 
     def _first(self, waiting: Iterable[Partition], other: _Lane) -> Partition | None:
         """The first of them that the other lane does not write just now."""
-        return next((p for p in waiting if p.key != other.key), None)
+        for partition in waiting:
+            if other.storing is None or partition.key != other.key:
+                return partition
+        return None
 
     def _usual_next(self, now: float) -> StoreSnapshot | None:
         if self._cuts:
             return self._cuts.popleft() if self._cuts[0].capture.key != self._rush.key else None
-        partition = self._first(self._soon, self._rush)
+        partition = self._first(self._soon, self._rush) if self._soon else None
         if partition is None:
             partition = self._first(self._due, self._rush)
             if partition is None or now < self._due[partition]:

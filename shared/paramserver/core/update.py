@@ -16,7 +16,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import ITEMSIZE, AnyArray, Coding, PartitionKey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Basis:
     """What an update starts from."""
 
@@ -37,24 +37,23 @@ class Basis:
         counts = list(self.state.steps)
         whole = touched[0] == (0, self.size) if touched else False
         for i, segment in enumerate(self.segments):
-            param = spec.params[segment.param]
+            param, at, end = spec.params[segment.param], segment.start, segment.stop
             if not param.trainable:
-                own = []
+                own: Sequence[Range] = ()
             elif whole:
-                own = [(segment.start, segment.stop)]
+                own = ((at, end),)
             else:
-                own = _clipped(touched, segment.start, segment.stop)
+                own = _clipped(touched, at, end)
             counts[i] += bool(own)
             decay = optimizer.weight_decay if param.weight_decay is None else param.weight_decay
             numbers = (rate * param.lr_scale, decay, counts[i] or 1, optimizer.clip_value, scale)
-            at = segment.start
             for start, stop in own:
                 if start > at:
                     out.append(SegmentStep(at, start, *numbers, active=False))
                 out.append(SegmentStep(start, stop, *numbers))
                 at = stop
-            if at < segment.stop:
-                out.append(SegmentStep(at, segment.stop, *numbers, active=False))
+            if at < end:
+                out.append(SegmentStep(at, end, *numbers, active=False))
         return out, counts
 
 
