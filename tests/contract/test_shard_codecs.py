@@ -1,6 +1,7 @@
 """Encoded pushes at a shard's door: applied, staged, forwarded, repeated, refused when they are not what they say."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, PushId
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, PushReply, decode_prefix, encode_header
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, eventually, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 PARTITIONS = 4
@@ -130,7 +131,8 @@ def test_a_repeat_is_known_by_its_encoded_bytes(model: Model) -> None:
 def test_a_commit_takes_encoded_and_plain_contributions(cluster: Nodes) -> None:
     """In sync a staged int8 part, a ranged plain one and a topk one are one mean, decoded as it is computed."""
     model = Model(cluster, consistency={"mode": "sync"})
-    joined = [model.http.post(f"{model.url}/models/{model.name}/workers", json={}).json() for _ in range(3)]
+    workers = f"{model.url}/models/{model.name}/workers"
+    joined = [model.http.post(workers, json={"lease_s": 600}).json() for _ in range(3)]
     ids = [PushId(j["worker"], j["epoch"], 1) for j in joined]
     (int8, a), (topk, b) = model.encoded("int8"), model.encoded("topk:0.1")
     c = np.zeros(model.layout.size, np.float32)
@@ -146,7 +148,8 @@ def test_a_commit_takes_encoded_and_plain_contributions(cluster: Nodes) -> None:
     pull = {"model": model.name, "min_version": 1, "wait_s": 20}
     model.http.post(f"{model.url}/pull", json=pull).raise_for_status()
 
-    assert np.array_equal(model.values(), (a + b + c) / np.float32(3.0))
+    got, want = model.values(), (a + b + c) / np.float32(3.0)
+    assert np.array_equal(got, want), [(i, got[i], want[i]) for i in np.flatnonzero(got != want)[:8]]
 
 
 def test_what_is_not_what_it_says_changes_nothing(model: Model) -> None:
@@ -195,3 +198,32 @@ def test_a_bomb_is_refused_before_it_unpacks(model: Model) -> None:
     refused(model.send({**header, "sizes": [[small.size, size]]}, small.tobytes()), 422, "invalid_encoding")
 
     assert not model.values().any()
+
+
+def test_journaled_pushes_survive_encoded(tmp_path: Path) -> None:
+    """Both shards are killed: what was applied or staged for an open clock comes back from its encoded bytes."""
+    with nodes(tmp_path, shards=2) as own:
+        applied = Model(own, ack="journaled")
+        staged = Model(own, ack="journaled", consistency={"mode": "sync"})
+        (int8, a), (topk, b) = applied.encoded("int8"), applied.encoded("topk:0.1")
+        assert applied.push("int8", int8, push_id=PushId("w", 1, 1)).status_code == 200
+        assert applied.push("topk:0.1+zstd", topk, push_id=PushId("w", 1, 2)).status_code == 200
+        url = f"{own.url}/models/{staged.name}"
+        joined = own.http.post(f"{url}/workers", json={"lease_s": 600}).json()
+        who = {"worker": joined["worker"], "epoch": joined["epoch"]}
+        assert (
+            staged.push("int8+lz4", int8, push_id=PushId(joined["worker"], joined["epoch"], 1), clock=0).status_code
+            == 202
+        )
+
+        for shard in ("shard-0", "shard-1"):
+            own.kill(shard)
+        for shard in ("shard-0", "shard-1"):
+            own.start_shard(shard)
+
+        eventually(lambda: np.array_equal(applied.values(), a + b), within_s=60, what="the applied pushes")
+        eventually(lambda: staged.values().size, within_s=60, what="the staged model")
+        own.http.post(f"{url}/clock", json={**who, "clock": 1, "wait_s": 20}).raise_for_status()
+        eventually(lambda: np.array_equal(staged.values(), a), within_s=30, what="the commit")
+        again = applied.push("int8", int8, push_id=PushId("w", 1, 1))
+        assert PushReply.from_header(decode_prefix(again.content)[0]).duplicate
