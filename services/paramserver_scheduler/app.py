@@ -15,6 +15,7 @@ from paramserver_scheduler.routes import (
     checkpoints,
     data,
     feed,
+    files,
     metrics,
     models,
     nodes,
@@ -37,6 +38,7 @@ def make_app() -> FastAPI:
     )
     app.state.service = None
     app.state.lease = None
+    app.state.checkpoints = None
     app.state.login = None
     problems.install(app)
 
@@ -52,7 +54,7 @@ def make_app() -> FastAPI:
     app.include_router(page.router)
     app.include_router(login.router)
     app.include_router(health.router("scheduler", not_ready))
-    for module in (models, workers, tasks, metrics, checkpoints, data, runs, feed, shards, status, nodes):
+    for module in (models, workers, tasks, metrics, checkpoints, files, data, runs, feed, shards, status, nodes):
         app.include_router(module.router)
     return app
 

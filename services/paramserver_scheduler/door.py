@@ -18,7 +18,8 @@ from paramserver_scheduler.lease import Lease
 log = logging.getLogger("paramserver.scheduler")
 
 OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login")
-"""Paths that each scheduler answers for itself, leading or not; so is what lies under `/static/`."""
+OWN_UNDER: Final = ("/static/", "/internal/checkpoints/")
+"""Paths that each scheduler answers for itself, leading or not."""
 
 
 class Door:
@@ -31,7 +32,7 @@ class Door:
         self._forwarder = forwarder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OWN or scope["path"].startswith("/static/"):
+        if scope["type"] != "http" or scope["path"] in OWN or scope["path"].startswith(OWN_UNDER):
             await self._app(scope, receive, send)
         elif await self._leads():
             await self._app(scope, receive, self._naming_the_others(send))

@@ -9,15 +9,17 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paramserver.checkpoint import Checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError, problem
+from paramserver.errors import NotFoundError, PsError, problem
 from paramserver.types import ModelKey
 from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.history import History
+from paramserver_scheduler.holders import Holders
 from paramserver_scheduler.runtime import Answer, Runtime
 from paramserver_scheduler.shards import Owner, ShardClient
 
@@ -35,13 +37,17 @@ class Jobs:
         self,
         runtime: Runtime,
         store: CheckpointStore,
+        holders: Holders,
         shards: ShardClient,
         redis: Redis,
         history: History,
         group: asyncio.TaskGroup,
+        name: str,
     ) -> None:
         self._runtime = runtime
         self._store = store
+        self.holders = holders
+        self._name = name
         self._shards = shards
         self._redis = redis
         self._history = history
@@ -92,7 +98,7 @@ class Jobs:
             return problem("unavailable", f"the disk refuses: {e}")
 
     async def _restored(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
-        held = await asyncio.to_thread(self._store.read, source, name)
+        held = await self._held(source, name)
         ask = self._runtime.ask
         try:
             living: Mapping[str, Any] | None = self._runtime.core.read.model(target)
@@ -121,6 +127,23 @@ class Jobs:
         done = await ask(lambda n: io.RestoreFinished(n, model, error))
         return Answer(answer.status, done.body)
 
+    async def _held(self, model: str, name: str) -> Checkpoint:
+        """That checkpoint, or the `latest` or `best` one, fetched from the scheduler that wrote it where need be."""
+        holder: str | None = None
+        try:
+            record = self._runtime.core.read.checkpoint(model, name)
+        except NotFoundError:  # the model is gone, or the record: what the folder holds counts
+            pass
+        else:
+            name, holder = record["name"], record["scheduler"] or None
+        try:
+            return await asyncio.to_thread(self._store.read, model, name)
+        except NotFoundError:
+            if holder == self._name or name in ("latest", "best"):
+                raise
+        await self.holders.fetch(model, name, holder)
+        return await asyncio.to_thread(self._store.read, model, name)
+
     async def _write(self, effect: io.WriteCheckpoint) -> None:
         try:
             count = len(self._runtime.core.read.model(effect.model.name)["partitions"])
@@ -140,13 +163,14 @@ class Jobs:
             self._history.add(
                 monotonic(), "checkpoint_written", f"checkpoint {effect.name} of model {effect.model.name}"
             )
-            self._runtime.send(io.CheckpointWritten(effect.model, effect.name, size, versions, path))
+            self._runtime.send(io.CheckpointWritten(effect.model, effect.name, size, versions, path, self._name))
 
     async def _remove(self, model: str, name: str) -> None:
         try:
             await asyncio.to_thread(self._store.remove, model, name)
         except OSError as e:
             log.warning("checkpoint.stays model=%s name=%s %s", model, name, e)
+        await self.holders.remove(model, name)
 
     async def _load_files(self, effect: io.LoadFiles) -> None:
         try:

@@ -25,6 +25,7 @@ from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
+from paramserver_scheduler.holders import Holders
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Deposed, Lease
@@ -78,7 +79,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     crash_point("scheduler.lease_taken")
     documents = await store.open()
     crash_point("scheduler.state_read")
-    checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
+    checkpoints: CheckpointStore = http.state.checkpoints
     await asyncio.to_thread(checkpoints.sweep)
     core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())
     history = History(time.time() - time.monotonic())
@@ -87,9 +88,10 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     reign = Reign(lease, runtime.redis_answers, runtime.redis_emptied)
     runtime.confirm = reign.confirm
     shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings))
+    holders = Holders(lease, checkpoints, credentials(settings))
     try:
         async with asyncio.TaskGroup() as group:
-            jobs = Jobs(runtime, checkpoints, shards, redis, history, group)
+            jobs = Jobs(runtime, checkpoints, holders, shards, redis, history, group, lease.name)
             runtime.jobs = jobs
             http.state.service = Service(runtime, reign, jobs, forwarder, history, lease, time.monotonic())
             log.info("scheduler.leads term=%d models=%d url=%s", store.term, len(core.read.models()), lease.url)
@@ -103,6 +105,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
         http.state.service = None
         # Feeds and long polls end now: their clients ask again, and are handed on to whoever leads next.
         runtime.close(problem("no_leader", "this scheduler leads no more"))
+        await holders.aclose()
         await shards.aclose()
         await forwarder.aclose()
 
@@ -151,6 +154,7 @@ async def serve(settings: SchedulerSettings) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
     http = make_app()
+    http.state.checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     redis = connect(settings.redis, timeout_s=2.0)
     lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings))
     try:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from redis import Redis
+from safetensors.numpy import load
 
 import paramserver as ps
 from paramserver_node import redis_server
@@ -237,6 +238,50 @@ def test_an_emptied_redis_is_written_anew_by_the_leader(cluster: Nodes) -> None:
         assert int(plain.get("ps:term") or 0) > term
     assert leader(cluster) == before
     assert cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)["state"] == "applied"
+
+
+def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path) -> None:
+    """Schedulers with folders of their own: either hands out the files and restores; what the rule drops is gone."""
+    with redis_server.running(tmp_path / "redis") as url:
+        cluster = Nodes(tmp_path, url, 1, schedulers=2)
+        try:
+            folders = [tmp_path / "state" / "checkpoints", tmp_path / "other" / "checkpoints"]
+            cluster.start_scheduler()
+            cluster.start_scheduler(1, "--state-dir", str(tmp_path / "other"))
+            cluster.start_shard("shard-0")
+            name = model(cluster, "async")
+            cluster.call("PATCH", f"/models/{name}", {"checkpoint": {"keep": 1}}, status=200)
+            cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+            made = cluster.post(f"/models/{name}/checkpoints", status=201)
+            assert made["scheduler"] == "scheduler"
+            cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+
+            signal_to(cluster, 0, signal.SIGTERM)
+            cluster.processes["scheduler"].wait(20)
+            path = f"/models/{name}/checkpoints/{made['name']}/model.safetensors"
+            other = cluster.urls[1]
+            eventually(lambda: leader(cluster) == 1)
+            eventually(lambda: cluster.http.get(other + path).json()["code"] == "unavailable", within_s=30.0)
+            cluster.start_scheduler()
+            assert leader(cluster) == 1
+            files = [cluster.http.get(u + path) for u in cluster.urls]
+            assert [f.status_code for f in files] == [200, 200]
+            assert load(files[0].content)["w"].tolist() == load(files[1].content)["w"].tolist() == [1.0] * 5
+            assert cluster.get(path.replace("model.safe", "../model.safe"), status=404)
+            assert not (folders[1] / name / made["name"]).exists()
+
+            cluster.post(f"/models/{name}/restore", {"checkpoint": "latest"}, status=200)
+            assert cluster.post("/pull", {"model": name})["params"]["w"] == [1.0] * 5
+            assert (folders[1] / name / made["name"]).exists()
+            cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
+            cluster.post(f"/models/{name}/checkpoints", status=201)
+            eventually(lambda: not any((f / name / made["name"]).exists() for f in folders), what="the removal")
+            assert len(cluster.get(f"/models/{name}/checkpoints")["items"]) == 1
+        except BaseException:
+            print(cluster.logs())
+            raise
+        finally:
+            cluster.stop()
 
 
 def test_an_empty_redis_is_refused_where_a_state_is_expected(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ CHECKPOINT = {
     "metric": {"name": "accuracy", "value": 0.97},
     "kept": False,
     "path": "/var/lib/paramserver/checkpoints/demo/c00000012",
+    "scheduler": "scheduler",
 }
 
 

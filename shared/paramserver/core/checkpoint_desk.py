@@ -115,6 +115,7 @@ class CheckpointDesk:
             wanted.metric,
             wanted.name is not None,
             e.path,
+            e.scheduler,
         )
         model.checkpoints.records[e.name] = record
         self.c.save(f"checkpoint:{model.name}:{e.name}", record.document)

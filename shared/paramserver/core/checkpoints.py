@@ -29,6 +29,8 @@ class Record:
     kept: bool
     """Asked for by name: removed by nobody but its user."""
     path: str = ""
+    scheduler: str = ""
+    """The name of the scheduler in whose folder it is; empty: of one that did not say."""
 
     def document(self) -> dict[str, Any]:
         """As stored, and as readers get it."""
@@ -42,6 +44,7 @@ class Record:
             "metric": {"name": self.metric[0], "value": self.metric[1]} if self.metric else None,
             "kept": self.kept,
             "path": self.path,
+            "scheduler": self.scheduler,
         }
 
     @classmethod
@@ -58,6 +61,7 @@ class Record:
             metric,
             doc["kept"],
             doc["path"],
+            doc.get("scheduler", ""),
         )
 
 
@@ -103,10 +107,21 @@ class Checkpoints:
             return True
         return spec.every_minutes > 0 and now - self.last_s >= 60.0 * spec.every_minutes
 
+    def find(self, name: str, spec: CheckpointSpec) -> Record | None:
+        """The one of that name, else with `latest` the newest, with `best` the one where the metric was best."""
+        if name in self.records or name not in ("latest", "best"):
+            return self.records.get(name)
+        records = list(self.records.values())
+        return _best(records, spec) if name == "best" else max(records, key=lambda r: r.number, default=None)
+
     def surplus(self, spec: CheckpointSpec) -> list[Record]:
         """The checkpoints written by rule that are neither among the newest `keep` nor the best."""
         own = sorted((r for r in self.records.values() if not r.kept), key=lambda r: r.number)
-        scored = [r for r in own if r.metric is not None and r.metric[0] == spec.metric]
-        sign = 1.0 if spec.best == "max" else -1.0
-        best = max(scored, key=lambda r: (sign * r.metric[1] if r.metric else 0.0, r.number), default=None)
+        best = _best(own, spec)
         return [r for r in own[: -spec.keep] if r is not best]
+
+
+def _best(records: list[Record], spec: CheckpointSpec) -> Record | None:
+    scored = [r for r in records if r.metric is not None and r.metric[0] == spec.metric]
+    sign = 1.0 if spec.best == "max" else -1.0
+    return max(scored, key=lambda r: (sign * r.metric[1] if r.metric else 0.0, r.number), default=None)

@@ -105,6 +105,8 @@ class CheckpointWritten:
     versions: Sequence[int]
     """Of each partition, as written."""
     path: str = ""
+    scheduler: str = ""
+    """The name of the scheduler that has the files."""
 
 
 @dataclass(frozen=True, slots=True)

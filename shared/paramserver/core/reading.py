@@ -98,8 +98,9 @@ class Reading:
         return [r.document() for r in sorted(records, key=lambda r: r.number)]
 
     def checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
-        """One checkpoint; raises NotFoundError (`unknown_checkpoint`)."""
-        record = self._c.model(name).checkpoints.records.get(checkpoint)
+        """One checkpoint by its name, `latest` or `best`; raises NotFoundError (`unknown_checkpoint`)."""
+        model = self._c.model(name)
+        record = model.checkpoints.find(checkpoint, model.spec.checkpoint)
         if record is None:
             raise problem("unknown_checkpoint", f"model '{name}' has no checkpoint {checkpoint!r:.80}")
         return record.document()

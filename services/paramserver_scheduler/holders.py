@@ -1,0 +1,115 @@
+"""The other schedulers as keepers of checkpoints: on another machine they write where this one cannot see."""
+
+import asyncio
+import logging
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+import httpx
+
+from paramserver import checkpoint
+from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver.errors import PsError, from_document, problem
+from paramserver_scheduler.checkpoints import CheckpointStore
+from paramserver_scheduler.lease import Lease
+
+log = logging.getLogger("paramserver.scheduler")
+
+FILES: Final = (checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS, checkpoint.MANIFEST)
+"""The files of a checkpoint; a folder that holds the last one is whole."""
+
+
+def file_path(model: str, name: str, file: str) -> str:
+    """Where a scheduler that has it hands out a file of a checkpoint."""
+    return "/internal/checkpoints/" + "/".join(quote(part, safe="") for part in (model, name, file))
+
+
+class Holders:
+    """Asks the other schedulers for checkpoints that are not in this one's folder."""
+
+    def __init__(self, lease: Lease, store: CheckpointStore, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._lease = lease
+        self._store = store
+        self._http = httpx.AsyncClient(
+            headers=credentials.headers,
+            verify=credentials.context(),
+            timeout=httpx.Timeout(30.0, connect=2.0),
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    def url(self, name: str) -> str:
+        """The URL of the scheduler of that name; raises Unavailable while it does not run."""
+        for scheduler in self._lease.schedulers:
+            if scheduler.name == name:
+                return scheduler.url
+        raise problem(
+            "unavailable",
+            f"the files of that checkpoint are with the scheduler '{name}', which does not run",
+            hint="start it, or restore from a copy of the folder: psctl checkpoint restore FOLDER",
+        )
+
+    async def fetch(self, model: str, name: str, holder: str | None) -> None:
+        """Copy a checkpoint from whoever has it, first of all the scheduler `holder`, into this one's folder.
+
+        Raises NotFoundError (`unknown_checkpoint`) when nobody has it, Unavailable while its holder does not run, and
+        OSError if the disk refuses.
+        """
+        for url in self._others(holder):
+            try:
+                await self._copy(url, model, name)
+            except (PsError, httpx.HTTPError) as e:
+                log.info("checkpoint.not_there model=%s name=%s at=%s %s", model, name, url, e)
+            else:
+                log.info("checkpoint.fetched model=%s name=%s from=%s", model, name, url)
+                return
+        if holder is not None:
+            self.url(holder)
+        raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
+
+    async def remove(self, model: str, name: str) -> None:
+        """Have every other scheduler delete its copy; one that does not answer keeps it."""
+        for url in self._others():
+            try:
+                await self._http.delete(url + file_path(model, name, checkpoint.MANIFEST))
+            except httpx.HTTPError as e:
+                log.warning("checkpoint.stays model=%s name=%s at=%s %s", model, name, url, e)
+
+    def _others(self, first: str | None = None) -> Sequence[str]:
+        others = sorted(self._lease.schedulers, key=lambda s: s.name != first)
+        return [s.url for s in others if s.url != self._lease.url]
+
+    async def _copy(self, url: str, model: str, name: str) -> None:
+        target = self._store.path(model, name)
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        await asyncio.to_thread(part.mkdir, parents=True)
+        try:
+            for file in FILES:
+                await self._download(url + file_path(model, name, file), part / file)
+            await asyncio.to_thread(part.rename, target)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
+
+    async def _download(self, url: str, path: Path) -> None:
+        async with self._http.stream("GET", url) as response:
+            if not response.is_success:
+                await response.aread()
+                raise _error(response)
+            with path.open("wb") as out:
+                async for chunk in response.aiter_bytes(1 << 20):
+                    await asyncio.to_thread(out.write, chunk)
+
+
+def _error(response: httpx.Response) -> PsError:
+    try:
+        document = response.json()
+    except ValueError:
+        document = {}
+    return from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})
