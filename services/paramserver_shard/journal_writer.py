@@ -19,6 +19,7 @@ from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_shard.journal import Batch, Journal, Verdict
+from paramserver_shard.telemetry import JOURNAL_S, JOURNALED
 
 log = logging.getLogger("paramserver.shard")
 
@@ -75,9 +76,13 @@ class JournalWriter:
 
     def tell(self, event: Event) -> None:
         """Something has come of it."""
+        self._look_again()
+        self._feed(event)
+
+    def _look_again(self) -> None:
+        """Those that wait for something to be written see how it stands."""
         self._settled.set()
         self._settled = asyncio.Event()
-        self._feed(event)
 
     def storage(self, fsync: bool, reason: str) -> None:
         """Whether a lane can write now; the core hears of changes alone."""
@@ -86,6 +91,7 @@ class JournalWriter:
         if self._told() != before:
             if reason:
                 log.warning("journals cannot be written: %s", reason)
+            self._look_again()
             self._feed(StorageChanged(*self._told()))
 
     def _told(self) -> tuple[str, str]:
@@ -105,6 +111,7 @@ class _Lane:
         self.queues: dict[Ownership, deque[JournalEntry]] = {}  # whoever waits longest is first
         self._journal = journal
         self._fsync = fsync
+        self._level = "fsynced" if fsync else "journaled"
         self._writer = writer
         self._owns = owns
         self._later: dict[Ownership, float] = {}  # not before then
@@ -127,6 +134,7 @@ class _Lane:
                 await self._rest(clock())
                 continue
             crash_point("shard.before_journal")
+            began = clock()
             try:
                 verdicts = await self._journal.append(batches, fsync=self._fsync)
                 crash_point("shard.after_journal")
@@ -135,6 +143,8 @@ class _Lane:
                 await asyncio.sleep(RETRY_S)
                 continue
             self._works()
+            JOURNAL_S.labels(self._level).observe(clock() - began)
+            JOURNALED.labels(self._level).inc(sum(e.nbytes for b in batches for e in b.entries))
             for batch, verdict in zip(batches, verdicts, strict=True):
                 self._settle(batch, verdict, clock())
 

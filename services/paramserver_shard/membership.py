@@ -31,7 +31,7 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
-from paramserver_shard.telemetry import DEGRADED, KEPT, LENT, PARTITIONS, Telemetry
+from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, PARTITIONS, Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
@@ -198,7 +198,11 @@ class Membership:
             "partitions": partitions,
             "cuts": [list(c) for c in core.cuts()],
             "released": [list(r) for r in core.released()],
-            "lost": [[k.model.name, k.model.generation, k.index, token] for k, token in self._runtime.lost.items()],
+            "lost": [
+                [key.model.name, key.model.generation, key.index, token]
+                for key, token in self._runtime.lost.items()
+                if core.owns(key, token)
+            ],
             "memory": self.memory.document(),
             "loads": self._runtime.loads.rates(),
         }
@@ -207,6 +211,7 @@ class Membership:
         pool = self._runtime.pool
         LENT.set(pool.lent_bytes)
         KEPT.set(pool.kept_bytes)
+        JOURNAL_WAITING.set(self._runtime.core.durability.queued_bytes)
         DEGRADED.set(bool(self._runtime.degraded))
         metrics = self._telemetry.rates() | {"buffer_bytes": pool.lent_bytes + pool.kept_bytes}
         if self._runtime.degraded:
