@@ -111,7 +111,8 @@ class _Lane:
         self.queues: dict[Ownership, deque[JournalEntry]] = {}  # whoever waits longest is first
         self._journal = journal
         self._fsync = fsync
-        self._level = "fsynced" if fsync else "journaled"
+        level = "fsynced" if fsync else "journaled"
+        self._seconds, self._bytes = JOURNAL_S.labels(level), JOURNALED.labels(level)
         self._writer = writer
         self._owns = owns
         self._later: dict[Ownership, float] = {}  # not before then
@@ -143,8 +144,8 @@ class _Lane:
                 await asyncio.sleep(RETRY_S)
                 continue
             self._works()
-            JOURNAL_S.labels(self._level).observe(clock() - began)
-            JOURNALED.labels(self._level).inc(sum(e.nbytes for b in batches for e in b.entries))
+            self._seconds.observe(clock() - began)
+            self._bytes.inc(sum(e.nbytes for b in batches for e in b.entries))
             for batch, verdict in zip(batches, verdicts, strict=True):
                 self._settle(batch, verdict, clock())
 

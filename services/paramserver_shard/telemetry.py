@@ -36,7 +36,10 @@ LENT: Final = Gauge("paramserver_buffer_lent_bytes", "Pooled memory in use")
 KEPT: Final = Gauge("paramserver_buffer_kept_bytes", "Pooled memory kept for reuse")
 DEGRADED: Final = Gauge("paramserver_shard_degraded", "1 while this shard cannot store its snapshots")
 JOURNAL_S: Final = Histogram(
-    "paramserver_journal_seconds", "One write to the journals, of as many entries as waited", ["level"], buckets=BUCKETS_S
+    "paramserver_journal_seconds",
+    "One write to the journals, of as many entries as waited",
+    ["level"],
+    buckets=BUCKETS_S,
 )
 JOURNALED: Final = Counter("paramserver_journaled_bytes_total", "Bytes written to the journals", ["level"])
 JOURNAL_WAITING: Final = Gauge("paramserver_journal_waiting_bytes", "Bytes of journal that are not durable yet")
