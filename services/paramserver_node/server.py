@@ -7,6 +7,7 @@ in flight are finished within `grace_s`.
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -75,6 +76,7 @@ async def serve_granian(
 
     Raises OSError if the port is taken.
     """
+    _raise_file_limit()
     # granian shares its port with whoever else wants it so (SO_REUSEPORT): two shards would each get half the requests.
     socket.create_server((host, port), family=_family(host)).close()
     server = GranianServer(
@@ -85,6 +87,7 @@ async def serve_granian(
         websockets=False,
         log_enabled=False,
         backlog=1024,
+        backpressure=CONNECTIONS_MAX,  # of connections, idle ones too; left alone it is the backlog
         http1_settings=HTTP1Settings(header_read_timeout=30_000),
         http2_settings=HTTP2Settings(
             max_frame_size=FRAME_BYTES,
@@ -163,6 +166,14 @@ async def _serve_on(
     finally:
         stopping.cancel()
         listener.close()
+
+
+def _raise_file_limit() -> None:
+    """As many open files as the system lets this process have: 1,024, a usual start, are 1,000 connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    want = 4 * CONNECTIONS_MAX if hard == resource.RLIM_INFINITY else min(hard, 4 * CONNECTIONS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < want:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (want, hard))
 
 
 def _family(host: str) -> socket.AddressFamily:

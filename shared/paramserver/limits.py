@@ -57,6 +57,8 @@ QUEUED_REQUESTS_MAX: Final = 4096
 """Pushes and pulls that wait in one shard (for a busy partition, a load, a version)."""
 STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard."""
+CONNECTIONS_MAX: Final = 16384
+"""Connections to one shard, idle ones too; a further one waits until another ends."""
 CLIENT_REQUESTS_MAX: Final = 1024
 """Requests of one address that are in flight in one shard."""
 RECEIVING_BYTES_MAX: Final = 2 << 30
