@@ -25,6 +25,7 @@ from granian.server.embed import Server as GranianServer
 from starlette.types import ASGIApp
 
 from paramserver.errors import problem
+from paramserver.limits import CONNECTIONS_MAX
 from paramserver_node.settings import NodeSettings
 
 FRAME_BYTES: Final = 1 << 20
