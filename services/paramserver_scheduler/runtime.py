@@ -295,7 +295,8 @@ class Runtime:
         """Redis has lost everything: a new term begins in which it is all written again."""
         if self._store.begin_anew():
             log.error("redis.emptied: writing everything again in term %d", self._store.term)
-            self.send(io.RedisEmptied(self._store.term))
+            unseen = {key for batch in self._queue for key, _ in batch.tokens}
+            self.send(io.RedisEmptied(self._store.term, unseen))
 
     def _redis_is(self, away: str) -> None:
         """Redis answers (''), or why not."""

@@ -44,6 +44,12 @@ def test_a_cluster_under_faults_keeps_its_promises(first: int) -> None:
 FOUND = {
     (142, "ssp", "journaled", "emptied"): "Redis had the renewed token before the owner had heard of it, refused its "
     "journal, and the owner threw away the only copy there was",
+    (
+        67,
+        "sync",
+        "applied",
+        "cuts",
+    ): "a shard that died after the last clock took the model back, and the checker waited for that clock for ever",
     (143, "sync", "journaled", "emptied"): "a partition that was in nobody's memory when Redis was emptied came back "
     "with its first values and could never reach the others' clock",
 }

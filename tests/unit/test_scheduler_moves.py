@@ -8,7 +8,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.models import Model
 from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError
-from paramserver.types import make_token
+from paramserver.types import ModelKey, PartitionKey, make_token
 
 from .scheduling import Driver
 
@@ -372,6 +372,25 @@ def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() ->
     assert d.core.read.model("m")["served"]
     document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
     assert all(o[2:] in ([], [{"source": "snapshot"}]) for o in document["owners"])
+
+
+def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_emptied() -> None:
+    """The old owner still has it in memory; one whose new owner was told of it stays with that one."""
+    for unseen in (True, False):
+        d = Driver()
+        d.model(**EIGHT)
+        d.shard("s2")
+        index, number = min(wishes(d).items())
+        owner, token = d.owners()[index] or "", d.core.read.model("m")["partitions"][index]["incarnation"]
+        d.beat(owner, released=[row(d, index, number)])
+        new = d.core.read.model("m")["partitions"][index]["incarnation"]
+        d.hash.clear()
+        d.tokens.clear()
+        d.term += 1
+        keys = [PartitionKey(ModelKey("m", 1), index)] if unseen else []
+        d.do(io.RedisEmptied(d.term, keys))
+        assert d.owners()[index] == (owner if unseen else "s2")
+        assert d.document()["owners"][index][2]["from"] == (token if unseen else new)
 
 
 def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:

@@ -160,7 +160,7 @@ class Cluster:
     def give_token(self, model: Model, index: int, source: Any = None) -> None:
         """A new ownership of that partition begins, from `source` or from where the model says."""
         owner = model.owners[index]
-        owner.token, owner.source, owner.renewed = self.number(), source, 0
+        owner.token, owner.source, owner.renewed, owner.previous = self.number(), source, 0, None
         owner.from_version = owner.revision = None
         owner.stay()
         self._tokens.append((model.partition(index), owner.token))

@@ -147,8 +147,10 @@ class MoveDesk:
             owner = model.owners[index]
             if owner.release != number or owner.target is None:
                 continue  # Of a wish that was withdrawn: it may have changed since.
+            previous = (shard, self.c.shards[shard].epoch, owner.token)
             owner.shard, owner.version = owner.target, version
             self.c.give_token(model, index, "snapshot")
+            owner.previous = previous
             model.cut_moved = True
             self.c.place_changed(model)
 

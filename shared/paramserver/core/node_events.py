@@ -1,8 +1,10 @@
 """What the scheduler's core hears from shards, and about Redis; see `scheduler_io`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from paramserver.types import PartitionKey
 
 Json: TypeAlias = Mapping[str, Any]
 
@@ -96,6 +98,8 @@ class RedisEmptied:
     """
 
     term: int
+    unseen: Collection[PartitionKey] = ()
+    """Partitions whose newest token was not stored yet, so nobody has been told of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import MODEL_NAME, finite
 from paramserver.core.membership import Shard, current, expired
-from paramserver.core.models import RESTORED, Model
+from paramserver.core.models import RESTORED, Model, Owner
 from paramserver.core.move_desk import MoveDesk
 from paramserver.core.placement import assign
 from paramserver.core.scheduler_io import JoinShard, LeaveShard, LoadFiles, OpenFeed, RedisEmptied, ShardHeartbeat
@@ -96,10 +96,20 @@ class ShardDesk:
                 model.cut, model.pending_cut, model.cut_wanted, model.switched = None, None, True, True
                 model.cut_seen.clear()
             for i, owner in enumerate(model.owners):
+                if model.partition(i) in e.unseen:
+                    self._take_back(owner)
                 if owner.shard is not None:
                     self.c.renew_token(model, i)
             self.c.place_changed(model)
         self.c.save_everything()
+
+    def _take_back(self, owner: Owner) -> None:
+        """It was handed over and nobody has heard of it: who had it has it in memory still."""
+        if owner.previous is not None:
+            name, epoch, token = owner.previous
+            shard = self.c.shards.get(name)
+            if shard is not None and shard.alive and shard.epoch == epoch:
+                owner.shard, owner.token, owner.renewed = name, token, 0
 
     def feed(self, e: OpenFeed, now: float) -> None:
         if e.shard is not None:
@@ -194,7 +204,7 @@ class ShardDesk:
                 owner = model.owners[index]
                 owner.version, owner.durable_version, owner.renewed = version, durable, 0
                 if owner.from_version is None:
-                    owner.from_version = version
+                    owner.from_version, owner.previous = version, None
                     self.c.touch(model)
                     self._check_clock(model, version)
                 if revision and owner.revision != revision[0]:

@@ -126,7 +126,7 @@ class SimScheduler(Node):
                 self._anew = True
                 self.term = self.seen_term = self.term + 1
                 self._tick(self.term)
-                self.handle(io.RedisEmptied(self.term))
+                self.handle(io.RedisEmptied(self.term, {key for batch in self._queue for key in batch.tokens}))
             held, self._held = self._held, []
             for action in held:
                 action()

@@ -187,13 +187,15 @@ class Simulation:
                 assert values[0] <= sent, f"partition {p.partition}: {values[0]} of at most {sent} pushes"
 
     def _check_end(self) -> None:
-        for p in self._final():
+        # At `applied` a death after the last clock takes a synchronous model back, and nobody is there to go on.
+        complete = self.lossless or self.level != "applied"
+        for p in self._final(self.clocks if self.mode == "sync" and complete else 0):
             value = float(p.state.values[0])
             assert p.state.values.min() == p.state.values.max()
-            if self.mode == "sync":
-                assert value == self.clocks, f"partition {p.partition} ends at {value} after {self.clocks} clocks"
-            elif self.mode == "buffered":
-                assert value == p.version
+            if self.mode in ("sync", "buffered"):
+                assert value == p.version, f"partition {p.partition} ends at {value} in version {p.version}"
+                if self.mode == "sync":
+                    assert not complete or value == self.clocks, f"{value} after {self.clocks} clocks"
             else:
                 least = len(self.acknowledged[p.partition]) if self.lossless else 0
                 most = len(self.sent[p.partition])
@@ -204,12 +206,12 @@ class Simulation:
         """Whether nothing acknowledged may be lost: at `applied` when no membership has ended, whatever moved."""
         return not self.redis.memberships_ended or (self.level != "applied" and not self.redis.times_emptied)
 
-    def _final(self) -> Iterator[sio.PulledPart]:
+    def _final(self, version: int) -> Iterator[sio.PulledPart]:
         found: list[list[sio.PulledPart]] = []
         reader = SimClient(self, "reader")
 
         def read() -> Script:
-            found.append((yield from reader.pull(self.clocks if self.mode == "sync" else 0)))
+            found.append((yield from reader.pull(version)))
 
         while not found or len(found[-1]) < self.spec.partitions:
             count = len(found)
