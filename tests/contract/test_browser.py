@@ -35,8 +35,12 @@ pytestmark = [
 def training(folder: Path, *, shards: int, workers: int, minutes: float) -> Iterator[tuple[Nodes, str]]:
     """A cluster whose pool works on a run; the cluster and the model's name."""
     with nodes(folder, shards=shards) as cluster:
-        for i in range(workers):
-            cluster.start(f"worker-{i}", "paramserver_worker", "--name", f"worker-{i}", "--url", cluster.url)
+        with pytest.MonkeyPatch.context() as patch:
+            # Several workers on few processors: threads of their own would only wait for each other.
+            for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+                patch.setenv(name, "1")
+            for i in range(workers):
+                cluster.start(f"worker-{i}", "paramserver_worker", "--name", f"worker-{i}", "--url", cluster.url)
         model = "digits"
         with ps.connect(cluster.url) as client:
             optimizer = ps.Adam(lr=1e-3, schedule=ps.Exponential(gamma=0.9995))
@@ -182,5 +186,7 @@ def test_take_the_screenshot(tmp_path: Path) -> None:
                 lambda: cluster.get("/status")["runs"][0]["ran_s"] > 90, within_s=200.0, what="a minute and a half"
             )
             PICTURE.parent.mkdir(parents=True, exist_ok=True)
+            below = seen.page.evaluate("Math.ceil(document.getElementById('model').getBoundingClientRect().bottom)")
+            seen.page.set_viewport_size({"width": 1440, "height": below + 14})
             seen.page.screenshot(path=str(PICTURE))
             assert seen.errors == []
