@@ -1,0 +1,27 @@
+"""docs/promises.md names proofs that exist, and has a place for every figure that is measured."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "promises.md").read_text()
+
+
+def test_every_proof_is_a_test() -> None:
+    """Each test that the page names is there under that name."""
+    named = re.findall(r"`(tests/[a-z_/]+\.py)(?:::(test_[a-z0-9_]+))?`", PAGE)
+
+    assert len(named) > 30
+    for file, test in named:
+        assert (ROOT / file).is_file(), file
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+
+
+def test_every_figure_has_its_place() -> None:
+    """The tables that are written by command find their marks, once each."""
+    source = (ROOT / "tests/chaos/figures.py").read_text() + (ROOT / "tests/chaos/long.py").read_text()
+    figures = {n for names in re.findall(r"for f in \(([a-z, ]+)\)", source) for n in names.split(", ")}
+
+    assert len(figures) >= 7
+    for name in figures:
+        assert PAGE.count(f"<!-- {name} -->") == PAGE.count(f"<!-- /{name} -->") == 1, name
