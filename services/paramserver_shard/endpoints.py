@@ -35,6 +35,8 @@ from paramserver_shard.names import NameService, Pulled, push_document
 from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
 
+T = TypeVar("T")
+
 
 class _Endpoint:
     """One of the three routes: frames one way, JSON and msgpack the other."""
@@ -117,12 +119,13 @@ class Pull(_Endpoint):
 
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
         frame, _ = await self._reader.read(receive, _sized_pull, opened)
-        answer = await self._frames.pull(frame)
+        answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         await _send_body(send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
-        pulled, dtype = await self._names.pull(body)
+        wait_s = body.get("wait_s") if isinstance(body, dict) else None
+        pulled, dtype = await _while_there(request.receive, wait_s, self._names.pull(body))
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         return pull_response(request, pulled, dtype, None)
 
@@ -142,6 +145,27 @@ class PushPull(_Endpoint):
         self._pushed_names(done, request, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         return pull_response(request, pulled, dtype, done)
+
+
+async def _while_there(receive: Receive, wait_s: object, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; one that may wait is given up when the client hangs up, and raises Unavailable."""
+    if not wait_s:
+        return await work
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise problem("unavailable", "the client has gone")
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _sized_pull(header: dict[str, Any]) -> tuple[PullFrame, Body]:
