@@ -4,8 +4,9 @@ A body is read to its end before anything is answered, and one that breaks off, 
 says, is refused without a trace.
 """
 
-from collections.abc import Iterator
-from typing import Any
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 import msgpack
 from starlette.requests import Request
