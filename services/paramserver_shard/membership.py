@@ -77,6 +77,8 @@ class Membership:
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
         self._views: dict[str, ModelView] = {}
+        self._term = 0
+        """The newest leader's, as far as it was heard of."""
         self._fenced = False
         self._scheduler_seen_at = float("-inf")
         self._redis_seen_at = float("-inf")
@@ -146,6 +148,7 @@ class Membership:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
         answer = await self.link.request("POST", "/internal/shards", body)
         self.epoch = int(answer["epoch"])
+        self._term = int(answer["term"])
         self.state = "active"
         self._scheduler_seen_at = monotonic()
         log.info("joined as %s, epoch %d", self.name, self.epoch)
@@ -268,6 +271,12 @@ class Membership:
             self.followed.set()
 
     def _take(self, document: Mapping[str, Any]) -> None:
+        term = int(document.get("term", self._term))
+        if term < self._term:
+            # Whoever was deposed and has not noticed may know other owners; what it says would cost our memory.
+            self.link.turn()
+            raise problem("no_leader", f"the feed is of term {term}, but {self._term} has begun")
+        self._term = term
         self._directory.update(document)
         kind = document["type"]
         feed = self._runtime.feed

@@ -86,7 +86,7 @@ class SimShard(Node):
                 self._turn()
                 self.later(RETRY_S, "join again", lambda: self._join(life))
                 return
-            self.epoch, self._yes_s = outcome["epoch"], asked_s
+            self.epoch, self.term, self._yes_s = outcome["epoch"], outcome["term"], asked_s
             self._heartbeat(self.epoch)
             self._follow()
 
