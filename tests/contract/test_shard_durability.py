@@ -1,0 +1,259 @@
+"""Journaled pushes outlive killed shards and a Redis that was stopped or emptied; a stopping shard loses nothing."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis as redis_client
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+CELLS = 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two shards, which tests may kill and start again."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
+
+
+def made(cluster: Nodes, ack: str = "journaled", **fields: Any) -> str:
+    """A new model of ten numbers, to which pushes are added."""
+    name = unique("m")
+    spec = {"name": name, "ack": ack, "params": {"w": {"shape": [CELLS]}}, "optimizer": {"name": "sum"}}
+    cluster.post("/models", spec | {"partitions": 4} | fields)
+    return name
+
+
+class Pusher:
+    """Adds one to every number again and again, each push repeated under its id until it is acknowledged."""
+
+    def __init__(self, cluster: Nodes, name: str, worker: str = "w") -> None:
+        self.acknowledged = 0
+        self.sent = 0
+        self.codes: set[str] = set()
+        """What refusals were called."""
+        self.slowest_s = 0.0
+        self._urls = [f"http://127.0.0.1:{port}" for port in cluster.shard_ports.values()]
+        self._name, self._worker = name, worker
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Pusher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(90)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with httpx.Client(timeout=4.0) as http:  # a stopped process takes connections and never answers
+            while not self._over.is_set():
+                self.sent += 1
+                began = time.monotonic()
+                while not self._push(http, self.sent):
+                    if time.monotonic() - began > 60:
+                        return
+                    self._over.wait(0.05)
+                self.acknowledged = self.sent
+                self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+
+    def _push(self, http: httpx.Client, seq: int) -> bool:
+        body = {"model": self._name, "grads": {"w": [1.0] * CELLS}, "worker": self._worker, "epoch": 1, "seq": seq}
+        self._urls.append(self._urls.pop(0))
+        try:
+            answer = http.post(f"{self._urls[0]}/push", json=body)
+        except httpx.HTTPError:
+            return False
+        if answer.status_code != 200:
+            assert answer.json()["retryable"], answer.text
+            self.codes.add(answer.json()["code"])
+        return answer.status_code == 200
+
+    def reach(self, count: int, within_s: float = 60.0) -> None:
+        """Waits until so many are acknowledged."""
+        eventually(lambda: self.acknowledged >= count, within_s=within_s, what=f"{count} acknowledged pushes")
+
+
+def pull(cluster: Nodes, name: str) -> list[float]:
+    """The ten numbers, asked of any shard that answers."""
+    for port in cluster.shard_ports.values():
+        try:
+            answer = httpx.post(f"http://127.0.0.1:{port}/pull", json={"model": name}, timeout=15)
+        except httpx.HTTPError:
+            continue
+        if answer.status_code == 200:
+            values: list[float] = answer.json()["params"]["w"]
+            return values
+    return []
+
+
+def exact(cluster: Nodes, name: str, count: int) -> None:
+    """Every number is `count`: nothing was lost, nothing was applied twice."""
+    eventually(lambda: pull(cluster, name), within_s=60, what="an answer")
+    assert pull(cluster, name) == [float(count)] * CELLS
+
+
+def ready(cluster: Nodes, name: str) -> bool:
+    return httpx.get(f"http://127.0.0.1:{cluster.shard_ports[name]}/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("ack", ["journaled", "fsynced"])
+def test_killed_shards_lose_no_acknowledged_push(cluster: Nodes, ack: str) -> None:
+    """While a worker pushes, both shards are killed and come back: each push counts exactly once."""
+    name = made(cluster, ack)
+    with Pusher(cluster, name) as pusher:
+        for victim in ("shard-1", "shard-0"):
+            pusher.reach(pusher.acknowledged + 10)
+            cluster.kill(victim)
+            cluster.start_shard(victim)
+            eventually(partial(ready, cluster, victim), within_s=90, what="the shard's return")
+        pusher.reach(pusher.acknowledged + 10)
+    exact(cluster, name, pusher.acknowledged)
+
+
+def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> None:
+    """SIGTERM under load at level `applied`: not ready, its partitions move, exit 0 within 25 s, nothing is lost."""
+    name = made(cluster, "applied")
+    with Pusher(cluster, name) as pusher:
+        pusher.reach(20)
+        process = cluster.processes["shard-1"]
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(25)
+        assert process.returncode == 0
+        assert time.monotonic() - began < 25
+        pusher.reach(pusher.acknowledged + 10)
+    try:
+        exact(cluster, name, pusher.acknowledged)
+        owners = {p["shard"] for p in cluster.get(f"/models/{name}")["partitions"]}
+        assert owners == {"shard-0"}
+    finally:
+        cluster.start_shard("shard-1")
+        eventually(lambda: ready(cluster, "shard-1"), within_s=90)
+
+
+def test_a_stopped_shard_never_answers_for_what_others_own(cluster: Nodes) -> None:
+    """SIGSTOP past its lease: another takes over, and when it wakes up it answers nothing of what was."""
+    name = made(cluster)
+    with Pusher(cluster, name) as pusher:
+        pusher.reach(5)
+        process = cluster.processes["shard-1"]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(
+                lambda: {p["shard"] for p in cluster.get(f"/models/{name}")["partitions"]} == {"shard-0"},
+                within_s=40,
+                what="the take-over",
+            )
+            pusher.reach(pusher.acknowledged + 5)
+            with redis_client.Redis.from_url(cluster.redis_url) as r:
+                assert int(r.hget("ps:fence", "shard-1") or 0) >= 1
+            floor = pusher.acknowledged
+        finally:
+            process.send_signal(signal.SIGCONT)
+        for _ in range(20):
+            answer = httpx.post(
+                f"http://127.0.0.1:{cluster.shard_ports['shard-1']}/pull", json={"model": name}, timeout=15
+            )
+            if answer.status_code == 200:
+                assert min(answer.json()["params"]["w"]) >= floor
+            else:
+                assert answer.status_code in (421, 503), answer.text
+        eventually(lambda: ready(cluster, "shard-1"), within_s=60)
+    exact(cluster, name, pusher.acknowledged)
+
+
+def test_fsynced_is_refused_where_redis_keeps_no_file(cluster: Nodes) -> None:
+    """Without an append-only file the model is refused with what to set; pushes that ask for it get 503, none less."""
+    name = made(cluster)
+    with redis_client.Redis.from_url(cluster.redis_url) as r:
+        r.config_set("appendonly", "no")
+        try:
+            spec = {"name": unique("m"), "ack": "fsynced", "params": {"w": {"shape": [2]}}}
+            refused = cluster.post("/models", spec, status=422)
+            assert refused["code"] == "not_built"
+            assert "appendonly" in refused["hint"]
+            body = {"model": name, "grads": {"w": [1.0] * CELLS}, "ack": "fsynced", "worker": "w", "epoch": 1, "seq": 1}
+            url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push"
+            answer = httpx.post(url, json=body, timeout=30)
+            assert (answer.status_code, answer.json()["code"]) == (503, "storage_unavailable"), answer.text
+            assert "retry-after" in answer.headers
+        finally:
+            r.config_set("appendonly", "yes")
+    eventually(lambda: httpx.post(url, json=body, timeout=30).status_code == 200, within_s=60)
+    exact(cluster, name, 1)
+
+
+def test_an_emptied_redis_is_seeded_from_memory(cluster: Nodes) -> None:
+    """FLUSHALL under load: the owners store everything again, and after that a killed one has all its pushes."""
+    name = made(cluster)
+    plain = made(cluster, "applied")
+    with Pusher(cluster, plain, "p") as other:
+        other.reach(5)
+    with Pusher(cluster, name) as pusher:
+        pusher.reach(10)
+        with redis_client.Redis.from_url(cluster.redis_url) as r:
+            r.flushall()
+            pusher.reach(pusher.acknowledged + 10)
+            eventually(lambda: len(r.keys(f"{{{name}.*:manifest")) == 4, within_s=40, what="the journaled model")
+            eventually(lambda: len(r.keys(f"{{{plain}.*:manifest")) == 4, within_s=40, what="the other model")
+        cluster.kill("shard-0")
+        cluster.start_shard("shard-0")
+        eventually(lambda: ready(cluster, "shard-0"), within_s=90, what="the shard's return")
+        pusher.reach(pusher.acknowledged + 5)
+    exact(cluster, name, pusher.acknowledged)
+    exact(cluster, plain, other.acknowledged)
+
+
+def test_redis_away_refuses_what_it_cannot_keep(cluster: Nodes) -> None:
+    """While Redis is stopped a journaled push is 503 with Retry-After, never acknowledged less; then all goes on."""
+    name = made(cluster)
+    plain = made(cluster, "applied")
+    with redis_client.Redis.from_url(cluster.redis_url) as r:
+        pid = int(r.info("server")["process_id"])
+    with Pusher(cluster, name) as pusher, Pusher(cluster, plain, "p") as other:
+        pusher.reach(5)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            eventually(lambda: "storage_unavailable" in pusher.codes, within_s=40, what="a refusal")
+            at = pusher.acknowledged
+            other.reach(other.acknowledged + 10)
+            assert pusher.acknowledged == at
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        pusher.reach(pusher.acknowledged + 10)
+    exact(cluster, name, pusher.acknowledged)
+    exact(cluster, plain, other.acknowledged)
+
+
+def test_the_last_shard_stores_everything_before_it_goes(tmp_path: Path) -> None:
+    """Nobody can take over: SIGTERM right after a push at `applied`, and the restarted shard has it."""
+    with nodes(tmp_path, shards=1) as cluster:
+        name = made(cluster, "applied", consistency={"mode": "buffered", "count": 1000, "interval_ms": 600_000})
+        plain = made(cluster, "applied")
+        url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push"
+        for model in (name, plain):
+            for seq in range(1, 4):
+                body = {"model": model, "grads": {"w": [1.0] * CELLS}, "worker": "w", "epoch": 1, "seq": seq}
+                assert httpx.post(url, json=body, timeout=30).status_code in (200, 202)
+        process = cluster.processes["shard-0"]
+        process.send_signal(signal.SIGTERM)
+        process.wait(25)
+        assert process.returncode == 0
+        cluster.start_shard("shard-0")
+        exact(cluster, plain, 3)
+        answer = httpx.post(url, json={**body, "model": name}, timeout=30)
+        assert (answer.status_code, answer.json()["duplicate"]) == (202, True), answer.text

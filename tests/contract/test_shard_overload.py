@@ -1,0 +1,175 @@
+"""A client that floods a shard is refused its excess, and the others are served meanwhile."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from paramserver.errors import Unavailable
+from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
+from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
+from paramserver_shard.inflight import MEMORY_SHARE, InFlight
+
+from .processes import Nodes, eventually, nodes, unique
+
+FLOODER = "127.0.0.2"
+"""Another address of this machine, as another client has one."""
+MEMORY = 512 * MIB
+
+
+def test_requests_are_bounded_in_all_and_for_each_client() -> None:
+    """One client gets its part and a 429 beyond it; several get the whole and a 503; what ends makes room."""
+    in_flight = InFlight()
+    with ExitStack() as flood:
+        for _ in range(CLIENT_REQUESTS_MAX):
+            flood.enter_context(in_flight.request("a"))
+        with pytest.raises(Unavailable) as mine, in_flight.request("a"):
+            pass
+        assert (mine.value.code, mine.value.status) == ("too_many_requests", 429)
+        for client in "bcd":
+            for _ in range(CLIENT_REQUESTS_MAX):
+                flood.enter_context(in_flight.request(client))
+        with pytest.raises(Unavailable) as all_of_it, in_flight.request("e"):
+            pass
+        assert (all_of_it.value.code, all_of_it.value.status) == ("queue_full", 503)
+        assert mine.value.retry_after_s
+        assert all_of_it.value.retry_after_s
+    assert in_flight.requests == 0
+    with in_flight.request("a"):
+        pass
+
+
+def test_bytes_are_bounded_by_the_memory_there_is() -> None:
+    """A quarter of the memory for all bodies, half of that for one client; a bigger body is taken alone."""
+    in_flight = InFlight(MEMORY)
+    assert in_flight.bytes_max == MEMORY // MEMORY_SHARE
+    with in_flight.request("a") as one, in_flight.request("a") as two, in_flight.request("b") as other:
+        one.grow(in_flight.client_bytes_max)
+        with pytest.raises(Unavailable) as mine:
+            two.grow(1)
+        assert mine.value.code == "too_many_requests"
+        other.grow(in_flight.bytes_max // 2)
+        with in_flight.request("c") as third:
+            with pytest.raises(Unavailable) as all_of_it:
+                third.grow(1)
+            assert all_of_it.value.code == "queue_full"
+    assert in_flight.size_bytes == 0
+    with in_flight.request("a") as alone:
+        alone.grow(4 * in_flight.bytes_max)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """One shard of half a GiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMSERVER_MEMORY_LIMIT", f"{MEMORY // MIB}MiB")
+        with nodes(tmp_path_factory.mktemp("nodes"), shards=1) as running:
+            yield running
+
+
+def flooding(cluster: Nodes, content: bytes, kind: str, length: int | None = None) -> socket.socket:
+    """A connection of the flooder's on which it has begun a request of `length` bytes (all of `content`: None)."""
+    path = "/push" if kind == MEDIA_TYPE else "/pull"
+    size = len(content) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n\r\n"
+    s = socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"]), 30, (FLOODER, 0))
+    s.sendall(head.encode() + content)
+    return s
+
+
+def served(cluster: Nodes, name: str, count: int) -> None:
+    """Another client pushes and pulls so often; none of its requests is refused for what the flooder has in flight."""
+    url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
+    refused: list[str] = []
+    with httpx.Client(timeout=30.0) as http:
+
+        def asked(path: str, body: dict[str, object]) -> Any:
+            while True:
+                answer = http.post(f"{url}{path}", json={"model": name, **body})
+                if answer.status_code == 200:
+                    return answer.json()
+                refused.append(answer.json()["code"])
+                # A process that gets no processor for 3 s must ask before it answers: that may happen to a test too.
+                assert refused[-1] == "unavailable", answer.text
+                assert len(refused) < 50
+
+        version = asked("/pull", {})["version"]
+        for _ in range(count):
+            asked("/push", {"grads": {"w": [1.0] * 10}})
+        assert asked("/pull", {})["version"] == version + count
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_a_flood_of_requests_leaves_room_for_others(cluster: Nodes) -> None:
+    """One address opens 1,200 long polls: the excess gets 429 with Retry-After, others are served, then it is too."""
+    name = unique("m")
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
+    poll = json.dumps({"model": name, "min_version": 1 << 40, "wait_s": 60}).encode()
+    with ExitStack() as stack:
+        flood = [stack.enter_context(closing(flooding(cluster, poll, "application/json"))) for _ in range(1200)]
+        served(cluster, name, 20)
+        answers: list[bytes] = []
+
+        def refused() -> bool:
+            for s in flood:
+                s.setblocking(False)
+                try:
+                    answers.append(s.recv(4096))
+                except BlockingIOError:
+                    continue
+            return len(answers) == 1200 - CLIENT_REQUESTS_MAX
+
+        eventually(refused, within_s=60, what="the refusal of what is too much")
+        assert all(a.startswith(b"HTTP/1.1 429 ") and b"retry-after: " in a for a in answers)
+        assert httpx.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/livez").status_code == 200
+        served(cluster, name, 20)
+    eventually(lambda: _answer(cluster, poll.replace(b"60", b"0")).startswith(b"HTTP/1.1 412"), what="its own turn")
+
+
+def _answer(cluster: Nodes, content: bytes) -> bytes:
+    with closing(flooding(cluster, content, "application/json")) as s:
+        return s.recv(65536)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes) -> None:
+    """One address begins big pushes and never ends them: its part of the memory is all it gets."""
+    name, big = unique("m"), unique("big")
+    elements = 4 * MIB  # 16 MiB each, 64 MiB are its part
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
+    cluster.post(
+        "/models", {"name": big, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
+    )
+    head = encode_header(PushFrame(big, [PushPart(0)]).to_header())
+    body = np.ones(elements, np.float32).tobytes()
+    with ExitStack() as stack:
+        for _ in range(4):
+            begun = head + body[: 1 << 20]
+            stack.enter_context(closing(flooding(cluster, begun, MEDIA_TYPE, len(head) + len(body))))
+
+        def refused() -> bool:
+            with closing(flooding(cluster, head + body, MEDIA_TYPE)) as s:
+                return s.recv(4096).startswith(b"HTTP/1.1 429 ")
+
+        eventually(refused, within_s=60, what="the refusal of what is too much")
+        served(cluster, name, 20)
+        frame = httpx.post(
+            f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/push",
+            content=head + body,
+            headers={"content-type": MEDIA_TYPE},
+            timeout=60,
+        )
+        assert frame.status_code == 200, "a big push of another client has room"
+
+    def taken() -> bool:
+        with closing(flooding(cluster, head + body, MEDIA_TYPE)) as s:
+            return s.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+    eventually(taken, within_s=60, what="its own turn, when what it had begun is gone")
