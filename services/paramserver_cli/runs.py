@@ -6,11 +6,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from paramserver_cli import series
 from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console
 
-app = typer.Typer(no_args_is_help=True, help="List, show, pause, resume and stop runs.", epilog="psctl run list")
+app = typer.Typer(
+    no_args_is_help=True, help="List, show, pause, resume and stop runs; train in series.", epilog="psctl run list"
+)
 Run = Annotated[str, typer.Argument(help="The run's id, such as run-1.")]
+
+app.command("series")(series.series)
 
 
 def _tell(run: dict[str, Any], as_json: bool) -> None:

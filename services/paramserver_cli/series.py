@@ -1,0 +1,195 @@
+"""psctl run series: one training after the other by the cluster's worker pool, without an end."""
+
+from __future__ import annotations  # client classes are named, but not imported until used
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Final
+
+import typer
+
+import paramserver as ps
+from paramserver.core.fields import check_model_name
+from paramserver.errors import ConflictError, NotFoundError, Unavailable
+from paramserver_cli.config import Url, connect
+from paramserver_cli.models import create_from, read_spec
+
+DIGITS: Final = "paramserver.examples.digits:train"
+OPTIMIZER: Final = {"name": "adam", "lr": 1e-3, "schedule": {"kind": "exponential", "gamma": 0.9995}}
+"""Of the digits: steps that get smaller, for in async mode several gradients are in flight at once."""
+MODES: Final = ("async", "sync", "ssp", "buffered")
+LOOK_EVERY_S: Final = 1.0
+PAUSE_S: Final = 2.0
+"""After a run that failed, and while nobody answers; doubled each time, up to `PAUSE_MAX_S`."""
+PAUSE_MAX_S: Final = 60.0
+
+
+def numbers(name: str, models: Iterable[str]) -> list[int]:
+    """The numbers N of those that are called `NAME-N`, ascending."""
+    pattern = re.compile(re.escape(name) + r"-([1-9][0-9]{0,15})")
+    return sorted(int(found[1]) for m in set(models) if (found := pattern.fullmatch(m)))
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs of models NAME-1, NAME-2, …; all that is known of it is in the cluster, so that any process can go on."""
+
+    client: ps.Client
+    name: str
+    entry: str
+    spec: dict[str, Any]
+    """What a model is created from, but for its mode."""
+    modes: tuple[str, ...]
+    minutes: float
+    keep: int
+    """How many models stay, the one in training included."""
+    workers: int
+    evaluate_every: int
+
+    def live(self) -> dict[str, Any] | None:
+        """The run of this series that has not ended."""
+        ours = self._runs()
+        return next((r for r in ours if r["state"] not in ("finished", "failed", "stopped")), None)
+
+    def start(self) -> dict[str, Any]:
+        """Begin the next run on a model of its own; raises ConflictError when another process was faster."""
+        used = numbers(self.name, (r["model"] for r in self._runs()))
+        there = numbers(self.name, self.client.models())
+        newest = max(used + there, default=0)
+        # A model without a run is one whose run was never made: this process died, or the scheduler did.
+        number = newest if newest and newest not in used else newest + 1
+        mode = self.modes[(number - 1) % len(self.modes)]
+        consistency: dict[str, Any] = {**self.spec.get("consistency", {}), "mode": mode}
+        if mode in ("sync", "ssp"):
+            consistency["min_workers"] = self.workers
+        model = f"{self.name}-{number}"
+        try:
+            create_from(self.client, model, {**self.spec, "consistency": consistency}, exist_ok=True)
+        except ConflictError:  # somebody's own
+            model = f"{self.name}-{newest + 1}"
+            create_from(self.client, model, {**self.spec, "consistency": consistency}, exist_ok=True)
+        return self.client.create_run(
+            model,
+            self.entry,
+            name=model,
+            workers=self.workers,
+            stop={"minutes": self.minutes},
+            evaluate_every=self.evaluate_every,
+        )
+
+    def prune(self) -> list[str]:
+        """Delete all but the newest models, those of runs only; what was deleted."""
+        used = numbers(self.name, (r["model"] for r in self._runs()))
+        there = numbers(self.name, self.client.models())
+        old = [f"{self.name}-{n}" for n in there[: -self.keep] if n in used]
+        for model in old:
+            try:
+                self.client.model(model).delete()
+            except NotFoundError:
+                continue
+        return old
+
+    def follow(self, run: str) -> dict[str, Any]:
+        """The run's document when it has ended; raises NotFoundError when it is gone."""
+        while True:
+            document = self.client.get_run(run)
+            if document["state"] in ("finished", "failed", "stopped"):
+                return document
+            time.sleep(LOOK_EVERY_S)
+
+    def _runs(self) -> list[dict[str, Any]]:
+        return [r for r in self.client.runs() if numbers(self.name, [r["model"]])]
+
+
+def go_on(series: Series) -> None:
+    """Let run follow run for ever; only what the cluster refuses for good ends it, as RequestError or AuthError."""
+    pause_s, away = PAUSE_S, False
+    while True:
+        try:
+            run = series.live()
+            if run is None:
+                run = series.start()
+                typer.echo(f"{run['id']} trains model {run['model']}")
+            elif not away:
+                typer.echo(f"{run['id']} is already training model {run['model']}")
+            away = False
+            series.prune()
+            ended = series.follow(run["id"])
+        except Unavailable as e:
+            if not away:
+                typer.echo(f"waiting for the cluster: {e}", err=True)
+            away = True
+            time.sleep(PAUSE_S)
+        except (NotFoundError, ConflictError) as e:  # somebody deleted the model, or started a run at the same time
+            typer.echo(f"looking again: {e}", err=True)
+            time.sleep(PAUSE_S)
+        else:
+            typer.echo(f"{ended['id']} {ended['state']}: {(ended['reason'].strip().splitlines() or [''])[-1]}")
+            if ended["state"] == "failed":
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            else:
+                pause_s = PAUSE_S
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def series(
+    entry: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNC", help="What the workers run; default: the digits example.")
+    ] = DIGITS,
+    name: Annotated[str, typer.Option(help="The models are called NAME-1, NAME-2, …")] = "digits",
+    spec: Annotated[Path | None, typer.Option(help="YAML or JSON file that the models are created from.")] = None,
+    modes: Annotated[str, typer.Option(help="Consistency modes, taken in turn.")] = "async,sync,ssp",
+    minutes: Annotated[float, typer.Option(min=0.01, help="Length of one run.")] = 2.0,
+    keep: Annotated[int, typer.Option(min=1, max=100, help="Models that stay, the one in training included.")] = 20,
+    workers: Annotated[int, typer.Option(min=1, help="Workers of the pool for one run.")] = 4,
+    evaluate_every: Annotated[int, typer.Option(min=0, help="Clocks between evaluations.")] = 10,
+    url: Url = None,
+) -> None:
+    """Train without an end: run after run by the cluster's worker pool, each with parameters of its own.
+
+    It may be stopped and started again, or run twice: it goes on with the run that is under way. Its end does not
+    end that run; psctl run stop does.
+
+        psctl run series
+
+        psctl run series mypackage.job:train --name demo --spec model.yaml --modes sync --minutes 10
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    check_model_name(f"{name}-1")
+    chosen = tuple(m.strip() for m in modes.split(","))
+    if unknown := [m for m in chosen if m not in MODES]:
+        raise typer.BadParameter(f"'{unknown[0]}' is no mode; there are {', '.join(MODES)}", param_hint="--modes")
+    document = _spec_of(entry, spec)
+    go_on(
+        Series(
+            connect(url),
+            name,
+            entry,
+            document,
+            modes=chosen,
+            minutes=minutes,
+            keep=keep,
+            workers=workers,
+            evaluate_every=evaluate_every,
+        )
+    )
+
+
+def _spec_of(entry: str, file: Path | None) -> dict[str, Any]:
+    if file is not None:
+        return read_spec(file)
+    if entry != DIGITS:
+        raise typer.BadParameter("is needed for what is not the digits example", param_hint="--spec")
+    from paramserver.examples import digits
+
+    return {"params": digits.spec(), "optimizer": OPTIMIZER}

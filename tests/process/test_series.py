@@ -1,0 +1,103 @@
+"""psctl run series: run after run, over the deaths of schedulers and of itself."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import paramserver as ps
+from paramserver_cli.series import numbers
+
+from .cluster import PSCTL, Cluster, cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
+
+SHORT = ["--modes", "async,sync", "--minutes", "0.02", "--keep", "3", "--workers", "2", "--evaluate-every", "0"]
+
+
+@contextmanager
+def series(url: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
+    """`psctl run series` of short runs; killed at the end if it still runs."""
+    argv = [*PSCTL, "run", "series", *SHORT, *args, "--url", url]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(client: ps.Client) -> int:
+    """How many runs have come to their end in good order."""
+    return sum(r["state"] == "finished" for r in client.runs())
+
+
+def test_only_names_with_a_number_belong_to_a_series() -> None:
+    """A model of another name, or with a number that is not written as the series writes it, is left alone."""
+    assert numbers(
+        "digits", ["digits-10", "digits-9", "digits-x", "my-digits-3", "digits-010", "digits", "digits-1-2"]
+    ) == [
+        9,
+        10,
+    ]
+
+
+def test_a_series_goes_on_over_deaths_and_keeps_the_newest_models(tmp_path: Path) -> None:
+    """Modes take turns, old models go, a dead leader or series only pauses it, and no number is used twice."""
+    with cluster(tmp_path / "state", args=("--workers", "2", "--schedulers", "2")) as running:
+        url = ",".join(running.info.get("schedulers") or [running.url])
+        client = ps.connect(url, timeout=60.0)
+        client.create_model("digits-x", {"w": (2,)})  # somebody's own
+        with series(url) as process:
+            eventually(lambda: ended(client) >= 2, within_s=60.0, what="two runs")
+            running.kill("scheduler")
+            before = ended(client)
+            eventually(lambda: ended(client) >= before + 2, within_s=60.0, what="runs after the leader's death")
+            process.kill()
+        live = next((r["id"] for r in client.runs() if r["state"] in ("waiting", "running")), None)
+        with series(url) as process:
+            before = ended(client)
+            eventually(lambda: ended(client) >= before + 2, within_s=60.0, what="runs after the series' death")
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=20)
+        assert process.returncode == 0, out
+        if live is not None:
+            assert client.get_run(live)["state"] == "finished"
+        trained = [r["model"] for r in client.runs()]
+        assert len(trained) == len(set(trained)) == max(numbers("digits", trained)) >= 6
+        left = client.models()
+        assert "digits-x" in left
+        assert 1 <= len(numbers("digits", left)) <= 4  # one more than is kept where it ended between start and deletion
+        for n in numbers("digits", left):
+            spec = client.model(f"digits-{n}").info()["spec"]
+            assert spec["consistency"]["mode"] == ("async", "sync")[(n - 1) % 2]
+
+
+def test_a_run_whose_model_is_deleted_gives_way_to_the_next(own_cluster: Cluster) -> None:
+    """A started model without a run is used; a deleted one ends its run, and the series begins another."""
+    client = ps.connect(own_cluster.url)
+    with series(own_cluster.url, "--minutes", "5"):  # nobody works here, so it waits
+        eventually(lambda: client.runs(), what="the first run")
+        client.model("digits-1").delete()
+
+        eventually(lambda: "digits-2" in client.models(), what="the next model")
+
+    states = {r["model"]: r["state"] for r in client.runs()}
+    assert states["digits-1"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--modes", "async,fast"], "fast"), (["mine.job:train"], "--spec"), (["--name", "a b"], "a b")],
+)
+def test_what_cannot_begin_is_refused(arguments: list[str], text: str) -> None:
+    """An unknown mode, a function without a spec and a name that no model may have end it before it asks anybody."""
+    env = os.environ | {"PARAMSERVER_URL": "http://127.0.0.1:9"}
+
+    done = subprocess.run([*PSCTL, "run", "series", *arguments], capture_output=True, text=True, env=env, timeout=60)
+
+    assert done.returncode in (2, 4)
+    assert text in done.stderr
