@@ -103,8 +103,7 @@ class Load(threading.Thread):
         job = self.job
         try:
             with ps.connect(self.url, timeout=job.timeout_s) as client:
-                self.bounds = bounds_of(client, job.model)
-                self.gradient = ones(self.bounds, job.worker, job.workers)
+                self.prepare(client)
                 while not self.stopped.is_set():
                     if job.mode == "sync":
                         with client.model(job.model).worker(f"w{job.worker}") as worker:
@@ -116,6 +115,11 @@ class Load(threading.Thread):
                         self.work(client.model(job.model))
         except BaseException as e:  # a test looks for it in the history
             self.recorder.write(op="error", error=f"{self.name}: {e!r}")
+
+    def prepare(self, client: Client) -> None:
+        """Learn how the model is cut."""
+        self.bounds = bounds_of(client, self.job.model)
+        self.gradient = ones(self.bounds, self.job.worker, self.job.workers)
 
     def work(self, target: Any) -> None:
         """Push and sometimes pull, until told to stop."""

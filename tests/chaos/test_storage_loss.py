@@ -32,7 +32,7 @@ def test_an_emptied_redis_is_seeded_from_memory(start: Start) -> None:
             c.until_healthy()
             assert connection.exists("ps:term")
     run.look()
-    run.assert_kept(shards_died=False)
+    run.assert_kept(shards_died=False, acknowledged=1)
     eventually(lambda: seeded(run), what="snapshots of every partition")
     c.kill("shard-0")
     c.until_healthy()
