@@ -6,14 +6,13 @@ import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
-from paramserver.core.models import Model
 from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError
 from paramserver.types import ModelKey, PartitionKey, make_token
 
 from .scheduling import Driver
 
 EIGHT = {"partitions": 8}
-JOURNALED = {"consistency": {"mode": "sync"}}
+JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 
 
 def drain(d: Driver, shard: str, state: str = "draining", epoch: int | None = None) -> Any:
@@ -430,9 +429,8 @@ def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
 # --- levels
 
 
-def test_a_journaled_sync_model_never_rolls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journaled_sync_model_never_rolls_back() -> None:
     """A shard's death gives its partitions to others from snapshot and journal; the clocks go on."""
-    monkeypatch.setattr(Model, "durable", True)
     d = Driver()
     d.model(**JOURNALED)
     a = d.join("a")
@@ -449,11 +447,8 @@ def test_a_journaled_sync_model_never_rolls_back(monkeypatch: pytest.MonkeyPatch
     ] == kept
 
 
-def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywhere() -> None:
     """However long that takes and however often the leader dies, a new owner finds each commit it lacks."""
-    monkeypatch.setattr(Model, "durable", True)
     d = Driver()
     d.durable = False
     d.model(**JOURNALED)

@@ -167,6 +167,24 @@ def test_what_a_commit_left_out_is_dropped_or_folded() -> None:
         assert driver.core.held_bytes == 0
 
 
+def test_a_folded_gradient_that_can_never_be_listed_is_let_go() -> None:
+    """Lists of one worker only go forward, so what lies before its newest one is dropped; others' parts stay."""
+    driver = ShardDriver()
+    driver.serve(spec(late="fold"), workers=ROSTER)
+    stage(driver, 0, 0, 4.0)
+    stage(driver, 0, 1, 2.0)
+    stage(driver, 1, 0, 16.0)
+    held = driver.core.held_bytes
+
+    driver.commit(0)
+    driver.commit(1, listed(0, 1))
+
+    assert driver.core.held_bytes == held // 3
+    driver.commit(2, listed(1, 0))
+    assert driver.core.held_bytes == 0
+    assert driver.values() == [18.0] * 4
+
+
 def test_pushes_that_sync_cannot_take_are_refused() -> None:
     """No worker, no clock, a replaced epoch."""
     driver = ShardDriver()

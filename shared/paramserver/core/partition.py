@@ -197,8 +197,13 @@ class Partition:
         return out
 
     def settle(self, contributions: Iterable[Contribution], t: int) -> int:
-        """Drop what commit `t` took, and with `late: drop` all that it should have; returns the bytes let go."""
+        """Drop what commit `t` took, and with `late: drop` all that it should have; returns the bytes let go.
+
+        A worker's clocks are listed in their order, so what it staged for a clock before the newest one never will be.
+        """
         gone = {(c.worker, c.epoch, c.clock) for c in contributions}
+        newest = {(worker, epoch): clock for worker, epoch, clock in sorted(gone)}
+        gone |= {slot for slot in self.staged if slot[2] < newest.get(slot[:2], 0)}
         if self.spec.consistency.late == "drop":
             gone |= {slot for slot in self.staged if slot[2] <= t}
         return self.drop(gone)
