@@ -25,7 +25,7 @@ COOKIE_S: Final = 7 * 24 * 3600
 FORM_BYTES_MAX: Final = 4096
 
 _HEADERS: Final = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none'; "
+    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",  # an address with a code in it goes nowhere
@@ -37,11 +37,11 @@ _FORM: Final = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>paramserver</title>
-<link rel="icon" href="data:,">
+<link rel="icon" href="static/icon.svg">
 <link rel="stylesheet" href="static/page.css">
 </head>
 <body>
-<header><h1>paramserver</h1></header>
+<header><h1><img src="static/icon.svg" alt="" width="20" height="20"> paramserver</h1></header>
 <main>
 <form method="post" action="login">
   <p role="alert">{message}</p>

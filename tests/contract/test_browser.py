@@ -11,6 +11,7 @@ import pytest
 
 import paramserver as ps
 from paramserver.examples import digits
+from paramserver_node import tokens
 
 from .processes import Nodes, eventually, nodes
 
@@ -61,9 +62,13 @@ class Browser:
             "console", lambda m: self.errors.append(f"{m.type}: {m.text}") if m.type in ("error", "warning") else None
         )
         page.on("pageerror", lambda e: self.errors.append(str(e)))
-        page.on("requestfailed", lambda r: self.errors.append(f"{r.url}: {r.failure}"))
+        page.on("requestfailed", self._failed)
         self.asked: set[str] = set()
         page.on("request", lambda r: self.asked.add(r.url))
+
+    def _failed(self, request: Any) -> None:
+        if "ERR_ABORTED" not in request.failure:  # it was, by going to another page
+            self.errors.append(f"{request.url}: {request.failure}")
 
     def text(self, selector: str) -> str:
         """What is to be read there."""
@@ -164,6 +169,32 @@ def test_names_are_never_read_as_markup(tmp_path: Path) -> None:
         assert evil in seen.text("#model-head")
         assert seen.page.locator("main img").count() == 0
         assert seen.errors == []
+
+
+def test_the_page_asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a closed cluster any node's page leads to the form; a token typed there opens it, at the other nodes too."""
+    key = tokens.new_key()
+    (tmp_path / "secret").write_text(key)
+    monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("PARAMSERVER_TOKEN", tokens.make(tokens.keys_of(key)[0], "admin"))
+    with nodes(tmp_path, shards=1, schedulers=2) as cluster, browser(viewport=PHONE) as seen:
+        page = seen.page
+        page.goto(cluster.urls[1])
+        page.wait_for_selector("input[name=token]")
+        _fits(seen)
+        page.fill("input[name=token]", "nonsense")
+        page.click("button")
+        page.wait_for_selector("[role=alert]:has-text('not valid')")
+        page.fill("input[name=token]", tokens.make(tokens.keys_of(key)[0], "reader"))
+        page.click("button")
+        for url in (cluster.urls[1], f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", cluster.urls[0]):
+            page.goto(url)
+            page.wait_for_selector("#nodes tbody tr")
+            states = page.locator("#nodes tbody tr .pill").all_inner_texts()
+            assert sorted(states) == ["active", "active", "standby"]
+
+        assert any("401" in e for e in seen.errors)  # the status without a token, and the form with nonsense
+        assert [e for e in seen.errors if "401" not in e] == []
 
 
 def _version(seen: Browser) -> int:
