@@ -131,7 +131,11 @@ UNDRAWN = {
 @needs_promtool
 @pytest.mark.parametrize(
     "line",
-    [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
+    [
+        ["check", "config", "--syntax-only", "prometheus.yml"],
+        ["check", "rules", "alerts.yml"],
+        ["test", "rules", "alerts_test.yml"],
+    ],
 )
 def test_promtool_accepts(line: list[str]) -> None:
     """Prometheus' own tool takes the configuration and the rules, and each alert fires when it should and only then."""
