@@ -44,6 +44,11 @@ class _Connection:
             raise
         self.fresh = True
 
+    def __del__(self) -> None:
+        # Of a client that was dropped, not closed: nothing is left open, as with its connections over the network.
+        if hasattr(self, "socket"):
+            self.socket.close()
+
     def send(self, head: bytes, body: bytes | memoryview) -> None:
         """Head and body in one call where the socket takes them."""
         body = memoryview(body).cast("B")
