@@ -185,6 +185,8 @@ class _Lane:
             log.warning("partition %s: its journal is refused, another owner took its place", batch.key)
             self._writer.tell(JournalRefused(batch.key, batch.token))
         else:
+            if verdict == Verdict.EMPTIED and ownership not in self._later:
+                log.warning("partition %s: Redis lost its owner token; its journal waits for a new one", batch.key)
             self._later[ownership] = now + RETRY_S
             # What is missing may stand in the other lane, when the model's level has just changed.
             if verdict == Verdict.GAP and not self._writer.holds(ownership, not self._fsync):
