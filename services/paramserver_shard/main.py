@@ -75,6 +75,9 @@ def shard(
     memory_limit: Annotated[
         str | None, typer.Option(help="What the process may take, as 8GiB; default: what its container or machine has.")
     ] = None,
+    shared_memory: Annotated[
+        str | None, typer.Option(help="Folder in memory for clients on this machine; empty: none. Default: /dev/shm.")
+    ] = None,
     expect_state: Annotated[
         bool | None, typer.Option("--expect-state", help="Refuse to start on an empty Redis.")
     ] = None,
