@@ -1,22 +1,32 @@
 """What containers and Kubernetes are told: files that parse, agree with each other and with the software."""
 
+import importlib.util
 import json
 import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import paramserver
+from paramserver_cli import runs, series
 from paramserver_node.settings import PREFIX, SERVICES
+from paramserver_shard.main import GRACE_S
+from paramserver_shard.stopping import SAVE_S
+from paramserver_worker.entry import is_allowed
 
 ROOT = Path(__file__).parents[2]
 PART, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
-ONE_SHOTS = {"secrets", "first-run"}
+ONE_SHOTS = {"secrets"}
+SCHEDULERS = {"scheduler-1", "scheduler-2"}
+NODES = {*SCHEDULERS, "shard"}
+GPU = ROOT / "deploy" / "k8s-gpu"
 GRAFANA = ROOT / "deploy" / "grafana"
 
 
@@ -62,6 +72,7 @@ def test_the_tag_of_every_image_is_the_version() -> None:
     """Compose, the manifests, the Dockerfiles' own lines and the documentation all name this version's images."""
     paths = [
         *(ROOT / "k8s").iterdir(),
+        *GPU.iterdir(),
         *ROOT.glob("Dockerfile.*"),
         ROOT / "docker-compose.yml",
         ROOT / "docs/operations.md",
@@ -101,23 +112,62 @@ def test_commands_are_those_that_the_package_installs(compose: dict[str, Any], o
     started = [c[2].rpartition("exec ")[2].split() if c[0] == "sh" else c for c in started]
     ours = {command[0] for command in started} - {"python", "redis-server"}
 
-    assert {"paramserver-scheduler", "paramserver-shard", "paramserver-worker"} == ours <= set(scripts)
+    assert {"paramserver-scheduler", "paramserver-shard", "paramserver-worker", "psctl"} == ours <= set(scripts)
     copied = (ROOT / "Dockerfile.server").read_text()
     for command in started:
-        if command[1:2] == ["-m"]:
-            assert (ROOT / "shared" / command[2].replace(".", "/")).with_suffix(".py").is_file()
-        elif command[0] == "python":
-            assert f"deploy/{Path(command[1]).name}" in copied
+        for word in command[1:]:
+            if word.startswith("/opt/paramserver/deploy/"):
+                assert f"deploy/{Path(word).name}" in copied
+                assert f"!deploy/{Path(word).name}" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_the_series_trains_what_its_workers_allow(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """psctl takes each series' options, it asks for as many workers as there are, and they run what it names."""
+    containers = {n: (p, p["spec"]["containers"][0]) for n, p in pods(objects).items()}
+    (gpu,) = yaml.safe_load_all((GPU / "workers.yaml").read_text(encoding="utf-8"))
+    services, pool = compose["services"], containers["Deployment/worker"][1]["args"]
+    for command, workers, allowed in [
+        (services["series"]["command"], services["worker"]["deploy"]["replicas"], services["worker"]["command"]),
+        (containers["Deployment/series"][1]["args"], named(objects, "Deployment", "worker")["spec"]["replicas"], pool),
+        (
+            services["series-gpu"]["command"],
+            services["worker-gpu"]["deploy"]["replicas"],
+            gpu["spec"]["template"]["spec"]["containers"][0]["args"],
+        ),
+    ]:
+        assert command[:3] == ["psctl", "run", "series"]
+        context = get_command(runs.app).commands["series"].make_context("series", list(command[3:]))
+        options = context.params
+        assert options["workers"] == workers
+        assert (options["minutes"], options["keep"]) == (2.0, 20)
+        assert is_allowed(options["entry"], allowed[2:])
+        assert set(options["modes"].split(",")) <= set(series.MODES)
+    assert services["worker-gpu"]["command"] == gpu["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert not is_allowed(services["series-gpu"]["command"][3], services["worker"]["command"][2:])
+
+
+def test_the_spec_without_torch_is_that_of_the_network() -> None:
+    """`deploy/digits_torch.yaml` names the parameters of the torch example with their shapes."""
+    spec = read(ROOT / "deploy/digits_torch.yaml")
+    assert sum(prod(p["shape"]) for p in spec["params"].values()) == 38_282
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("the rest needs torch: pip install torch==2.13.0")
+    from paramserver.examples.digits_torch import Net
+
+    assert {n: list(p.shape) for n, p in Net().named_parameters()} == {n: p["shape"] for n, p in spec["params"].items()}
 
 
 def test_compose_publishes_on_this_machine_only(compose: dict[str, Any]) -> None:
     """What is published has no TLS: each port is bound to 127.0.0.1, Redis has none."""
     ports = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
 
-    assert ports == {"scheduler": ["127.0.0.1:${PUBLISHED_PORT:-8700}:8700"], "grafana": ["127.0.0.1:3000:3000"]}
+    assert ports == {
+        "scheduler-1": ["127.0.0.1:${PUBLISHED_PORT:-8700}:8700"],
+        "grafana": ["127.0.0.1:${GRAFANA_PORT:-3000}:3000"],
+    }
     assert compose["networks"]["storage"] == {"internal": True}
     on_storage = {name for name, s in compose["services"].items() if "storage" in s.get("networks", [])}
-    assert on_storage == {"redis", "scheduler", "shard"}
+    assert on_storage == {"redis", *NODES}
 
 
 def test_compose_restarts_what_dies_and_waits_for_what_ends(compose: dict[str, Any]) -> None:
@@ -134,11 +184,39 @@ def test_compose_restarts_what_dies_and_waits_for_what_ends(compose: dict[str, A
     assert completed == ONE_SHOTS
     assert {n for n, s in services.items() if s["restart"] == "on-failure"} == ONE_SHOTS
     assert {n for n, s in services.items() if s["restart"] == "unless-stopped"} == set(services) - ONE_SHOTS
-    assert {n for n, s in services.items() if "healthcheck" in s} == {"redis", "scheduler", "shard"}
-    assert "replicas" not in services["scheduler"].get("deploy", {})
-    for name in ("redis", "scheduler", "shard", "worker"):
+    assert {n for n, s in services.items() if "healthcheck" in s} == {"redis", *NODES}
+    for name in set(services) - {"prometheus", "grafana"}:
         assert "stop_grace_period" in services[name]
         assert services[name]["read_only"] is True
+        assert services[name]["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_two_schedulers_are_the_same_but_for_their_names(compose: dict[str, Any]) -> None:
+    """Everybody is told of both, each advertises its own name, and both write checkpoints into one folder."""
+    services = compose["services"]
+    urls = ",".join(f"http://{name}:8700" for name in sorted(SCHEDULERS))
+    for name in SCHEDULERS:
+        environment = services[name]["environment"]
+        assert environment["PARAMSERVER_ADVERTISE"] == f"http://{name}:8700"
+        assert environment["PARAMSERVER_NAME"] == services[name]["hostname"] == name
+        assert "checkpoints:/var/lib/paramserver" in services[name]["volumes"]
+    assert services["shard"]["environment"]["PARAMSERVER_SCHEDULER"] == urls
+    for name in ("worker", "worker-gpu", "series", "series-gpu"):
+        assert services[name]["environment"]["PARAMSERVER_URL"] == urls
+
+
+def test_shards_and_workers_share_memory_by_path_and_user(compose: dict[str, Any]) -> None:
+    """One volume in memory lies at the same path on both sides and belongs to the user of both images."""
+    services = compose["services"]
+    for name in ("shard", "worker", "worker-gpu"):
+        (mount,) = [v for v in services[name]["volumes"] if v.startswith("shared-memory:")]
+        assert mount == "shared-memory:/run/shared", name
+    assert services["shard"]["environment"]["PARAMSERVER_SHARED_MEMORY"] == "/run/shared"
+    options = compose["volumes"]["shared-memory"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    for file in ("Dockerfile.server", "Dockerfile.worker"):
+        (uid,) = re.findall(r"^USER (\d+):\d+$", (ROOT / file).read_text(), re.MULTILINE)
+        assert f"uid={uid}" in options["o"]
 
 
 def test_pods_have_no_rights_and_fixed_images(objects: list[dict[str, Any]]) -> None:
@@ -196,11 +274,25 @@ def test_only_scheduler_and_shards_reach_redis(objects: list[dict[str, Any]]) ->
         assert "redis" not in chosen["values"]
 
 
-def test_there_is_one_scheduler_and_never_two_at_once(objects: list[dict[str, Any]]) -> None:
-    """One active scheduler is what the software supports: the old one is gone before the new one starts."""
-    spec = named(objects, "Deployment", "scheduler")["spec"]
-
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[str, Any]]) -> None:
+    """Two schedulers that everybody knows by name; a node has time to drain, and is started once it has recovered."""
+    config = named(objects, "ConfigMap", "paramserver")["data"]
+    scheduler = named(objects, "StatefulSet", "scheduler")["spec"]
+    urls = [f"http://scheduler-{i}.{scheduler['serviceName']}:8700" for i in range(scheduler["replicas"])]
+    assert len(urls) == 2
+    assert config["PARAMSERVER_SCHEDULER"] == config["PARAMSERVER_URL"] == ",".join(urls)
+    assert named(objects, "Service", scheduler["serviceName"])["spec"]["clusterIP"] == "None"
+    for name in ("scheduler", "shard"):
+        pod = pods(objects)[f"StatefulSet/{name}"]["spec"]
+        (container,) = pod["containers"]
+        paths = {k: container[k]["httpGet"]["path"] for k in ("startupProbe", "readinessProbe", "livenessProbe")}
+        assert paths == {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
+        env = {e["name"]: e.get("value") for e in container["env"]}
+        assert env["PARAMSERVER_ADVERTISE"].startswith("http://$(PARAMSERVER_NAME).")
+    assert pods(objects)["StatefulSet/shard"]["spec"]["terminationGracePeriodSeconds"] >= SAVE_S + GRACE_S + 15
+    assert {d["metadata"]["name"] for d in objects if d["kind"] == "PodDisruptionBudget"} >= {"scheduler", "shard"}
 
 
 def test_nothing_outside_the_cluster_reaches_a_service(objects: list[dict[str, Any]]) -> None:
@@ -234,7 +326,7 @@ def test_the_dashboard_and_the_rules_are_where_they_are_looked_for(compose: dict
     mounted = {v.split(":")[1] for v in compose["services"]["prometheus"]["volumes"]}
     assert {f"/etc/prometheus/{name}" for name in ("prometheus.yml", *config["rule_files"])} <= mounted
     names = [n for j in config["scrape_configs"] for c in j["dns_sd_configs"] for n in c["names"]]
-    assert {"scheduler", "shard"} == set(names) <= set(compose["services"])
+    assert NODES == set(names) <= set(compose["services"])
 
 
 def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:
@@ -244,7 +336,8 @@ def files_of(names: dict[str, str], mounts: dict[str, str]) -> set[str]:
 
 def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
     """Who makes tokens, and nobody else, mounts the secret; a worker mounts its token; every file named is mounted."""
-    of_nodes = {"scheduler", "shard", "first-run"}
+    of_nodes = NODES | {"series", "series-gpu"}
+    of_workers = {"worker", "worker-gpu"}
     secret, token, redis = "/run/cluster/secret", "/run/tokens/worker", "/run/paramserver/redis-url"
     for name, s in compose["services"].items():
         mounts = {v.split(":")[1]: v.split(":")[0] for v in s.get("volumes", [])}
@@ -252,8 +345,8 @@ def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], obje
         assert files_of(named_files, mounts) == set(named_files.values()), name
         assert (secret in named_files.values()) == (name in of_nodes), name
         assert (mounts.get("/run/cluster") == "secret") == (name in of_nodes | {"secrets"}), name
-        assert (mounts.get("/run/tokens") == "tokens") == (name in {"secrets", "worker", "prometheus"}), name
-        assert (token in named_files.values()) == (name == "worker"), name
+        assert (mounts.get("/run/tokens") == "tokens") == (name in of_workers | {"secrets", "prometheus"}), name
+        assert (token in named_files.values()) == (name in of_workers), name
     config = named(objects, "ConfigMap", "paramserver")["data"]
     for name, pod in pods(objects).items():
         (container,) = pod["spec"]["containers"]
@@ -269,7 +362,7 @@ def test_nodes_have_the_secret_and_workers_a_token(compose: dict[str, Any], obje
             if (held := volumes.get(m["name"])) is not None
             for item in held["items"]
         }
-        wanted = {"worker": {token}, "first-run": {secret}, "scheduler": {secret, redis}, "shard": {secret, redis}}
+        wanted = {"worker": {token}, "series": {secret}, "scheduler": {secret, redis}, "shard": {secret, redis}}
         assert files == wanted.get(component, set()), name
         assert files <= mounted, name
 
