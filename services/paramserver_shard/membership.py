@@ -229,11 +229,12 @@ class Membership:
                 async with self._redis.pipeline(transaction=False) as pipe:
                     pipe.get(TERM_KEY)
                     pipe.hget(FENCE_KEY, self.name)
-                    term, fence = await pipe.execute()
+                    pipe.info("server")
+                    term, fence, server = await pipe.execute()
             except (RedisError, OSError) as error:
                 self._runtime.redis_away(error)
             else:
-                self._runtime.redis_here()
+                self._runtime.redis_here(str(server["run_id"]))
                 if fence is not None and int(fence) >= self.epoch:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # one that was emptied has no fences either, so it cannot say yes

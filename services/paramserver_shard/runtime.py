@@ -24,6 +24,7 @@ from paramserver.core.shard_io import (
     Effect,
     Event,
     Journal,
+    JournalLost,
     LoadFailed,
     LoadPartition,
     Outcome,
@@ -98,6 +99,7 @@ class Runtime:
         """Owned partitions whose values were uploaded and of which nothing was ever stored."""
         self._refused = ""
         self._away = ""
+        self._redis_run = ""
         self._directory = directory
         self._store = store
         self._loader = Loader(store, journal, pool, self.offload)
@@ -312,9 +314,28 @@ class Runtime:
         self._away = f"Redis does not answer: {error}"
         self.writer.suspect(self._away)
 
-    def redis_here(self) -> None:
-        """Redis has answered."""
+    def redis_here(self, run_id: str) -> None:
+        """Redis has answered; `run_id` is that of its process."""
         self._away = ""
+        if run_id != self._redis_run:
+            if self._redis_run:
+                self._spawn(self.look_over())
+            self._redis_run = run_id
+
+    async def look_over(self) -> None:
+        """Redis has started anew: partitions of which it has lost something are stored again."""
+        parts = [p for m in self.core.models.values() for p in m.partitions.values() if p.state is not None]
+        known = [(p.key, p.token, p.mark.stored) for p in parts]
+        try:
+            found = await self._store.last_lsns([key for key, _, _ in known])
+        except (RedisError, OSError) as error:
+            self.redis_away(error)
+            self._redis_run = "?"  # looked over again when it answers
+            return
+        for (key, token, lsn), there in zip(known, found, strict=True):
+            if there < lsn:
+                log.error("partition %s: Redis came back without what was stored last; it is stored again", key)
+                self.feed(JournalLost(key, token))
 
     async def _ask_worker(self, effect: AskWorker) -> None:
         self.feed(await self.peers.ask_worker(effect))

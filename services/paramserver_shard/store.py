@@ -190,6 +190,11 @@ class SnapshotStore:
         except ValueError:
             raise problem("corrupt_state", f"the owner token of partition {key} is {text!r:.30}") from None
 
+    async def last_lsns(self, keys: Sequence[PartitionKey]) -> list[int]:
+        """The last lsn of each partition that Redis has, by journal or snapshot; 0 where it has none."""
+        values = await self._redis.mget(_key(key, "lsn") for key in keys) if keys else []
+        return [int(v) if v is not None and v.isdigit() else 0 for v in values]
+
     async def manifest(self, key: PartitionKey) -> list[dict[str, Any]]:
         """The snapshots there are, newest first; raises CorruptState if they cannot be told."""
         text, saved = await self._redis.mget(_key(key, "manifest"), _key(key, "saved"))

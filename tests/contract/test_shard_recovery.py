@@ -397,3 +397,22 @@ async def test_everything_is_saved_at_the_end(redis: Redis) -> None:
                 shard.runtime.feed(SaveAll())
                 await asyncio.sleep(0.01)
         assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
+
+
+@pytest.mark.parametrize("ack", ["journaled", "applied"])
+async def test_a_redis_that_started_anew_is_looked_over(redis: Redis, ack: str) -> None:
+    """What it came back without is stored again at once, though nobody pushes; a Redis that lost nothing is let be."""
+    async with running(redis, ack=ack) as shard:
+        await shard.push(3)
+        await shard.snapshot()
+        shard.runtime.redis_here("one run")
+        manifest = await redis.get(f"{{{shard.key}}}:manifest")
+        await shard.runtime.look_over()
+        lost = [k for k in await redis.keys("{m.3/0}:*") if not bytes(k).endswith(b":token")]  # type: ignore[arg-type]
+        assert await redis.get(f"{{{shard.key}}}:manifest") == manifest
+        await redis.delete(*lost)
+        shard.runtime.redis_here("a third run")
+        async with asyncio.timeout(20):
+            while await redis.get(f"{{{shard.key}}}:manifest") is None:
+                await asyncio.sleep(0.01)
+        assert content(await loader_of(redis).load(shard.load())) == content(shard.state())

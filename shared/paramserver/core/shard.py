@@ -406,6 +406,8 @@ class ShardCore:
     def _journal_lost(self, event: JournalLost, now: float) -> None:
         _, p = self.find(event.key, event.token)
         if p is not None and p.mark.rebase is None:
+            if p.cut is not None and not p.level:
+                self.plan.store_cut(p, p.cut)
             self.durability.rebase(p)
 
     def _storage_changed(self, event: StorageChanged, now: float) -> None:

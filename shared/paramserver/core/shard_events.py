@@ -333,8 +333,11 @@ class JournalRefused:
 
 @dataclass(frozen=True, slots=True)
 class JournalLost:
-    """Redis came back without journal entries that it once had, and takes no later ones: the journal can only go on
-    from a snapshot, which is due at once.  What waits stays queued; the event is repeated until it can be written."""
+    """Redis came back without something that it once had of the partition: a snapshot is due at once.
+
+    Where journal entries are missing it takes no later ones before that; what waits stays queued, and the event is
+    repeated until it can be written.
+    """
 
     key: PartitionKey
     token: Token
