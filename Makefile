@@ -1,5 +1,5 @@
 # make VERB [PYTHON=python3.12] [EXTRAS=dev,torch] [ARGS=...]     the first run installs; the stamp remembers PYTHON and EXTRAS
-.PHONY: help install demo test test-fast lint chaos chaos-long figures bench screenshot clean
+.PHONY: help install demo compose-test test test-fast lint chaos chaos-long figures bench screenshot clean
 unexport PYTHONPATH PYTHONHOME
 export PIP_USER := 0
 BIN := .venv/bin
@@ -24,6 +24,7 @@ help:
 	@echo 'make chaos      whole clusters on virtual time under seeded faults: make chaos SEEDS=500'
 	@echo 'make chaos-long 100 kills, 20 cut networks and ten minutes of goodput on real processes; writes docs/promises.md'
 	@echo 'make figures    recovery and take-over times, levels, memory; writes docs/promises.md'
+	@echo 'make compose-test  the compose file on a real engine: from nothing up, kills, scaling, down; a table of times and sizes'
 	@echo 'make bench      how fast the optimizer kernels are, against copying memory'
 	@echo 'make screenshot take the picture of the status page that the README shows (needs Chromium)'
 	@echo 'make install    only the environment: .venv, with psctl in it'
@@ -43,6 +44,8 @@ chaos-long: $(STAMP)
 	@$(BIN)/python -m tests.chaos.long $(or $(WHAT),all) --write
 figures: $(STAMP)
 	@$(BIN)/python -m tests.chaos.figures $(or $(WHAT),all) --write
+compose-test: $(STAMP)
+	@$(BIN)/python -m tests.compose.check $(ARGS)
 bench: $(STAMP)
 	@$(BIN)/python -P benchmarks/kernels.py $(ARGS)
 screenshot: $(STAMP)

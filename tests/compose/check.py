@@ -1,0 +1,284 @@
+"""`make compose-test`: the compose file on a real engine, from nothing to nothing.
+
+    python -m tests.compose.check [--write]        with --write the table in docs/operations.md is replaced
+
+It comes up, trains, takes a client of this machine, survives the death of a shard, both schedulers and Redis, scales to
+four shards, goes on after `down`, and leaves nothing.  The project has a name and ports of its own, so that a stack
+that runs already is not touched.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import paramserver as ps
+
+from .stack import BASES, PROJECT, ROOT, Failed, Stack, docker, sizes_mb, until
+
+DOCS = ROOT / "docs" / "operations.md"
+BEGIN, END = "<!-- compose -->\n", "<!-- /compose -->\n"
+IMAGES = ("paramserver-server", "paramserver-worker-cpu")
+
+
+class Check:
+    """Does one step after the other and keeps their figures."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.rows: list[tuple[str, str]] = []
+        self._client: ps.Client | None = None
+
+    def note(self, what: str, value: str) -> None:
+        """A figure for the table."""
+        self.rows.append((what, value))
+        print(f"{time.strftime('%H:%M:%S')}  {what}: {value}", flush=True)
+
+    @property
+    def client(self) -> ps.Client:
+        """A client on this machine, by the one address that is published."""
+        if self._client is None:
+            token = self.stack.compose("exec", "-T", "scheduler-1", "psctl", "token").strip()
+            self._client = ps.connect(f"http://127.0.0.1:{self.stack.port}", timeout=60.0, token=token)
+        return self._client
+
+    def live(self) -> dict[str, Any]:
+        """The model of the run that is under way, as the status has it."""
+        run = next(r for r in self.client.runs(timeout=2.0) if r["state"] == "running")
+        found = {m["name"]: m for m in self.client.status(timeout=2.0)["models"]}
+        return dict(found[run["model"]])
+
+    def progress(self) -> tuple[str, int]:
+        """(model, version) that training has come to."""
+        model = self.live()
+        return str(model["name"]), int(model["version"])
+
+    def trains_within(self, what: str, within_s: float = 60.0, updates: int = 20) -> float:
+        """Seconds until the model in training has had that many more updates than what is seen first."""
+        seen: list[tuple[str, int]] = []
+
+        def grown() -> bool:
+            seen.append(self.progress())
+            return seen[-1][1] >= updates + (seen[0][1] if seen[-1][0] == seen[0][0] else 0)
+
+        return until(grown, what, within_s)
+
+    # --- the steps ---
+
+    def comes_up(self) -> None:
+        """Build, and start from nothing: `up --wait` succeeds, one-shots included."""
+        began = time.monotonic()
+        self.stack.compose("build", timeout_s=3600.0)
+        self.note("build", f"{time.monotonic() - began:.0f} s")
+        began = time.monotonic()
+        self.stack.compose("up", "--detach", "--wait", timeout_s=300.0)
+        self.note("`up --wait`, from nothing to all ready", f"{time.monotonic() - began:.1f} s")
+        took = self.trains_within("the first updates")
+        self.note("until the first run has 20 updates", f"{took:.1f} s")
+        starts = [
+            self.stack.logged_after_s("scheduler-1", "scheduler."),
+            *(self.stack.logged_after_s("shard", "joined as", i) for i in (1, 2)),
+        ]
+        self.note("start of a container until it is ready (scheduler, shards)", ", ".join(f"{s:.1f} s" for s in starts))
+
+    def serves_this_machine(self) -> None:
+        """A client beside the containers creates, pushes and pulls, though it reaches one address only."""
+        model = self.client.create_model("mine", {"w": (1000,)}, optimizer=ps.SGD(lr=1.0))
+        with model.worker() as worker:
+            began = time.monotonic()
+            for _ in range(20):
+                worker.pull()
+                worker.step({"w": np.ones(1000, np.float32)})
+            each_ms = (time.monotonic() - began) / 20 * 1e3
+        np.testing.assert_array_equal(model.pull()["w"], np.full(1000, -20.0, np.float32))
+        model.delete()
+        self.note("pull and push of a client on the host, through 8700", f"{each_ms:.0f} ms")
+
+    def learns(self) -> None:
+        """The page's curve climbs."""
+        began = time.monotonic()
+
+        def accuracy() -> float:
+            return max((s["last"] or 0.0 for s in self.live()["series"] if s["name"] == "accuracy"), default=0.0)
+
+        until(lambda: accuracy() >= 0.9, "an accuracy of 90 %", 150.0)
+        self.note("until 90 % of the test images are recognised", f"{time.monotonic() - began:.0f} s more")
+
+    def shares_memory(self) -> None:
+        """Workers reach the shards through memory: their sockets are where the workers look, and have been used."""
+        out = self.stack.compose("exec", "-T", "worker", "sh", "-c", "ls /run/shared/*/*/requests | wc -l")
+        if int(out) != 2:
+            raise Failed(f"workers see {out.strip()} shards in shared memory")
+        used = self.stack.compose("exec", "-T", "shard", "sh", "-c", "grep -c /run/shared/ /proc/1/maps || true")
+        if not int(used):
+            raise Failed("no shard keeps values in the shared memory")
+
+    def survives(self, service: str, index: int = 1) -> None:
+        """SIGKILL of its main process: training goes on, and the engine brings it back."""
+        before = int(self.stack.container(service, index)["RestartCount"])
+        at = self.progress()
+        began = time.monotonic()
+        self.stack.kill(service, index)
+        until(lambda: self.progress() > at or self.progress()[0] != at[0], f"training without {service}", 60.0)
+        self.trains_within(f"training after the death of {service}")
+        took = time.monotonic() - began
+        until(lambda: self.stack.restarted(service, index, before), f"the return of {service}-{index}", 60.0)
+        self.note(f"`kill -9` of {service}: training goes on after", f"{took:.1f} s")
+        until(self.is_whole, "everybody alive again", 60.0)
+
+    def is_whole(self) -> bool:
+        """Whether every container is well and every shard that runs is alive."""
+        rows = [r for r in self.stack.containers() if r["Service"] != "secrets"]
+        alive = sum(bool(s["alive"]) for s in self.shards())
+        well = [r for r in rows if r["State"] == "running" and r.get("Health") in ("", "healthy")]
+        return len(well) == len(rows) and alive == len([r for r in rows if r["Service"] == "shard"])
+
+    def shards(self) -> list[dict[str, Any]]:
+        """What the schedulers know of them."""
+        return list(self.client.request("GET", "/shards", timeout=2.0)["items"])
+
+    def scales(self, count: int) -> None:
+        """More shards take their parts while training goes on; fewer give them back."""
+        began = time.monotonic()
+        self.stack.compose("up", "--detach", "--wait", "--no-recreate", "--scale", f"shard={count}", timeout_s=120.0)
+
+        def spread() -> bool:
+            alive = [s for s in self.shards() if s["alive"]]
+            return len(alive) == count and all(s["partitions"] for s in alive) and not any(s["moves"] for s in alive)
+
+        until(spread, f"partitions on {count} shards", 120.0)
+        self.note(f"scaled to {count} shards, with partitions on each", f"{time.monotonic() - began:.1f} s")
+        self.trains_within(f"training on {count} shards")
+
+    def is_watched(self) -> None:
+        """Prometheus scrapes every node with its token, Grafana has its dashboard."""
+        query = ("promtool", "query", "instant", "--format", "json", "http://127.0.0.1:9090", "sum(up)")
+
+        def scraped() -> bool:
+            found = json.loads(self.stack.compose("exec", "-T", "prometheus", *query))
+            alive = [s for s in self.shards() if s["alive"]]
+            return float(found[0]["value"][1]) == 2 + len(alive)
+
+        until(scraped, "a scrape of every node", 90.0)
+        url = f"http://127.0.0.1:{self.stack.grafana_port}/api/search"
+        until(lambda: b"paramserver" in urllib.request.urlopen(url, timeout=2).read().lower(), "the dashboard", 60.0)
+
+    def goes_on(self) -> None:
+        """The next run has another mode and parameters of its own, and so has the one after `down` and `up`."""
+        until(lambda: len(self.modes()) > 1, "a run in another mode", 200.0)
+        before = {r["id"] for r in self.client.runs()}
+        began = time.monotonic()
+        self.stack.compose("stop", timeout_s=120.0)
+        took = time.monotonic() - began
+        codes = {
+            r["Name"]: r["ExitCode"] for r in self.stack.containers() if r["Service"] not in ("prometheus", "grafana")
+        }
+        if any(code not in (0, 143) for code in codes.values()):
+            raise Failed(f"not everything stopped in good order: {codes}")
+        self.note("stop of everything", f"{took:.1f} s")
+        self.stack.compose("down", timeout_s=120.0)
+        began = time.monotonic()
+        self.stack.compose("up", "--detach", "--wait", timeout_s=300.0)
+        self.note("`up --wait` on what was kept", f"{time.monotonic() - began:.1f} s")
+        self._client = None
+        if not before <= {r["id"] for r in self.client.runs()}:
+            raise Failed("`down` and `up` lost runs")
+        self.trains_within("training after `down` and `up`")
+
+    def modes(self) -> set[str]:
+        """The modes of the models that are kept."""
+        models = [self.client.model(name).info() for name in self.client.models()]
+        return {str(m["spec"]["consistency"]["mode"]) for m in models}
+
+    def goes(self) -> None:
+        """`down -v` leaves nothing."""
+        self.stack.remove()
+        if left := self.stack.left():
+            raise Failed(f"down -v left {left}")
+
+    def measures_images(self) -> None:
+        """How large they are; the base may be another than the published one, so what is ours is told apart."""
+        version = ps.__version__
+        for image in IMAGES:
+            whole, ours = sizes_mb(f"{image}:{version}", BASES[0])
+            self.note(f"image {image}", f"{whole:.0f} MB, {ours:.0f} MB of it above {BASES[0]}")
+
+
+def steps(check: Check) -> list[Callable[[], None]]:
+    """What is done, in order."""
+    return [
+        check.comes_up,
+        check.shares_memory,
+        check.serves_this_machine,
+        check.learns,
+        lambda: check.survives("shard", 1),
+        lambda: check.survives("scheduler-2"),
+        lambda: check.survives("scheduler-1"),
+        lambda: check.survives("redis"),
+        lambda: check.survives("worker", 1),
+        lambda: check.scales(4),
+        check.is_watched,
+        lambda: check.scales(2),
+        check.goes_on,
+        check.goes,
+        check.measures_images,
+    ]
+
+
+@contextmanager
+def stack() -> Any:
+    """The project, gone at the end; what it logged last is printed when a step failed."""
+    found = Stack()
+    if found.left():
+        raise Failed(f"a project {PROJECT} is there already: docker compose -p {PROJECT} down -v")
+    try:
+        yield found
+    except BaseException:
+        print(found.compose("ps", "--all"), found.compose("logs", "--no-color", "--tail", "25"), sep="\n", flush=True)
+        raise
+    finally:
+        found.remove()
+
+
+def main() -> int:
+    """Check, print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/operations.md")
+    into_docs: bool = parser.parse_args().write
+    try:
+        engine = docker("version", "--format", "{{.Server.Version}}").strip()
+        compose = docker("compose", "version", "--short").strip()
+    except (OSError, Failed, subprocess.TimeoutExpired) as e:
+        print(f"needs a Docker engine with compose: {e}", file=sys.stderr)
+        return 2
+    with stack() as found:
+        check = Check(found)
+        for step in steps(check):
+            step()
+    lines = ["| what | measured |", "|---|---|", *(f"| {what} | {value} |" for what, value in check.rows)]
+    text = "\n".join(lines) + f"\n\n`make compose-test`, Docker Engine {engine}, compose {compose}, 2 cores.\n"
+    print(f"\n{text}")
+    if into_docs:
+        write(DOCS, text)
+    return 0
+
+
+def write(path: Path, text: str) -> None:
+    """Replace what stands between the marks."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise Failed(f"{path} has no place for it, between {BEGIN.strip()} and {END.strip()}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
