@@ -281,6 +281,19 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     assert d.core.read.model("m")["state"] == "ready"
 
 
+def test_uploaded_values_survive_a_shard_before_the_first_commit() -> None:
+    """In sync every partition stores them as the cut of clock 0, so nobody has to upload them again."""
+    d = Driver()
+    up = {"shape": [4], "init": {"kind": "upload"}}
+    d.model(params={"w": up}, consistency={"mode": "sync"})
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    d.beats()
+    d.shard("s0")  # restarted
+
+    assert (d.document()["source"], d.document()["timeline"]) == ({"cut": 0}, 1)
+    assert d.core.read.model("m")["state"] == "ready"
+
+
 def test_a_dead_workers_data_comes_back() -> None:
     """Its range goes to another worker, who waits for it; nothing of the dataset is left out."""
     d = Driver()

@@ -179,6 +179,11 @@ class ModelDesk:
         model.missing -= names
         if model.ready:
             model.upload_token = None
+            if model.gate.sync and not model.durable:
+                # Each partition stores these values at once; known to be there, a recovery goes back to them.
+                model.pending_cut = model.gate.clock
+                model.cut_seen.clear()
+                self.c.save_clock(model)
         self.c.save_model(model)
         self.c.model_changed(model)
 
