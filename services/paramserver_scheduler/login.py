@@ -25,8 +25,8 @@ COOKIE_S: Final = 7 * 24 * 3600
 FORM_BYTES_MAX: Final = 4096
 
 _HEADERS: Final = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; "
-    "frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",  # an address with a code in it goes nowhere
     "cache-control": "no-store",

@@ -46,7 +46,7 @@ WORKER_NAME_BYTES_MAX: Final = 128
 WORKERS_PER_MODEL_MAX: Final = 4096
 SHARDS_MAX: Final = 1024
 SHARD_NAMES_MAX: Final = 4096
-"""Names of shards that a scheduler remembers, with those that are gone; of the others only the highest epoch is kept."""
+"""Names of shards that a scheduler remembers, those that are gone too; of more only the highest epoch is kept."""
 SHARD_LEFT_LISTED_S: Final = 60.0
 """How long a shard that has said goodbye stays in lists."""
 SHARD_DEAD_LISTED_S: Final = 3600.0

@@ -9,7 +9,8 @@ from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.core.shard_io import AskWorker
 from paramserver.types import ModelKey
 from paramserver_shard.directory import Directory
-from paramserver_shard.membership import Membership, SchedulerLink
+from paramserver_shard.link import SchedulerLink
+from paramserver_shard.membership import Membership
 
 from .processes import Nodes, eventually, nodes, unique
 

@@ -199,7 +199,10 @@ def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
 
 def test_every_command_has_help_with_an_example(shared_cluster: Cluster) -> None:
     """`--help` works for every command, and those that take arguments show how they are typed."""
-    groups = {"run": ["list", "show", "pause", "resume", "stop", "eval", "series"], "checkpoint": ["save", "restore", "list"]}
+    groups = {
+        "run": ["list", "show", "pause", "resume", "stop", "eval", "series"],
+        "checkpoint": ["save", "restore", "list"],
+    }
     plain = "demo new doctor config up down list logs status train models create set pull".split()
     commands = [[c] for c in plain] + [[g, c] for g, cs in groups.items() for c in cs]
     listed = shared_cluster.psctl("--help").stdout

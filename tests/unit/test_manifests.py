@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.core import TyperGroup
 from typer.main import get_command
 
 import paramserver
@@ -136,7 +137,9 @@ def test_the_series_trains_what_its_workers_allow(compose: dict[str, Any], objec
         ),
     ]:
         assert command[:3] == ["psctl", "run", "series"]
-        context = get_command(runs.app).commands["series"].make_context("series", list(command[3:]))
+        group = get_command(runs.app)
+        assert isinstance(group, TyperGroup)
+        context = group.commands["series"].make_context("series", list(command[3:]))
         options = context.params
         assert options["workers"] == workers
         assert (options["minutes"], options["keep"]) == (2.0, 20)
