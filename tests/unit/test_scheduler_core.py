@@ -124,6 +124,27 @@ def test_sync_goes_back_to_the_newest_cut_when_a_shard_dies() -> None:
     assert [(c["timeline"], c["t"]) for c in d.commits()] == [(0, 0), (0, 1), (1, 1)]
 
 
+def test_a_leader_that_takes_over_after_a_rollback_makes_no_commit_for_clocks_of_before() -> None:
+    """A worker joined at a later clock than the model went back to: what it had done then counts no more."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    d.now += 0.1
+    d.clock(a, 2)
+    b = d.join("b")
+    assert b["clock"] == 2
+    d.shard("s0")
+    assert d.core.read.model("m")["clock"] == 1
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"], a["epoch"]))
+    before = len(d.commits())
+    d.restart()
+    d.wait(1)
+    assert d.core.read.model("m")["clock"] == 1
+    assert len(d.commits()) == before
+
+
 def test_a_worker_parked_at_a_clock_learns_of_the_rollback() -> None:
     """The parked request is answered with 409, not left to its deadline."""
     d = Driver()

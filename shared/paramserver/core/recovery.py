@@ -57,7 +57,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for name, doc in groups["worker"].items():
         model_name, _, worker = name.partition(":")
         model = c.models[model_name]
-        clock = max(doc["clock"], model.gate.clock) if model.gate.sync else doc["clock"]
+        # In sync what it had done beyond the open clock is in no list, or of a timeline that is over: it says so again.
+        clock = model.gate.clock if model.gate.sync else doc["clock"]
         model.roster.workers[worker] = Worker(
             worker, doc["epoch"], now, doc["alive"], doc["rank"], clock, granted=clock, state=doc["state"],
             # A plain client that has not been told of a rollback yet is told now.
