@@ -264,6 +264,8 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path) ->
             eventually(lambda: cluster.http.get(other + path).json()["code"] == "unavailable", within_s=30.0)
             cluster.start_scheduler()
             assert leader(cluster) == 1
+            # The leader hears with its next renewal that the other one runs again.
+            eventually(lambda: cluster.http.get(other + path).status_code == 200, within_s=10.0)
             files = [cluster.http.get(u + path) for u in cluster.urls]
             assert [f.status_code for f in files] == [200, 200]
             assert load(files[0].content)["w"].tolist() == load(files[1].content)["w"].tolist() == [1.0] * 5
