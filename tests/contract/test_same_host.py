@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -181,3 +182,20 @@ def test_a_shard_that_starts_anew_is_found_by_its_new_socket(tmp_path: Path) -> 
         assert model.pull(timeout=60.0).flat[0] >= 1.0
         eventually(lambda: model.pull() is not None and ways(model) == {"unix"})
         assert not os.path.exists(same_host._folder(old))
+
+
+def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
+    """A push to a stopped shard goes to its successor within a lease and two pings, far below the deadline."""
+    with nodes(tmp_path / "nodes", shards=2) as cluster, ps.connect(cluster.url, timeout=60.0) as client:
+        model = client.create_model("still", {"w": (64,)}, optimizer=ps.Sum(), partitions=2)
+        model.push({"w": np.ones(64, np.float32)})
+        stopped = cluster.processes["shard-0"]
+        stopped.send_signal(signal.SIGSTOP)
+        try:
+            before = time.monotonic()
+            model.push({"w": np.ones(64, np.float32)})
+            assert time.monotonic() - before < 30.0
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+        eventually(lambda: cluster.get("/map")["shards"]["shard-0"]["alive"], what="the return")
+        assert set(model.pull()["w"]) <= {1.0, 2.0}

@@ -2,19 +2,28 @@
 
 It speaks to our own server alone, which always says how long an answer is.  Against a general client it saves what
 counts here: a round trip costs two system calls and no second thread.
+
+A shard that stands still keeps its socket open.  So one that is silent for a while is asked on another connection
+whether it lives, as HTTP/2 does with its pings; if it does not say so its answer is waited for no longer.
 """
 
 import os
 import socket
 import threading
-from typing import Final
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
 from urllib.parse import unquote
 
 from paramserver.client.calls import Outcome, Request, Response
 from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
 
+T = TypeVar("T")
+
 SCHEME: Final = "unix://"
+SILENCE_S: Final = 5.0
+"""How long a shard may be silent before it is asked whether it lives, and how long it has for saying so."""
 _KEPT_MAX: Final = 16
 """Idle connections kept for each socket."""
 _HEAD_BYTES_MAX: Final = 64 << 10
@@ -35,6 +44,8 @@ class _Connection:
     """One connection, used by one request at a time."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address
+        self._give_up_at = 0.0
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(timeout_s)
         try:
@@ -49,15 +60,27 @@ class _Connection:
         if hasattr(self, "socket"):
             self.socket.close()
 
+    def begin(self, timeout_s: float) -> None:
+        """A request starts, which may take that long."""
+        self._give_up_at = time.monotonic() + timeout_s
+        self.socket.settimeout(min(SILENCE_S, timeout_s))
+
+    def _patiently(self, step: Callable[[], T]) -> T:
+        """The result of a send or a receive; raises TimeoutError at the request's end, or when the shard is dead."""
+        while True:
+            try:
+                return step()
+            except TimeoutError:
+                if time.monotonic() >= self._give_up_at or not lives(self._address):
+                    raise
+
     def send(self, head: bytes, body: bytes | memoryview) -> None:
         """Head and body in one call where the socket takes them."""
         body = memoryview(body).cast("B")
-        sent = self.socket.sendmsg((head, body))
-        if sent < len(head):
-            self.socket.sendall(head[sent:])
-            sent = len(head)
-        if sent - len(head) < len(body):
-            self.socket.sendall(body[sent - len(head) :])
+        sent = self._patiently(lambda: self.socket.sendmsg((head, body)))
+        for piece, at in ((memoryview(head), sent), (body, max(0, sent - len(head)))):
+            while at < len(piece):
+                at += self._patiently(lambda rest=piece[at:]: self.socket.send(rest))  # type: ignore[misc]
 
     def receive(self, request: Request, url: str) -> tuple[Response, bool]:
         """The response, and whether the connection can be used again."""
@@ -65,7 +88,7 @@ class _Connection:
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) > _HEAD_BYTES_MAX:
                 raise OSError("an answer without an end of its headers")
-            piece = self.socket.recv(_HEAD_BYTES_MAX)
+            piece = self._patiently(lambda: self.socket.recv(_HEAD_BYTES_MAX))
             if not piece:
                 raise ConnectionResetError("closed before it answered")
             data += piece
@@ -98,10 +121,20 @@ class _Connection:
         return response, headers.get("connection", "").lower() != "close"
 
     def _into(self, view: memoryview) -> int:
-        n = self.socket.recv_into(view)
+        n = self._patiently(lambda: self.socket.recv_into(view))
         if n == 0:
             raise ConnectionResetError("closed in the middle of an answer")
         return n
+
+
+def lives(address: str) -> bool:
+    """Whether the shard behind that address answers `GET /livez` in time."""
+    try:
+        connection = _Connection(address, SILENCE_S)
+        connection.socket.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        return bool(connection.socket.recv(_HEAD_BYTES_MAX))
+    except OSError:
+        return False
 
 
 class UnixTransport:
@@ -136,7 +169,7 @@ class UnixTransport:
         """The outcome; None if an idle connection turned out to be closed."""
         used, connection.fresh = not connection.fresh, False
         try:
-            connection.socket.settimeout(request.timeout_s)
+            connection.begin(request.timeout_s)
             connection.send(self._head(request), request.body or b"")
             response, again = connection.receive(request, address)
         except (BrokenPipeError, ConnectionResetError) as e:
@@ -144,7 +177,7 @@ class UnixTransport:
             return None if used else problem("in_doubt", f"the connection to {address} broke ({e})")
         except TimeoutError:
             connection.socket.close()
-            return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
+            return problem("in_doubt", f"{address} did not answer")
         except PsError as e:  # what the sink found wrong
             connection.socket.close()
             return e
