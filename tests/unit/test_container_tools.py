@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROFILES = ([], ["--profile", "gpu"])
+PROFILES: tuple[list[str], ...] = ([], ["--profile", "gpu"])
 
 
 def tool(name: str, how: str) -> str:
