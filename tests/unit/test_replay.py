@@ -55,11 +55,11 @@ class Recorder(SnapshotShelf):
         super().__init__()
         self.written: list[JournalEntry] = []
 
-    def append(self, entry: JournalEntry) -> None:
+    def append(self, entry: JournalEntry) -> bool:
         head = msgpack.unpackb(msgpack.packb(dict(entry.head)), strict_map_key=False)
         arrays = tuple(np.frombuffer(a.tobytes(), a.dtype) for a in entry.arrays)
         self.written.append(replace(entry, head=head, arrays=arrays))
-        super().append(entry)
+        return super().append(entry)
 
 
 def held(part: HeldPart) -> tuple[Any, ...]:

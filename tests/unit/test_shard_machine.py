@@ -4,13 +4,14 @@ Every push adds a power of two to its partitions, so a value tells exactly which
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paramserver.core.shard_io import Contribution, LoadPartition, PullDone, PushDone
+from paramserver.core.shard_io import Contribution, LoadPartition, ModelView, PullDone, PushDone, StorageChanged
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
@@ -22,21 +23,24 @@ WORKERS = ("a", "b")
 parts_of_a_push = st.sets(st.integers(0, PARTITIONS - 1), min_size=1)
 
 
-def model(mode: str) -> ModelSpec:
-    consistency = {"mode": mode} if mode == "async" else {"mode": mode, "count": 2}
+def model(ack: str) -> ModelSpec:
     return ModelSpec.parse(
         {
             "name": "m",
             "params": {"w": {"shape": [PARTITIONS]}},
             "optimizer": {"name": "sum"},
-            "consistency": consistency,
             "partitions": PARTITIONS,
+            "ack": ack,
         }
     )
 
 
 class AsyncShard(RuleBasedStateMachine):
-    """Pushes in any order and number; jobs complete when they like, or die with the process."""
+    """Pushes in any order and number; jobs complete when they like, or die with the process.  At level `applied`."""
+
+    ACK = "applied"
+    REFUSALS: frozenset[str] = frozenset(("wrong_owner", "loading"))
+    """A request may hear that its partition is elsewhere, or that it takes too long to move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +52,15 @@ class AsyncShard(RuleBasedStateMachine):
         self.acked: list[dict[int, int]] = [{} for _ in range(PARTITIONS)]
         """Of each partition: push -> version it was answered with, in this incarnation."""
         self.versions = [0] * PARTITIONS
+        self.wish = 0
+        self.unseeded: set[int] = set()
+        """Partitions that an emptied Redis may still lack."""
         self.start()
 
     def start(self) -> None:
         self.driver = ShardDriver(self.shelf)
         owned = {i: self.token for i in range(PARTITIONS)}
-        self.driver.serve(model("async"), owned=owned, source="init" if self.token == 1 else "snapshot")
+        self.driver.serve(model(self.ACK), owned=owned, source="init" if self.token == 1 else "snapshot")
         self.driver.eager = False
         self.open.clear()
         self.versions = [self.driver.pull(i).version for i in range(PARTITIONS)]
@@ -98,24 +105,81 @@ class AsyncShard(RuleBasedStateMachine):
     def crash(self) -> None:
         """The process dies with all that is in flight; another goes on from the stored snapshots."""
         self.token += 1
+        stored = self.stored()
         self.start()
         for i in range(PARTITIONS):
-            held = self.holds(i)
-            self.acked[i] = {k: v for k, v in self.acked[i].items() if k in held}
+            self.recovered(i, stored)
+
+    def stored(self) -> set[int]:
+        """Partitions of which Redis has a snapshot."""
+        return {key.index for key in self.shelf.kept}
+
+    def recovered(self, index: int, stored: set[int]) -> None:
+        """A partition was loaded after its owner was lost: at this level it may have lost what no snapshot held."""
+        held = self.holds(index)
+        self.acked[index] = {k: v for k, v in self.acked[index].items() if k in held}
 
     @rule(index=st.integers(0, PARTITIONS - 1))
     def lose_and_regain(self, index: int) -> None:
         """One partition goes away and comes back from its snapshot under a newer token."""
-        view = self.driver.view
-        assert view is not None
-        self.driver.send(replace(view, owned={k: v for k, v in view.owned.items() if k != index}))
+        stored = self.stored()
+        self.tell(owned={k: v for k, v in self.view.owned.items() if k != index})
+        self.regain(index)
+        self.recovered(index, stored)
+        self.collect()
+
+    @property
+    def view(self) -> ModelView:
+        assert self.driver.view is not None
+        return self.driver.view
+
+    def tell(self, **changes: Any) -> None:
+        """The document of the model changes."""
+        self.driver.send(replace(self.view, **changes))
+
+    def regain(self, index: int) -> None:
+        """A new ownership of the partition begins, and is loaded."""
         self.token += 1
-        self.driver.send(replace(view, owned=dict(view.owned) | {index: self.token}, source="snapshot"))
+        release, renewed = ({k: v for k, v in m.items() if k != index} for m in (self.view.release, self.view.renewed))
+        owned = dict(self.view.owned) | {index: self.token}
+        self.tell(owned=owned, source="snapshot", release=release, renewed=renewed)
         loads = [i for i, e in enumerate(self.driver.pending) if isinstance(e, LoadPartition)]
         self.driver.complete(loads[-1])
         self.versions[index] = self.driver.pull(index).version
-        held = self.holds(index)
-        self.acked[index] = {k: v for k, v in self.acked[index].items() if k in held}
+
+    @rule(index=st.integers(0, PARTITIONS - 1))
+    def hold(self, index: int) -> None:
+        """The leader wants a partition handed over."""
+        self.wish += 1
+        self.tell(release=dict(self.view.release) | {index: self.wish})
+        self.collect()
+
+    @precondition(lambda self: self.view.release)
+    @rule(data=st.data())
+    def call_off(self, data: st.DataObject) -> None:
+        """The leader wants it no more."""
+        index = data.draw(st.sampled_from(sorted(self.view.release)))
+        self.tell(release={k: v for k, v in self.view.release.items() if k != index})
+        self.collect()
+
+    @precondition(lambda self: any(self.driver.core.released()))
+    @rule()
+    def hand_over(self) -> None:
+        """What is released goes to its next owner, who has every acknowledged push of it, at any level."""
+        for _, _, index, token, version, wish in list(self.driver.core.released()):
+            assert (token, wish) == (self.view.owned[index], self.view.release[index])
+            self.regain(index)
+            assert self.versions[index] == version
+            assert set(self.acked[index]) <= self.holds(index)
+        self.collect()
+
+    @rule()
+    def redis_is_emptied(self) -> None:
+        """Owners keep what they have, under new tokens, and store it again; what was on its way is refused."""
+        self.driver.store = self.shelf = SnapshotShelf()
+        self.token += 1
+        self.tell(owned=dict.fromkeys(self.view.owned, self.token), renewed=dict(self.view.owned), source="snapshot")
+        self.unseeded = set(range(PARTITIONS))
         self.collect()
 
     def holds(self, partition: int) -> set[int]:
@@ -131,7 +195,7 @@ class AsyncShard(RuleBasedStateMachine):
                 continue
             del self.open[request]
             if isinstance(outcome, PsError):
-                assert outcome.code == "wrong_owner", outcome
+                assert outcome.code in self.REFUSALS, outcome
                 continue
             assert isinstance(outcome, PushDone)
             assert outcome.version == min(p.version for p in outcome.parts)
@@ -154,11 +218,34 @@ class AsyncShard(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When everything has come to its end nothing waits."""
-        self.driver.settle()
+        self.tell(release={})
+        for _ in range(2):
+            self.driver.settle()
+            self.driver.advance(1.0)
         self.collect()
         assert not self.open
         assert self.driver.core.waiting == 0
         assert self.driver.core.held_bytes == 0
+        assert self.driver.core.durability.queued_bytes == 0
+
+
+class JournaledShard(AsyncShard):
+    """The same at level `journaled`: whatever dies, no acknowledged push is lost and none is applied twice."""
+
+    ACK = "journaled"
+    REFUSALS = AsyncShard.REFUSALS | {"storage_unavailable"}
+
+    def recovered(self, index: int, stored: set[int]) -> None:
+        """Nothing is lost but what an emptied Redis had not been given again."""
+        if index in self.unseeded - stored:
+            super().recovered(index, stored)
+        self.unseeded.discard(index)
+        assert set(self.acked[index]) <= self.holds(index)
+
+    @rule(reason=st.sampled_from(("", "Redis does not answer")))
+    def storage(self, reason: str) -> None:
+        """Redis is away, or back."""
+        self.driver.send(StorageChanged(reason))
 
 
 class SyncShard(RuleBasedStateMachine):
@@ -236,5 +323,7 @@ class SyncShard(RuleBasedStateMachine):
 
 TestAsyncShard = AsyncShard.TestCase
 TestAsyncShard.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestJournaledShard = JournaledShard.TestCase
+TestJournaledShard.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestSyncShard = SyncShard.TestCase
 TestSyncShard.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

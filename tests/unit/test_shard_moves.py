@@ -13,12 +13,14 @@ from paramserver.core.shard_io import (
     Contribution,
     Journal,
     Journaled,
+    JournalLost,
     JournalRefused,
     LoadPartition,
     ModelView,
     PushDone,
     RosterChanged,
     SnapshotFailed,
+    SnapshotStored,
     StoreSnapshot,
 )
 from paramserver.core.spec import ModelSpec
@@ -387,6 +389,31 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     assert [row[3:] for row in driver.core.cuts()] == [(9, 1)]
     assert driver.store.cuts[KEY, 1].token == 9
     assert driver.pull(0).version == 2
+
+
+def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothing() -> None:
+    """Parts of it may be among what is lost; wishes that come and go meanwhile change nothing about the next one."""
+    driver = ShardDriver()
+    driver.serve(spec(ack="journaled"))
+    driver.advance(1.0)
+    driver.eager = False
+    waiting = driver.submit({0: ones()}, PushId("w", 1, 0), ack="fsynced")
+    complete(driver, Apply)
+    (older,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
+    driver.pending.clear()
+
+    driver.send(JournalLost(KEY, 1))
+    wish(driver, 0)
+    wish(driver)
+    driver.send(SnapshotStored(KEY, 1, older.capture.version, older.urgent))
+    assert waiting not in driver.replies
+    (whole,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
+    assert whole.urgent
+    complete(driver, StoreSnapshot)
+    driver.advance(2.0)
+    driver.settle()
+
+    assert done(driver, waiting).durable_version == 1
 
 
 def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() -> None:

@@ -146,9 +146,8 @@ class Durability:
 
     def rebase(self, p: Partition) -> None:
         """Redis has lost what it held of this partition, or part of it: a snapshot of all there is comes first."""
-        if p.level:
-            p.mark.rebase = p.lsn
-        self._shard.plan.urgent(p)
+        p.mark.rebase = p.lsn
+        self._shard.plan.again(p)
 
     def _advance(self, p: Partition, lsn: int, *, synced: bool) -> None:
         mark = p.mark
@@ -182,3 +181,4 @@ class Durability:
             self._refuse(reply, error)
         self.queued_bytes -= sum(size for _, _, size in p.mark.queued)
         p.mark.queued.clear()
+        p.mark.rebase = None

@@ -82,7 +82,6 @@ class Handover:
         """The move was called off."""
         partition.held, partition.released = 0, False
         self.forget(partition)
-        self._shard.plan.forget(partition)
         if partition.state is None:
             return
         if partition.lsn > partition.mark.stored:

@@ -226,11 +226,11 @@ class ShardCore:
     def _lose(self, model: ServedModel, p: Partition) -> list[Operation]:
         """An ownership has ended; returns the requests that stood in its line."""
         del model.partitions[p.index]
+        self.durability.refuse(p, self._lost(model, p))
         self.plan.forget(p)
         self._handover.forget(p)
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
-        self.durability.refuse(p, self._lost(model, p))
         return [op for op in self._lines.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:

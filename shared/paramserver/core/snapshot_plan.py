@@ -22,6 +22,8 @@ class _Lane:
     """One snapshot at a time."""
 
     storing: StoreSnapshot | None = None
+    void: bool = False
+    """What is being written counts for nothing: Redis lost things meanwhile, and perhaps parts of it."""
     free_at: float = 0.0
 
     @property
@@ -71,6 +73,12 @@ class SnapshotPlan:
     def urgent(self, partition: Partition) -> None:
         """The partition is to be written now, outside the budget."""
         self._urgent[partition] = None
+
+    def again(self, partition: Partition) -> None:
+        """What Redis had of the partition is lost: all of it is to be written now, whatever is being written."""
+        for lane in (self._usual, self._rush):
+            lane.void = lane.void or lane.key == partition.key
+        self.urgent(partition)
 
     def cut(self, partition: Partition) -> None:
         """Capture the partition as it is now, to be stored under its clock."""
@@ -136,7 +144,12 @@ class SnapshotPlan:
         """
         lane = self._rush if urgent else self._usual
         store, lane.storing = lane.storing, None
+        void, lane.void = lane.void, False
         if store is None or partition is None or partition.token != store.capture.token:
+            return None
+        if store.fsync and (void or not stored):
+            self._fsync.add(partition)
+        if void:
             return None
         if stored:
             self.failed = 0
@@ -150,16 +163,18 @@ class SnapshotPlan:
         elif store.cut and not partition.level and not partition.held:
             self._cuts.appendleft(store)
         elif partition.level or partition.spec.consistency.mode != "sync":
-            self.soon(partition, fsync=store.fsync)
+            self.soon(partition)
         return None
 
     def forget(self, partition: Partition, *, cuts: bool = True) -> None:
         """That ownership has ended, or (without `cuts`) the model is synchronous now: what waits of it is dropped."""
         self._due.pop(partition, None)
         self._soon.pop(partition, None)
-        self._fsync.discard(partition)
+        if not partition.mark.waiting:
+            self._fsync.discard(partition)
         if cuts:
-            self._urgent.pop(partition, None)
+            if partition.mark.rebase is None:
+                self._urgent.pop(partition, None)
             self._cuts = deque(
                 c for c in self._cuts if (c.capture.key, c.capture.token) != (partition.key, partition.token)
             )
