@@ -67,7 +67,7 @@ class Busy:
             k: judge(history.of(k.name), mode=k.mode, durable=k.ack != "applied" or not shards_died) for k in self.kinds
         }
 
-    def assert_kept(self, *, shards_died: bool, acknowledged: int = 40, in_doubt: int = 0) -> None:
+    def assert_kept(self, *, shards_died: bool, acknowledged: int = 20, in_doubt: int = 0) -> None:
         """Fail unless every promise was kept until now, under enough load to tell.
 
         `in_doubt` bounds the pushes of each model that may have got no answer, and the pulls of all.

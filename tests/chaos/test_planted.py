@@ -62,12 +62,13 @@ def provoke(cluster: ChaosCluster, model: str, bug: str) -> None:
             cluster.signal("shard-0", signal.SIGCONT)
             for _ in range(3):
                 assert late.push(client.model(model)) == "ok"
-        cluster.until_progress()
+        cluster.kill("shard-0")
+        eventually(cluster.healthy, within_s=60.0, what="the recovery")
 
 
 def owners(cluster: ChaosCluster, model: str) -> set[str]:
-    """The shards that have a model's partitions."""
-    return {p["shard"] for p in cluster.get(f"/models/{model}")["partitions"]}
+    """The shards that serve a model's partitions."""
+    return {p["shard"] if p["served"] else "nobody" for p in cluster.get(f"/models/{model}")["partitions"]}
 
 
 SHOWS = {
