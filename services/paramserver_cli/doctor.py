@@ -89,13 +89,21 @@ def machine(redis: str | None) -> Iterator[Finding]:
     yield _file_limit()
 
 
+def _kernels_are_built() -> bool:
+    """Whether they are a library, so that numba is not needed."""
+    from paramserver.kernels import prebuilt
+
+    return prebuilt.load() is not None
+
+
 def _packages() -> Finding:
     found, missing = [], []
     for name in PACKAGES:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+            if name != "numba" or not _kernels_are_built():
+                missing.append(name)
     if missing:
         return Finding("packages", "failed", f"missing: {', '.join(missing)}", "pip install --upgrade paramserver")
     return Finding("packages", "ok", f"paramserver {ps.__version__}, {', '.join(found)}")

@@ -3,33 +3,44 @@
 from collections.abc import Sequence
 from math import inf, sqrt
 from threading import Lock
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserver.core.optimizer import SegmentStep, adam_corrections, slot_count
 from paramserver.core.spec import OptimizerSpec
-from paramserver.kernels import compiled
+from paramserver.kernels import codes, prebuilt
 from paramserver.types import F32, AnyArray
 
+
+def _found() -> Any:
+    """The loops as a library, where one was built; else compiled by numba."""
+    found = prebuilt.load()
+    if found is None:
+        from paramserver.kernels import compiled as found
+    return found
+
+
+loops: Final = _found()
 _CODES = {
-    "float32": compiled.F32_CODE,
-    "float64": compiled.F64_CODE,
-    "float16": compiled.F16_CODE,
-    "bfloat16": compiled.BF16_CODE,
-    "int8": compiled.INT8_CODE,
-    "topk": compiled.TOPK_CODE,
+    "float32": codes.F32_CODE,
+    "float64": codes.F64_CODE,
+    "float16": codes.F16_CODE,
+    "bfloat16": codes.BF16_CODE,
+    "int8": codes.INT8_CODE,
+    "topk": codes.TOPK_CODE,
 }
 _KINDS = {
-    "sgd": compiled.SGD,
-    "momentum": compiled.MOMENTUM,
-    "nesterov": compiled.NESTEROV,
-    "adagrad": compiled.ADAGRAD,
-    "rmsprop": compiled.RMSPROP,
-    "adam": compiled.ADAM,
-    "adamw": compiled.ADAM,
-    "ftrl": compiled.FTRL,
-    "sum": compiled.SUM,
+    "sgd": codes.SGD,
+    "momentum": codes.MOMENTUM,
+    "nesterov": codes.NESTEROV,
+    "adagrad": codes.ADAGRAD,
+    "rmsprop": codes.RMSPROP,
+    "adam": codes.ADAM,
+    "adamw": codes.ADAM,
+    "ftrl": codes.FTRL,
+    "sum": codes.SUM,
 }
 _NONE32 = np.empty(0, np.float32)
 _NONE64 = np.empty(0, np.float64)
@@ -52,7 +63,7 @@ def warm_up() -> None:
     with _compile_lock:
         if _compiled:
             return
-        for function, signature in compiled.SIGNATURES:
+        for function, signature in loops.SIGNATURES:
             function.compile(signature)
             function.disable_compile()
         _compiled = True
@@ -63,7 +74,7 @@ Views = tuple[F32, npt.NDArray[np.float64], npt.NDArray[np.uint16], npt.NDArray[
 
 def int8_views(a: AnyArray) -> tuple[F32, npt.NDArray[np.int8]]:
     """(scales, numbers) of a partition in the int8 codec, as views of its uint8 bytes."""
-    scales = 4 * -(-a.size // (compiled.INT8_BLOCK + 4))
+    scales = 4 * -(-a.size // (codes.INT8_BLOCK + 4))
     return a[:scales].view(np.float32), a[scales:].view(np.int8)
 
 
@@ -75,7 +86,7 @@ def topk_views(a: AnyArray) -> tuple[npt.NDArray[np.uint32], F32]:
 def _encoded_views(a: AnyArray, code: int) -> Views:
     if a.dtype != np.uint8:
         raise ValueError(f"an array of {a.dtype} does not hold an encoded gradient")
-    if code == compiled.INT8_CODE:
+    if code == codes.INT8_CODE:
         scales, q = int8_views(a)
         return scales, _NONE64, _NONE16, q, _NONE_AT, code
     at, values = topk_views(a)
@@ -85,11 +96,11 @@ def _encoded_views(a: AnyArray, code: int) -> Views:
 def _check_length(a: AnyArray, views: Views, dtype: str, size: int) -> None:
     """Raises ValueError where a gradient is not one of `size` elements."""
     code = views[-1]
-    if code == compiled.TOPK_CODE:
+    if code == codes.TOPK_CODE:
         at = views[4]
         wrong = at.size > 0 and int(at[-1]) >= size
     else:
-        wrong = (views[3].size if code == compiled.INT8_CODE else a.size) != size
+        wrong = (views[3].size if code == codes.INT8_CODE else a.size) != size
     if wrong:
         raise ValueError(f"lengths differ: the values have {size} elements, a gradient in {dtype} has {a.nbytes} bytes")
 
@@ -102,15 +113,15 @@ def _views(a: AnyArray, dtype: str | None) -> Views:
         raise ValueError(f"need a contiguous vector in native byte order, not shape {a.shape} of {a.dtype}")
     name = dtype or ("bfloat16" if a.dtype == np.uint16 else a.dtype.name)
     code = _CODES.get(name, -1)
-    if code >= compiled.INT8_CODE:
+    if code >= codes.INT8_CODE:
         return _encoded_views(a, code)
-    if code == compiled.F32_CODE and a.dtype == np.float32:
+    if code == codes.F32_CODE and a.dtype == np.float32:
         return a, _NONE64, _NONE16, _NONE8, _NONE_AT, code
-    if code == compiled.F64_CODE and a.dtype == np.float64:
+    if code == codes.F64_CODE and a.dtype == np.float64:
         return _NONE32, a, _NONE16, _NONE8, _NONE_AT, code
-    if code >= compiled.F16_CODE and a.dtype == np.uint16:
+    if code >= codes.F16_CODE and a.dtype == np.uint16:
         return _NONE32, _NONE64, a, _NONE8, _NONE_AT, code
-    if code == compiled.F16_CODE and a.dtype == np.float16:
+    if code == codes.F16_CODE and a.dtype == np.float16:
         return _NONE32, _NONE64, a.view(np.uint16), _NONE8, _NONE_AT, code
     raise ValueError(f"an array of {a.dtype} does not hold {name}")
 
@@ -135,7 +146,7 @@ def _constants(o: OptimizerSpec) -> npt.NDArray[np.float64]:
 
 
 def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
-    """One row of the table of steps, by the columns named in `compiled`."""
+    """One row of the table of steps, by the columns named in `codes`."""
     clip = inf if s.clip_value is None else s.clip_value
     lr, decay = s.lr, s.weight_decay
     match o.name:
@@ -183,7 +194,7 @@ def _tables(
         raise ValueError(f"segments reach to {at}, the partition has {size} elements")
     return (
         np.array(spans, np.int64).reshape(-1, 3),
-        np.array(rows, np.float64).reshape(-1, compiled.COLUMNS),
+        np.array(rows, np.float64).reshape(-1, codes.COLUMNS),
     )
 
 
@@ -216,7 +227,7 @@ def apply(
             raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
     spans, table = _tables(optimizer, steps, size)
     rest = (_NONE32,) * (3 - count)
-    ok = compiled.step(
+    ok = loops.step(
         _KINDS[optimizer.name], count, _constants(optimizer), spans, table, w, *slots, *rest,
         *views, w_out, *slots_out, *rest,
     )  # fmt: skip
@@ -233,17 +244,17 @@ def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32,
     if not parts or not divisor > 0.0:
         raise ValueError("a mean needs at least one part and a positive divisor")
     views = [_views(grad, dtype) for grad, dtype, _ in parts]
-    offsets = [start if view[-1] >= compiled.INT8_CODE else 0 for view in views]
+    offsets = [start if view[-1] >= codes.INT8_CODE else 0 for view in views]
     for view, (grad, dtype, _) in zip(views, parts, strict=True):
-        if view[-1] < compiled.INT8_CODE:
+        if view[-1] < codes.INT8_CODE:
             _check_length(grad, view, dtype, out.size)
-        elif view[-1] == compiled.INT8_CODE and view[3].size < start + out.size:
+        elif view[-1] == codes.INT8_CODE and view[3].size < start + out.size:
             raise ValueError(f"a gradient of {view[3].size} elements has none at [{start}, {start + out.size})")
     divide = np.float32(divisor)
     for at in range(0, out.size, _MEAN_BLOCK):
         block = out[at : at + _MEAN_BLOCK]
         for i, (view, (_, _, weight)) in enumerate(zip(views, parts, strict=True)):
-            compiled.add(i == 0, block, *view, at + offsets[i], weight)
+            loops.add(i == 0, block, *view, at + offsets[i], weight)
         if divide != 1.0:
             np.divide(block, divide, out=block)
 
@@ -252,7 +263,7 @@ def accumulate(out: F32, grad: AnyArray, dtype: str, weight: float = 1.0) -> Non
     """out += weight * grad in float32; both of one length.  Raises ValueError if they are not."""
     view = _views(grad, dtype)
     _check_length(grad, view, dtype, out.size)
-    compiled.add(False, out, *view, 0, weight)
+    loops.add(False, out, *view, 0, weight)
 
 
 def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
@@ -261,13 +272,13 @@ def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
     if dtype == "int8":
         with np.errstate(over="ignore", invalid="ignore"):
             views = (views[0] * np.float32(128.0), *views[1:])  # the largest number that a scale may stand for
-    return bool(compiled.finite(*views))
+    return bool(loops.finite(*views))
 
 
 def norm2(a: AnyArray, dtype: str | None = None) -> float:
     """The vector's 2-norm, accumulated in float64; `math.hypot` joins the norms of several vectors."""
     views = _views(a, dtype)
-    if views[-1] == compiled.TOPK_CODE:  # what it leaves out adds nothing
-        views = (views[0], _NONE64, _NONE16, _NONE8, _NONE_AT, compiled.F32_CODE)
+    if views[-1] == codes.TOPK_CODE:  # what it leaves out adds nothing
+        views = (views[0], _NONE64, _NONE16, _NONE8, _NONE_AT, codes.F32_CODE)
         a = views[0]
-    return sqrt(compiled.squares(*views, views[3].size or a.size))
+    return sqrt(loops.squares(*views, views[3].size or a.size))

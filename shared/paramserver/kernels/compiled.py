@@ -11,28 +11,35 @@ import numba
 import numpy as np
 from numba import types
 
-BLOCK = 2048
-"""Elements of one block."""
-
-# Codes of a gradient: elements of a dtype, or an encoded partition (docs/codecs.md), decoded block by block.
-F32_CODE, F64_CODE, F16_CODE, BF16_CODE, INT8_CODE, TOPK_CODE = range(6)
-
-INT8_BLOCK = 256
-"""Elements that share one scale of the int8 codec."""
-
-# Optimizer codes; adam covers adamw, whose decay is a factor of w.
-SGD, MOMENTUM, NESTEROV, ADAGRAD, RMSPROP, ADAM, FTRL, SUM = range(8)
-
-# Columns of the table of steps.
-SCALE, CLIP, DECAY, A, B, C = range(6)
-COLUMNS = 6
+from paramserver.kernels.codes import (
+    ADAGRAD,
+    ADAM,
+    BLOCK,
+    CLIP,
+    DECAY,
+    F16_CODE,
+    F32_CODE,
+    F64_CODE,
+    FTRL,
+    INT8_BLOCK,
+    INT8_CODE,
+    MOMENTUM,
+    NESTEROV,
+    RMSPROP,
+    SCALE,
+    SGD,
+    TOPK_CODE,
+    A,
+    B,
+    C,
+)
 
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _in64 = types.Array(types.float64, 1, "C", readonly=True, aligned=False)
 _in16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
 _in8 = types.Array(types.int8, 1, "C", readonly=True, aligned=False)
 _indices = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
-_out32 = types.Array(types.float32, 1, "C", aligned=False)
+OUT = _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _spans = types.Array(types.int64, 2, "C")
 _table = types.Array(types.float64, 2, "C")
 _numbers = types.Array(types.float64, 1, "C")

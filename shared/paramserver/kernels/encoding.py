@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from numba import types
 
-from paramserver.kernels.compiled import INT8_BLOCK
+from paramserver.kernels.codes import INT8_BLOCK
 
 SCALE: Final = np.float32(1.0 / 127.0)
 SMALLEST: Final = np.float32(2.0**-126)

@@ -1,0 +1,149 @@
+"""Compiles the loops into shared libraries that need neither numba nor LLVM.
+
+    python -m paramserver.kernels.build [FOLDER]
+
+One for each level of this machine's kind of processor, for `prebuilt.py`.  It needs a C compiler and binutils, and is
+for images that are to be small and quick to start; elsewhere numba compiles for the very processor at hand.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from paramserver.kernels import codes, prebuilt
+
+RUNTIME: Final = r"""
+/* What numba's code calls: scratch memory, and errors, which these loops do not have but for memory that is out. */
+#include <stdlib.h>
+typedef struct { size_t count; void *end, *info, *data; size_t size; void *allocator; } Info;
+void *NRT_MemInfo_alloc_aligned(size_t size, unsigned align) {
+  size_t head = (sizeof(Info) + align - 1) / align * align;
+  Info *info = aligned_alloc(align, (head + size + align - 1) / align * align);
+  if (info == NULL) abort();
+  *info = (Info){1, NULL, NULL, (char *)info + head, size, NULL};
+  return info;
+}
+void NRT_MemInfo_call_dtor(void *info) { free(info); }
+#define NEVER(name) void name(void) { abort(); }
+"""
+PROVIDED: Final = {"NRT_MemInfo_alloc_aligned", "NRT_MemInfo_call_dtor", "memset", "memcpy", "memmove"}
+
+
+def build(folder: Path) -> list[Path]:
+    """Make the libraries in `folder`; raises CalledProcessError where a compiler fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for level in prebuilt.LEVELS.get(platform.machine(), {}):
+        # What a loop is vectorised for is numba's setting when it is imported, so each level is a process.
+        env = os.environ | {"NUMBA_CPU_NAME": level, "NUMBA_CPU_FEATURES": ""}
+        target = folder / f"{level}-{prebuilt.digest()}.so"
+        subprocess.run(
+            [sys.executable, "-m", "paramserver.kernels.build", "--level", level, str(target)], env=env, check=True
+        )
+        made.append(target)
+    return made
+
+
+def _pointers(numba_types: Any) -> dict[str, Any]:
+    t = numba_types
+    p = t.CPointer
+    arrays = (p(t.float32), p(t.float64), p(t.uint16), p(t.int8), p(t.uint32))
+    grad = (*(x for array in arrays for x in (array, t.int64)), t.int64)
+    f = p(t.float32)
+    tables = (p(t.float64), p(t.int64), t.int64, p(t.float64), t.int64)
+    slots = (f, t.int64) * 3
+    return {
+        "step": t.boolean(t.int64, t.int64, *tables, f, *slots, *grad, f, f, f, f, t.int64),
+        "add": t.void(t.boolean, f, t.int64, *grad, t.int64, t.float64),
+        "finite": t.boolean(*grad),
+        "squares": t.float64(*grad, t.int64),
+    }
+
+
+def _entries() -> dict[str, Any]:
+    """The C functions, each around the loop of its name."""
+    import numba
+    from numba import types
+
+    from paramserver.kernels import compiled
+
+    own = types.Array(types.float32, 1, "C")
+    _numba: Any = numba  # which versions of numba publish types for it differs
+    carray = _numba.carray
+    loops = []
+    for function, signature in compiled.SIGNATURES:
+        # Outputs are ours and aligned; numba does not turn an aligned array into one that may not be.
+        loop = _numba.njit(nogil=True, error_model="numpy")(function.py_func)
+        loop.compile(tuple(own if t == compiled.OUT else t for t in signature))
+        loop.disable_compile()
+        loops.append(loop)
+    c_step, c_add, c_finite, c_squares = loops
+    columns = codes.COLUMNS
+
+    def step(  # type: ignore[no-untyped-def]
+        kind, slots, h, spans, n_spans, table, n_rows, w, s0, n0, s1, n1, s2, n2,
+        g32, a, g64, b, g16, c, g8, d, at, e, code, out, o0, o1, o2, n,
+    ):  # fmt: skip
+        return c_step(
+            kind, slots, carray(h, 5), carray(spans, (n_spans, 3)), carray(table, (n_rows, columns)), carray(w, n),
+            carray(s0, n0), carray(s1, n1), carray(s2, n2), carray(g32, a), carray(g64, b), carray(g16, c),
+            carray(g8, d), carray(at, e), code, carray(out, n), carray(o0, n0), carray(o1, n1), carray(o2, n2),
+        )  # fmt: skip
+
+    def add(first, out, n, g32, a, g64, b, g16, c, g8, d, at, e, code, start, weight):  # type: ignore[no-untyped-def]
+        grad = (carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e))
+        c_add(first, carray(out, n), grad[0], grad[1], grad[2], grad[3], grad[4], code, start, weight)
+
+    def finite(g32, a, g64, b, g16, c, g8, d, at, e, code):  # type: ignore[no-untyped-def]
+        return c_finite(carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e), code)
+
+    def squares(g32, a, g64, b, g16, c, g8, d, at, e, code, size):  # type: ignore[no-untyped-def]
+        return c_squares(carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e), code, size)
+
+    return {f.__name__: f for f in (step, add, finite, squares)}
+
+
+def _compile(level: str, target: Path) -> None:
+    import numba
+    from llvmlite import binding as llvm
+    from numba import types
+
+    signatures = _pointers(types)
+    entries = _entries()  # by this numba has made LLVM ready
+    triple = llvm.get_process_triple()
+    machine = llvm.Target.from_triple(triple).create_target_machine(level, "", 3, reloc="pic", codemodel="default")
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = []
+        for name, function in entries.items():
+            compiled: Any = numba.cfunc(signatures[name])(function)
+            text = str(compiled._library._final_module).replace(compiled.native_name, f"ps_{name}")
+            objects.append(Path(scratch) / f"{name}.o")
+            objects[-1].write_bytes(machine.emit_object(llvm.parse_assembly(text)))
+        listed = subprocess.run(["nm", "-u", *objects], capture_output=True, text=True, check=True).stdout
+        missing = {line.split()[1] for line in listed.splitlines() if line.split()[:1] in (["U"], ["w"])} - PROVIDED
+        runtime = Path(scratch) / "runtime.c"
+        runtime.write_text(RUNTIME + "\n".join(f"NEVER({name})" for name in sorted(missing)))
+        exported = [f"-Wl,--export-dynamic-symbol=ps_{name}" for name in prebuilt.ENTRIES]
+        flags = [
+            "-O2",
+            "-w",
+            "-fPIC",
+            "-fno-builtin",
+            "-shared",
+            "-s",
+            "-Wl,-Bsymbolic,-z,text,-z,noexecstack",
+            *exported,
+        ]
+        subprocess.run(["cc", *flags, "-o", str(target), *map(str, objects), str(runtime)], check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--level"]:
+        _compile(sys.argv[2], Path(sys.argv[3]))
+    else:
+        for path in build(Path(sys.argv[1]) if len(sys.argv) > 1 else prebuilt.FOLDER):
+            print(path)

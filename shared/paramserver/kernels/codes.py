@@ -1,0 +1,17 @@
+"""The numbers that stand for dtypes, optimizers and columns in the calls of the compiled loops."""
+
+BLOCK = 2048
+"""Elements of one block."""
+
+# Codes of a gradient: elements of a dtype, or an encoded partition (docs/codecs.md), decoded block by block.
+F32_CODE, F64_CODE, F16_CODE, BF16_CODE, INT8_CODE, TOPK_CODE = range(6)
+
+INT8_BLOCK = 256
+"""Elements that share one scale of the int8 codec."""
+
+# Optimizer codes; adam covers adamw, whose decay is a factor of w.
+SGD, MOMENTUM, NESTEROV, ADAGRAD, RMSPROP, ADAM, FTRL, SUM = range(8)
+
+# Columns of the table of steps.
+SCALE, CLIP, DECAY, A, B, C = range(6)
+COLUMNS = 6

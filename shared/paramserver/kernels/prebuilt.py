@@ -1,0 +1,99 @@
+"""The compiled loops from a shared library, where one was built (`build.py`): without numba, LLVM, and their start.
+
+A library is named by what it was made from, `LEVEL-DIGEST.so`: of another source it is not looked at.  Those for
+several levels of a processor may lie side by side; the best that this machine's can run is taken.
+"""
+
+import ctypes
+import hashlib
+import platform
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+FOLDER: Final = Path(__file__).with_name("prebuilt")
+LEVELS: Final[dict[str, dict[str, frozenset[str]]]] = {
+    "x86_64": {
+        "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
+        "x86-64": frozenset(),
+    },
+    "aarch64": {"generic": frozenset()},
+}
+"""By machine, the best first: what LLVM calls the level, and the flags that Linux must show for it."""
+
+_I, _D, _P = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+_GRAD = [_P, _I] * 5 + [_I]
+ENTRIES: Final[dict[str, tuple[Any, list[Any]]]] = {
+    "step": (ctypes.c_bool, [_I, _I, _P, _P, _I, _P, _I, _P, *[_P, _I] * 3, *_GRAD, *[_P] * 4, _I]),
+    "add": (None, [ctypes.c_bool, _P, _I, *_GRAD, _I, _D]),
+    "finite": (ctypes.c_bool, _GRAD),
+    "squares": (_D, [*_GRAD, _I]),
+}
+"""Result and arguments; an array is its address and, unless known, its length."""
+
+
+def digest() -> str:
+    """Of the source that a library is made from, this file included, for both sides of a call are in it."""
+    names = ("build.py", "codes.py", "compiled.py", "prebuilt.py")
+    text = b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def levels() -> list[str]:
+    """What this machine's processor can run, the best first."""
+    known = LEVELS.get(platform.machine(), {})
+    try:
+        line = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags"))
+    except (OSError, StopIteration):
+        line = ""
+    flags = frozenset(line.split())
+    return [level for level, needed in known.items() if needed <= flags]
+
+
+@cache
+def load(folder: Path = FOLDER) -> Any:
+    """The functions of `compiled`, or None where no library fits; raises OSError for one that cannot be loaded."""
+    if not folder.is_dir():
+        return None
+    made = digest()
+    found = next((f for level in levels() if (f := folder / f"{level}-{made}.so").is_file()), None)
+    return None if found is None else _functions(ctypes.CDLL(str(found)))
+
+
+def _functions(library: ctypes.CDLL) -> SimpleNamespace:
+    calls: dict[str, Any] = {}
+    for name, (result, arguments) in ENTRIES.items():
+        calls[name] = library[f"ps_{name}"]
+        calls[name].restype, calls[name].argtypes = result, arguments
+    c_step, c_add, c_finite, c_squares = (calls[name] for name in ENTRIES)
+
+    def step(kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, *rest: Any) -> bool:
+        s0, s1, s2, *grad, out, o0, o1, o2 = rest
+        slots_in = (_at(s0), s0.size, _at(s1), s1.size, _at(s2), s2.size)
+        outputs = (_at(out), _at(o0), _at(o1), _at(o2), out.size)
+        numbers = (_at(h), _at(spans), len(spans), _at(table), len(table))
+        return bool(c_step(kind, slots, *numbers, _at(w), *slots_in, *_flat(grad), *outputs))
+
+    def add(first: bool, out: Any, *rest: Any) -> None:
+        *grad, start, weight = rest
+        c_add(first, _at(out), out.size, *_flat(grad), start, weight)
+
+    def finite(*grad: Any) -> bool:
+        return bool(c_finite(*_flat(grad)))
+
+    def squares(*rest: Any) -> float:
+        *grad, size = rest
+        return float(c_squares(*_flat(grad), size))
+
+    return SimpleNamespace(step=step, add=add, finite=finite, squares=squares, SIGNATURES=())
+
+
+def _at(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _flat(grad: Any) -> list[int]:
+    """Addresses and lengths of a gradient's five typed arrays, and its code."""
+    *arrays, code = grad
+    return [number for a in arrays for number in (_at(a), a.size)] + [code]

@@ -1,0 +1,106 @@
+"""The kernels as a library of their own: the same bytes as numba's, and never one of another source."""
+
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paramserver import kernels
+from paramserver.core.optimizer import SegmentStep
+from paramserver.core.spec import OptimizerSpec
+from paramserver.kernels import calls, prebuilt
+from paramserver.types import F32, AnyArray
+
+SIZE = 5003
+NAMES = ("sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw", "ftrl", "sum")
+STEPS = [SegmentStep(0, 1000, 0.1), SegmentStep(1500, SIZE, 0.05, 0.01, 3, 0.5, 2.0)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the libraries of this machine's kind of processor."""
+    if not all(map(shutil.which, ("cc", "nm"))):
+        pytest.skip("needs a C compiler and binutils: apt install gcc libc6-dev")
+    target = tmp_path_factory.mktemp("prebuilt")
+    subprocess.run([sys.executable, "-m", "paramserver.kernels.build", str(target)], check=True, timeout=280)
+    return target
+
+
+def gradients(rng: np.random.Generator) -> dict[str, AnyArray]:
+    """One gradient in each dtype; the float32 one begins at an odd address, as a received one may."""
+    g = rng.standard_normal(SIZE).astype(np.float32)
+    raw = np.zeros(4 * SIZE + 1, np.uint8)[1:]
+    raw[:] = g.view(np.uint8)
+    scales = np.ones(-(-SIZE // 256), np.float32)
+    at = np.arange(7, SIZE, 11, dtype=np.uint32)
+    return {
+        "float32": raw.view(np.float32),
+        "float64": g.astype(np.float64),
+        "float16": g.astype(np.float16),
+        "bfloat16": (g.view(np.uint32) >> 16).astype(np.uint16),
+        "int8": np.concatenate([scales.view(np.uint8), rng.integers(0, 255, SIZE, np.uint8)]),
+        "topk": np.concatenate([at.view(np.uint8), g[: at.size].view(np.uint8)]),
+    }
+
+
+def everything() -> list[bytes | float | bool]:
+    """The results of every function for every optimizer and dtype."""
+    rng = np.random.default_rng(7)
+    grads = gradients(rng)
+    found: list[bytes | float | bool] = []
+    w: F32 = rng.standard_normal(SIZE).astype(np.float32)
+    for name, (dtype, grad) in itertools.product(NAMES, grads.items()):
+        o = OptimizerSpec(name, momentum=0.9 if name in ("momentum", "nesterov", "rmsprop") else 0.0)
+        slots = [np.abs(w) + np.float32(i) for i in range(kernels.slot_count(o))]
+        out = [np.full(SIZE, 7e7, np.float32) for _ in range(1 + len(slots))]
+        found += [kernels.apply(o, STEPS, w, slots, grad, dtype, out[0], out[1:]), *(a.tobytes() for a in out)]
+    mean = np.empty(SIZE, np.float32)
+    kernels.mean([(g, dtype, 0.5) for dtype, g in grads.items()], 3.0, mean)
+    kernels.accumulate(mean, grads["float64"], "float64", 0.25)
+    found.append(mean.tobytes())
+    for dtype, grad in grads.items():
+        found += [kernels.norm2(grad, dtype), kernels.all_finite(grad, dtype)]
+    bad = w.copy()
+    bad[-1] = np.inf
+    return [*found, kernels.all_finite(bad)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_library_gives_the_bytes_that_numba_gives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every level, optimizer and dtype; what is not finite is seen, and an odd address does no harm."""
+    expected = everything()
+    assert expected[-1] is False
+    runnable = prebuilt.levels()
+    assert runnable
+    for level in runnable:
+        monkeypatch.setattr(prebuilt, "levels", lambda only=level: [only])
+        prebuilt.load.cache_clear()
+        loops = prebuilt.load(folder)
+        assert loops is not None
+        monkeypatch.setattr(calls, "loops", loops)
+
+        assert everything() == expected, level
+    prebuilt.load.cache_clear()
+
+
+def test_a_library_of_another_source_is_not_taken(tmp_path: Path) -> None:
+    """The name says what it was made from: one that does not fit is no library, and none is no fault."""
+    for level in prebuilt.levels():
+        (tmp_path / f"{level}-0123456789abcdef.so").write_bytes(b"of another version")
+
+    assert prebuilt.load(tmp_path) is None
+    assert prebuilt.load(tmp_path / "nothing") is None
+
+
+def test_a_fitting_library_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+    """It is not passed over: an image without numba would have nothing else."""
+    for level in prebuilt.levels():
+        (tmp_path / f"{level}-{prebuilt.digest()}.so").write_bytes(b"\x7fELF no more")
+
+    with pytest.raises(OSError, match=r"\.so"):
+        prebuilt.load(tmp_path)
