@@ -10,6 +10,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from paramserver.codecs import Codec
+from paramserver.codecs.parts import encode_whole
 from paramserver.core.journal import KINDS
 from paramserver.core.layout import Layout
 from paramserver.core.replay import Replay, replay
@@ -20,6 +22,8 @@ from paramserver.core.shard_io import (
     JournalEntry,
     LoadedState,
     LoadPartition,
+    PushPart,
+    PushReceived,
     RosterChanged,
     SetReceived,
     WorkerAnswered,
@@ -28,6 +32,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf, first_state, loaded, perform
 from paramserver.types import F32, ModelKey, PartitionKey, PushId
+from paramserver.wire.tensor import slice_crc
 
 SIZE = 6
 WORKERS = ("r/w0", "r/w1")
@@ -159,6 +164,14 @@ class Session:
     def keyed(self, key: str) -> None:
         self.driver.push({0: self.gradient().astype(np.float16).astype(np.float32)}, None, key=key)
 
+    def encoded(self, codec: str) -> None:
+        data, _ = encode_whole(Codec.parse(codec), self.gradient(), None, None)
+        coding = Codec.parse(codec).coding
+        part = PushPart(0, data, coding, slice_crc(coding, ((0, SIZE),), data), True)
+        request, push_id = self.driver.request(), PushId(WORKERS[0], 1, self.seq)
+        self.driver.send(PushReceived(request, "m", (part,), push_id=push_id, clock=self.partition.clock))
+        self.driver.outcome(request)
+
     def big(self) -> None:
         self.driver.push({0: np.full(SIZE, 3e38, np.float32)}, PushId(WORKERS[0], 1, self.seq + 1), clock=0)
         self.seq += 1
@@ -198,6 +211,7 @@ COMMANDS = st.one_of(
     st.tuples(st.just("push"), st.integers(0, 1), st.just(0), st.booleans(), st.booleans(), st.just(False)),
     st.tuples(st.just("keyed"), st.sampled_from(("k1", "k2"))),
     st.just(("big",)),
+    st.tuples(st.just("encoded"), st.sampled_from(("int8", "topk:0.5"))),
     st.tuples(st.just("commit"), st.booleans()),
     st.tuples(st.just("wait"), st.sampled_from((0.4, 1.1, 6.0))),
     st.tuples(st.just("assign"), st.booleans(), st.booleans()),
@@ -243,6 +257,7 @@ SCRIPT: tuple[tuple[Any, ...], ...] = (
     ("push", 0, 0, False, False, False),
     ("push", 1, 0, True, True, False),
     ("keyed", "k1"),
+    ("encoded", "int8"),
     ("assign", True, False),
     ("snapshot",),
     mode("buffered", count=3, lag="scale"),
@@ -253,6 +268,7 @@ SCRIPT: tuple[tuple[Any, ...], ...] = (
     mode("sync", late="fold"),
     ("push", 0, 0, False, False, False),
     ("push", 1, 0, True, False, False),
+    ("encoded", "topk:0.5"),
     ("commit", True),
     ("push", 1, -1, False, False, False),
     ("snapshot",),
