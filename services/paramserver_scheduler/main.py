@@ -31,6 +31,7 @@ from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.lease import Deposed, Lease
 from paramserver_scheduler.login import LINK_S
 from paramserver_scheduler.reign import Reign
+from paramserver_scheduler.rivals import Rivals
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.shards import ShardClient
 from paramserver_scheduler.store import StateStore
@@ -85,7 +86,8 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     history = History(time.time() - time.monotonic())
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
-    reign = Reign(lease, runtime.redis_answers, runtime.redis_emptied)
+    rivals = Rivals(lease, credentials(settings))
+    reign = Reign(lease, runtime.redis_answers, runtime.redis_emptied, rivals.newer_leads)
     runtime.confirm = reign.confirm
     shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings))
     holders = Holders(lease, checkpoints, credentials(settings))
@@ -105,6 +107,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
         http.state.service = None
         # Feeds and long polls end now: their clients ask again, and are handed on to whoever leads next.
         runtime.close(problem("no_leader", "this scheduler leads no more"))
+        await rivals.aclose()
         await holders.aclose()
         await shards.aclose()
         await forwarder.aclose()

@@ -1,17 +1,19 @@
 """One scheduler's time as leader: the lease is renewed, and after a pause Redis is asked before anything is answered.
 
 A process that stood still (stopped, swapped out, its machine asleep) may have been replaced without knowing.  So it
-says nothing until it has tried to renew its lease.  A Redis that does not answer deposes nobody: as far as this one can
-tell nobody has taken over, and shards and workers get their heartbeats answered.
+says nothing until it has tried to renew its lease.  A Redis that does not answer deposes nobody: shards and workers get
+their heartbeats answered.  But it may be silent to this one alone; so beyond the lease's end the other schedulers are
+asked whether one of them leads by now.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Final
 
 from paramserver.errors import PsError
+from paramserver.limits import LEADER_LEASE_S
 from paramserver_scheduler.lease import Deposed, Emptied, Lease
 
 log = logging.getLogger("paramserver.scheduler")
@@ -25,8 +27,16 @@ PAUSE_S: Final = 1.0
 class Reign:
     """The lease of one leader, from its winning to its loss."""
 
-    def __init__(self, lease: Lease, redis_answers: Callable[[bool], None], emptied: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        redis_answers: Callable[[bool], None],
+        emptied: Callable[[], None],
+        newer_leads: Callable[[], Awaitable[bool]],
+    ) -> None:
         self._lease = lease
+        self._newer_leads = newer_leads
+        self._renewed_s = monotonic()
         self._redis_answers = redis_answers
         """Told after each renewal whether Redis answered."""
         self._emptied = emptied
@@ -78,7 +88,10 @@ class Reign:
             self._emptied()
         except PsError:
             self._redis_answers(False)
+            if monotonic() - self._renewed_s > LEADER_LEASE_S and await self._newer_leads():
+                self.over = True
         else:
+            self._renewed_s = asked_s
             self._redis_answers(True)
         # A pause in the middle of the question leaves the doubt: the answer is older than it.
         if monotonic() - asked_s < PAUSE_S + BEAT_S:

@@ -17,9 +17,13 @@ Start = Callable[[Plan, Sequence[Kind]], Busy]
 def start(tmp_path: Path) -> Iterator[Callable[..., Busy]]:
     """Starts a cluster with models under load; gone with the test, its logs shown if that failed."""
     with ExitStack() as stack:
+        started: list[Busy] = []
 
         def begin(plan: Plan | None = None, kinds: Sequence[Kind] = KINDS) -> Busy:
             cluster = stack.enter_context(chaos_cluster(tmp_path / "cluster", plan))
-            return Busy(cluster, kinds)
+            started.append(Busy(cluster, kinds))
+            return started[-1]
 
         yield begin
+        for busy in started:
+            print(busy.cluster.logs())  # shown if the test has failed

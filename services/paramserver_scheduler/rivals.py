@@ -1,0 +1,42 @@
+"""Whether another scheduler leads, asked of the schedulers themselves: for a leader whose Redis alone is silent."""
+
+import asyncio
+from typing import Final
+
+import httpx
+
+from paramserver.client.credentials import NO_CREDENTIALS, Credentials
+from paramserver_node.forward import HANDED_ON
+from paramserver_scheduler.lease import Lease
+
+ASK_S: Final = 1.0
+
+
+class Rivals:
+    """The schedulers that were seen when Redis last answered, this one left out."""
+
+    def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._lease = lease
+        self._http = httpx.AsyncClient(
+            headers={**credentials.headers, HANDED_ON: "0"},  # so that only one that leads answers
+            verify=credentials.context(),
+            timeout=httpx.Timeout(ASK_S),
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def newer_leads(self) -> bool:
+        """Whether one of them leads in a higher term; who does not answer says nothing."""
+        urls = [s.url for s in self._lease.schedulers if s.url != self._lease.url]
+        terms = await asyncio.gather(*map(self._term, urls))
+        return any(term > self._lease.term for term in terms)
+
+    async def _term(self, url: str) -> int:
+        try:
+            answer = await self._http.get(url + "/map")
+            return int(answer.json()["term"]) if answer.is_success else 0
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return 0
