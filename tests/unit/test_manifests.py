@@ -77,6 +77,7 @@ def test_the_tag_of_every_image_is_the_version() -> None:
         *ROOT.glob("Dockerfile.*"),
         ROOT / "docker-compose.yml",
         ROOT / "docs/operations.md",
+        ROOT / "README.md",
     ]
 
     images = own_images(p.read_text(encoding="utf-8") for p in paths)
