@@ -1,25 +1,47 @@
 """The route by which a client on this machine gets a slot of shared memory to write a gradient into."""
 
-from typing import Annotated
+from typing import Any, Final
 
-from fastapi import APIRouter, Body
+from fastapi import APIRouter, Request, Response
 
-from paramserver.limits import BODY_BYTES_MAX
+from paramserver.errors import problem
+from paramserver.limits import BODY_BYTES_MAX, CONTROL_BODY_BYTES_MAX
+from paramserver_node import negotiate
 from paramserver_node.roles import role
 from paramserver_shard.frames import FrameService
 from paramserver_shard.membership import Membership
+
+_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["bytes"],
+    "properties": {"bytes": {"type": "integer", "minimum": 1, "maximum": BODY_BYTES_MAX}},
+}
+_BODY: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": _SCHEMA, "example": {"bytes": 4194304}},
+            "application/msgpack": {"schema": _SCHEMA},
+        },
+    }
+}
 
 
 def router(membership: Membership, frames: FrameService) -> APIRouter:
     """`POST /slots`."""
     routes = APIRouter(tags=["shared memory"])
 
-    @routes.post("/slots", summary="Lend a slot of shared memory, named in a later push in place of a body")
+    @routes.post(
+        "/slots", summary="Lend a slot of shared memory, named in a later push in place of a body", openapi_extra=_BODY
+    )
     @role("worker")
-    async def lend(
-        size_bytes: Annotated[int, Body(alias="bytes", embed=True, ge=1, le=BODY_BYTES_MAX)],
-    ) -> dict[str, str]:
+    async def lend(request: Request) -> Response:
         membership.check_serving()
-        return {"slot": frames.lend(size_bytes)}
+        negotiate.check_accept(request)
+        body = await negotiate.read(request, CONTROL_BODY_BYTES_MAX)
+        size_bytes = body.get("bytes") if isinstance(body, dict) else None
+        if type(size_bytes) is not int or not 0 < size_bytes <= BODY_BYTES_MAX:
+            raise problem("invalid_field", f"bytes: an integer from 1 to {BODY_BYTES_MAX}", where="bytes")
+        return negotiate.respond(request, {"slot": frames.lend(size_bytes)})
 
     return routes
