@@ -111,6 +111,8 @@ class Forwarder:
                 raise problem("malformed", f"the request cannot be handed on: {e}") from None
             try:
                 return _Answer(stream, await stream.__aenter__())
+            except ClientDisconnect:
+                raise problem("malformed", "the body was cut off") from None
             except PyreqwestError as e:
                 last = e
             if body.cut_off:

@@ -32,7 +32,10 @@ class Node:
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=20.0)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(APP), server, str(self.port), *args], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", str(APP), server, str(self.port), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def listens(self) -> bool:
@@ -179,6 +182,20 @@ def test_events_flow_and_end_with_the_client(front: Node, upstream: Node) -> Non
         eventually(lambda: upstream.http.get("/listening").json() == 1)
 
     eventually(lambda: upstream.http.get("/listening").json() == 0, what="the other node to be let go")
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_client_that_hangs_up_in_its_body_is_no_error_of_ours(upstream: Node, server: str) -> None:
+    """The rest of the request is not waited for, and the log does not say that anything has failed."""
+    with node(server, upstream.url) as front:
+        with socket.create_connection(("127.0.0.1", front.port)) as client:
+            client.sendall(b"POST /push HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf")
+            for _ in range(20):  # while these are answered, the beginning above is read and handed on
+                assert front.http.get("/listening").is_success
+        assert front.http.get("/listening").is_success
+        _, out = front.stop()
+
+    assert "request.failed" not in out, out
 
 
 def test_a_node_that_dies_in_the_middle_cuts_the_answer_off(upstream: Node) -> None:
