@@ -36,7 +36,7 @@ KINDS: Final = (*APPLIED, *JOURNALED)
 class Busy:
     """A cluster under load."""
 
-    def __init__(self, cluster: ChaosCluster, kinds: Sequence[Kind] = KINDS, *, pause_s: float = 0.03) -> None:
+    def __init__(self, cluster: ChaosCluster, kinds: Sequence[Kind] = KINDS, *, pause_s: float = 0.08) -> None:
         self.cluster, self.kinds = cluster, tuple(kinds)
         for kind in kinds:
             load.create(cluster.client, kind.name, workers=WORKERS, mode=kind.mode, ack=kind.ack)
