@@ -73,6 +73,8 @@ SEEDS: list[tuple[str, str, Any]] = [
     ("GET", "/runs/r", None),
     ("PATCH", "/runs/r", {"state": "paused"}),
     ("POST", "/pool", {"name": "p", "allow": ["paramserver.examples"]}),
+    ("POST", "/slots", {"bytes": 65536}),
+    ("PUT", "/shards/none", {"state": "active"}),
     ("PUT", "/pool/p", {"epoch": 1}),
     ("GET", "/map", None),
     ("GET", "/status", None),
