@@ -47,6 +47,8 @@ _BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG)
 
 INTERVAL_S: Final = 0.9
 """Rates are taken anew after so long, a little less than the time between two heartbeats."""
+RATE_INTERVALS: Final = 3
+"""A rate is over so many intervals: who looks once a second misses no burst, though a heartbeat come between."""
 RECENT_S: Final = 10.0
 """Times and lags of a heartbeat are of the requests of so long."""
 TIMES_KEPT: Final = 1024
@@ -86,8 +88,9 @@ class _Lag:
 
 @dataclass(slots=True)
 class _Flow:
-    """What one model's pushes and pulls came to since the rates were last taken."""
+    """What one model's pushes and pulls came to; `marks` are their sums at the beginning of the last intervals."""
 
+    marks: deque[tuple[float, tuple[int, ...]]]
     pushes: int = 0
     pulls: int = 0
     in_bytes: int = 0
@@ -96,13 +99,17 @@ class _Flow:
     pull_times: _Times = field(default_factory=_Times)
     lags: dict[str, _Lag] = field(default_factory=dict)
 
-    def rates(self, passed_s: float, now: float) -> dict[str, Any]:
-        """The numbers that a heartbeat tells; counting begins anew."""
+    def rates(self, now: float) -> dict[str, Any]:
+        """The numbers that a heartbeat tells, over the last intervals; a new one begins."""
+        totals = (self.pushes, self.pulls, self.in_bytes, self.out_bytes)
+        since_s, before = self.marks[0]
+        self.marks.append((now, totals))
+        rates = [(new - old) / (now - since_s) for new, old in zip(totals, before, strict=True)]
         found: dict[str, Any] = {
-            "pushes_per_s": round(self.pushes / passed_s, 2),
-            "pulls_per_s": round(self.pulls / passed_s, 2),
-            "in_bytes_per_s": round(self.in_bytes / passed_s),
-            "out_bytes_per_s": round(self.out_bytes / passed_s),
+            "pushes_per_s": round(rates[0], 2),
+            "pulls_per_s": round(rates[1], 2),
+            "in_bytes_per_s": round(rates[2]),
+            "out_bytes_per_s": round(rates[3]),
         }
         for name, times in (("push", self.push_times), ("pull", self.pull_times)):
             if (both := times.quantiles(now)) is not None:
@@ -113,7 +120,6 @@ class _Flow:
                 lag.mean, lag.total, lag.count = lag.total / lag.count, 0, 0
         if self.lags:
             found["lag"] = {w: round(lag.mean, 2) for w, lag in list(self.lags.items())[:LAGS_TOLD]}
-        self.pushes = self.pulls = self.in_bytes = self.out_bytes = 0
         return found
 
 
@@ -137,7 +143,7 @@ class Telemetry:
         PUSH_S.labels(model).observe(now - began_s)
         if done.duplicate:
             DUPLICATES.labels(model).inc()
-        flow = self._flows.setdefault(model, _Flow())
+        flow = self._flow(model)
         flow.pushes += 1
         flow.in_bytes += size_bytes
         flow.push_times.add(now, now - began_s)
@@ -153,10 +159,16 @@ class Telemetry:
         PULLS.labels(model).inc()
         SENT.labels(model).inc(size_bytes)
         PULL_S.labels(model).observe(now - began_s)
-        flow = self._flows.setdefault(model, _Flow())
+        flow = self._flow(model)
         flow.pulls += 1
         flow.out_bytes += size_bytes
         flow.pull_times.add(now, now - began_s)
+
+    def _flow(self, model: str) -> _Flow:
+        flow = self._flows.get(model)
+        if flow is None:
+            flow = self._flows[model] = _Flow(deque([(self._since, (0, 0, 0, 0))], RATE_INTERVALS))
+        return flow
 
     def forget(self, model: str) -> None:
         """The model is gone: its series end, so that their number stays bounded by the models there are."""
@@ -167,7 +179,7 @@ class Telemetry:
             _remove(metric, model)
 
     def rates(self) -> dict[str, Any]:
-        """What a heartbeat tells, of the second before; asking more often gives the same again.
+        """What a heartbeat tells, of the three seconds before; asking within one gives the same again.
 
         Of the process `cpu_cores` (1.0 is one processor) and `rss_bytes`; of all models and of each one in `models`
         `pushes_per_s`, `pulls_per_s`, `in_bytes_per_s` and `out_bytes_per_s`; of each model also `push_p50_s`,
@@ -175,9 +187,8 @@ class Telemetry:
         of each worker's pushes.
         """
         now = self.clock()
-        passed_s = now - self._since
-        if passed_s >= INTERVAL_S:
-            models = {m: flow.rates(passed_s, now) for m, flow in self._flows.items()}
+        if now - self._since >= INTERVAL_S:
+            models = {m: flow.rates(now) for m, flow in self._flows.items()}
             sums = ("pushes_per_s", "pulls_per_s", "in_bytes_per_s", "out_bytes_per_s")
             total = {name: round(sum(m[name] for m in models.values()), 2) for name in sums}
             self._rates = {**self._usage.look(), **total, "models": models}

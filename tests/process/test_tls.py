@@ -113,6 +113,7 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
     answer = plain.send(Request("GET", "/models/over-tls"), closed.url)
     assert isinstance(answer, Response), answer
     assert answer.status == 200
+    plain.close()
 
     monkeypatch.delenv("PARAMSERVER_CA")
     with pytest.raises(Unreachable, match="certificate"):

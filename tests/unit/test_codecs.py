@@ -162,7 +162,7 @@ def test_any_finite_gradient_can_be_encoded(numbers: list[float]) -> None:
         check_content(Codec.parse(text).coding, data, values.size)
         assert np.isfinite(decoded).all()
         assert kernels.all_finite(data, Codec.parse(text).coding) or np.abs(values).max() > 1e38
-        assert np.abs(decoded).max() <= np.abs(values).max() * 1.000001
+        assert float(np.abs(decoded).max()) <= float(np.abs(values).max()) * 1.000001
 
 
 # ------------------------------------------------------------------------------------------------ in the kernels

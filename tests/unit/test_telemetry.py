@@ -60,6 +60,10 @@ def test_a_model_that_is_still_is_told_of_no_more() -> None:
     clock.now += 1
     assert telemetry.rates()["models"]["still"]["pushes_per_s"] == 1
     clock.now += 1
+    assert telemetry.rates()["models"]["still"]["pushes_per_s"] == 0.5
+    clock.now += 1
+    assert telemetry.rates()["models"]["still"]["pushes_per_s"] == 0.33, "a burst is seen in three heartbeats"
+    clock.now += 1
     still = telemetry.rates()["models"]["still"]
     assert (still["pushes_per_s"], still["push_p50_s"], still["lag"]) == (0, 0.5, {"a/w0": 4})
     clock.now += RECENT_S

@@ -25,6 +25,16 @@ class PlainTransport:
         self._headers = credentials.headers
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}
         self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Close the idle connections, and each one in use when its answer is in."""
+        with self._lock:
+            self._closed = True
+            kept = [connection for idle in self._idle.values() for connection in idle]
+            self._idle.clear()
+        for connection in kept:
+            connection.close()
 
     def send(self, request: Request, url: str) -> Outcome:
         """The outcome of one request to the node at `url`."""
@@ -74,10 +84,11 @@ class PlainTransport:
             connection.close()
             return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
         with self._lock:
-            if response.will_close or len(self._idle[url]) >= _KEPT_MAX:
+            idle = self._idle.setdefault(url, [])
+            if self._closed or response.will_close or len(idle) >= _KEPT_MAX:
                 connection.close()
             else:
-                self._idle[url].append(connection)
+                idle.append(connection)
         return result
 
 

@@ -140,6 +140,8 @@ class BlockingTransport:
                 return
             self._closed = True
             self._unix.close()
+            if self._plain is not None:
+                self._plain.close()
             self._pool.shutdown(wait=False)
             for client in (self._control, self._direct):
                 if client is not None:
@@ -247,6 +249,8 @@ class AsyncTransport:
             return
         self._closed = True
         self._unix.close()
+        if self._plain is not None:
+            self._plain.close()
         for client in (self._control, self._direct):
             if client is not None:
                 await client.close()
