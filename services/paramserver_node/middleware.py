@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
+from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
@@ -79,6 +80,9 @@ class _Exchange:
         bodiless = scope["method"] in ("GET", "HEAD") and not names & {b"content-length", b"transfer-encoding"}
         self._body_ended = bodiless
         self._reading = asyncio.Lock()
+        self._began_s = asyncio.get_running_loop().time()
+        self._received = 0
+        self._too_slow = False
         self.request_id: Final = _request_id(scope)
         self.status = 0
         """Of the response; 0 until it begins."""
@@ -86,18 +90,37 @@ class _Exchange:
 
     async def receive(self) -> Message:
         async with self._reading:  # an endpoint may listen for a hang-up while the rest is being drained
-            message = await self._receive()
+            message = await self._receive() if self._body_ended else await self._received_in_time()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._body_ended = True
+        return message
+
+    async def _received_in_time(self) -> Message:
+        """The next piece of the body; raises Unavailable (`too_slow`) for one that holds memory and does not come."""
+        due_s = self._began_s + PATIENCE_S + self._received / PACE_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(due_s):
+                message = await self._receive()
+        except TimeoutError:
+            self._too_slow = True
+            raise problem(
+                "too_slow", f"after {PATIENCE_S:g} s only {self._received} bytes of the body are here"
+            ) from None
+        self._received += len(message.get("body", b""))
         return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
-            if not self._body_ended:
+            if not self._body_ended and not self._too_slow:
                 await self._drain()
-        await self._send(message)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self._send(message)
+        except TimeoutError:
+            self.ended = True
+            raise problem("too_slow", f"nobody has read the answer for {PATIENCE_S:g} s") from None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.ended = True
 
@@ -107,7 +130,7 @@ class _Exchange:
             async with asyncio.timeout(DRAIN_S_MAX):
                 while not self._body_ended and drained <= DRAIN_BYTES_MAX:
                     drained += len((await self.receive()).get("body", b""))
-        except TimeoutError:
+        except (TimeoutError, PsError):
             pass
 
 

@@ -4,14 +4,13 @@ A part is handed on as soon as it is whole, so that it is checked while the next
 that breaks off, or is longer or shorter than its header says, is refused without a trace.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from starlette.types import Message, Receive
 
 from paramserver.errors import PsError, problem
-from paramserver.limits import BODY_BYTES_MAX, RECEIVE_S
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, decode_prefix, header_end
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
@@ -104,16 +103,12 @@ class FrameReader:
             return message
 
         try:
-            async with asyncio.timeout(RECEIVE_S):
-                try:
-                    return await self._read(tracked, sized, account)
-                except PsError:
-                    # The answer would be lost if it came before the end of a body, however big.
-                    while not ended:
-                        await tracked()
-                    raise
-        except TimeoutError:
-            raise problem("malformed", f"the body did not arrive within {RECEIVE_S:g} s") from None
+            return await self._read(tracked, sized, account)
+        except PsError:
+            # The answer would be lost if it came before the end of a body, however big.
+            while not ended:
+                await tracked()
+            raise
 
     async def _read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, Body]:
         data, more = await _next(receive)

@@ -147,6 +147,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "unknown_checkpoint": CodeInfo(404, NotFoundError, "No such checkpoint"),
     "method_not_allowed": CodeInfo(405, RequestError, "The route does not have that method"),
     "not_acceptable": CodeInfo(406, RequestError, "None of the media types in Accept can be produced"),
+    "too_slow": _later("The body comes more slowly than a body may", 1.0, 408),
     "conflict": CodeInfo(409, ConflictError, "The present state forbids this"),
     "model_exists": CodeInfo(409, ConflictError, "A model of that name has another spec"),
     "model_replaced": CodeInfo(409, FencedError, "The model was created anew since"),

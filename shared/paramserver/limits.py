@@ -75,8 +75,10 @@ MOVE_S: Final = 30.0
 """An owner that has not handed a partition over by then keeps it, and is not asked again for as long."""
 BALANCE_INTERVAL_S: Final = 10.0
 """How often loads are compared, once bytes are level."""
-RECEIVE_S: Final = 60.0
-"""Longest time a frame's body may take to arrive."""
+PATIENCE_S: Final = 15.0
+"""How long a body, or a reader of an answer, may lag behind its pace before it is cut off."""
+PACE_BYTES_PER_S: Final = 64 << 10
+"""The least that a request's body must bring, on the whole."""
 SHARED_BYTES_MAX: Final = 16 << 30
 """Shared memory that one shard takes at most; also at most four fifths of what its file system has free."""
 LEASES_MAX: Final = 4096

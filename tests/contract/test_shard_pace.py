@@ -1,0 +1,105 @@
+"""Clients that are slow on purpose: what they hold is bounded, they are cut off after 15 s, and others are served."""
+
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import httpx
+import numpy as np
+import pytest
+
+from paramserver.limits import MIB, PATIENCE_S
+from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+ELEMENTS = 16 * MIB
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """One shard."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=1) as running:
+        yield running
+
+
+@pytest.fixture
+def model(cluster: Nodes) -> str:
+    """A model of 64 MiB."""
+    name = unique("slow")
+    w = {"w": {"shape": [ELEMENTS]}}
+    cluster.post("/models", {"name": name, "params": w, "optimizer": {"name": "sum"}, "partitions": 4}, status=201)
+    return name
+
+
+def connect(cluster: Nodes, head: str, content: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
+    """A connection on which a request has begun; `receive_bytes`: as much is read ahead by the system."""
+    s = socket.socket()
+    if receive_bytes is not None:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    s.settimeout(60)
+    s.connect(("127.0.0.1", cluster.shard_ports["shard-0"]))
+    s.sendall(f"{head}\r\nhost: x\r\n".encode() + content)
+    return s
+
+
+def gauge(cluster: Nodes, name: str) -> float:
+    """A number of the shard's metrics."""
+    text = httpx.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/metrics").text
+    return float(next(x for x in text.splitlines() if x.startswith(f"{name} ")).split()[1])
+
+
+def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, model: str) -> None:
+    """A stalled frame, a trickled one, trickled JSON and a reader that stands still end in time; nothing is applied."""
+    url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
+    frame = encode_header(PushFrame(model, [PushPart(i) for i in range(4)]).to_header())
+    framed = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame) + ELEMENTS * 4}\r\n\r\n".encode() + frame
+    typed = b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+    before = gauge(cluster, "paramserver_buffer_lent_bytes")
+    began = time.monotonic()
+    with ExitStack() as stack:
+        stalled, trickled, json = (
+            stack.enter_context(closing(connect(cluster, "POST /push HTTP/1.1", begun)))
+            for begun in (framed, framed, typed)
+        )
+        reader = stack.enter_context(closing(connect(cluster, f"GET /pull/{model}/w HTTP/1.1", b"\r\n", 64 << 10)))
+        waiting = [stalled, trickled, json]
+        with httpx.Client() as http:
+            while waiting and time.monotonic() < began + 3 * PATIENCE_S:
+                answered, _, _ = select.select(waiting, [], [], 1.0)
+                for s in answered:
+                    assert s.recv(4096)[:12] in (b"HTTP/1.1 408", b""), "refused, or cut off"
+                    assert time.monotonic() - began > PATIENCE_S - 2
+                    waiting.remove(s)
+                for s in {trickled, json} & set(waiting):
+                    s.sendall(b" ")
+                served = http.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 4]]}}).json()
+                assert served["params"]["w"] == [0.0] * 4
+        assert not waiting, "all were cut off"
+        others = "paramserver_http_requests_in_flight"
+        eventually(lambda: gauge(cluster, others) == 1, what="the end of all requests but the one that asks")
+        read = 0
+        try:
+            while chunk := reader.recv(1 << 20):
+                read += len(chunk)
+        except ConnectionError:
+            pass
+        assert read < ELEMENTS * 4, "the reader was cut off too"
+    assert gauge(cluster, "paramserver_buffer_lent_bytes") <= before, "their memory is free again"
+    assert httpx.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 1]]}}).json()["version"] == 0
+
+
+def test_a_body_may_be_slow_but_not_too_slow(cluster: Nodes, model: str) -> None:
+    """A body that stands still for a while and then goes on is taken."""
+    body = np.ones(ELEMENTS, np.float32).tobytes()
+    frame = encode_header(PushFrame(model, [PushPart(i) for i in range(4)]).to_header())
+    head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame) + len(body)}\r\n\r\n".encode()
+    with closing(connect(cluster, "POST /push HTTP/1.1", head + frame + body[:100])) as s:
+        readable, _, _ = select.select([s], [], [], PATIENCE_S / 3)
+        assert not readable
+        s.sendall(body[100:])
+        assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
