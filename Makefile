@@ -25,7 +25,7 @@ help:
 	@echo 'make chaos-long 100 kills, 20 cut networks and ten minutes of goodput on real processes; writes docs/promises.md'
 	@echo 'make figures    recovery and take-over times, levels, memory; writes docs/promises.md'
 	@echo 'make compose-test  the compose file on a real engine: from nothing up, kills, scaling, down; a table of times and sizes'
-	@echo 'make bench      how fast the optimizer kernels are, against copying memory'
+	@echo 'make bench      how fast it is, side by side with Ray, torch RPC, gRPC, Redis: make bench EXTRAS=dev,bench; about an hour'
 	@echo 'make screenshot take the picture of the status page that the README shows (needs Chromium)'
 	@echo 'make install    only the environment: .venv, with psctl in it'
 	@echo 'make clean      remove .venv and dist'
@@ -47,7 +47,7 @@ figures: $(STAMP)
 compose-test: $(STAMP)
 	@$(BIN)/python -m tests.compose.check $(ARGS)
 bench: $(STAMP)
-	@$(BIN)/python -P benchmarks/kernels.py $(ARGS)
+	@$(BIN)/python -m benchmarks.bench $(ARGS)
 screenshot: $(STAMP)
 	@PARAMSERVER_SCREENSHOT=1 $(BIN)/pytest -q tests/contract/test_browser.py -k screenshot
 clean: ; rm -rf .venv dist

@@ -1,0 +1,212 @@
+"""How fast it is, side by side with what one would use in its place, on this machine.
+
+    make bench                                          everything, about an hour; leave the machine alone meanwhile
+    make bench ARGS=--quick                             two short passes of everything, to see that it runs
+    make bench ARGS="--only W1"                         W1 W3 W4 W5 cost
+    make bench ARGS="--cells w1-10mb --systems ours-http2 socket torch-tcp"
+    make bench ARGS="--from bench.jsonl --write"        tables of a run, even a broken-off one, into docs/performance.md
+
+Systems that are not installed are left out with a line that says what to install.  Each cell is measured in passes; a
+pass launches every system once, so what disturbs the machine disturbs all of them.  Figures are medians over passes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from benchmarks import cost
+from benchmarks.cells import CELLS, Cell, order, systems
+from benchmarks.launch import Failed, launch
+from benchmarks.tables import cell_table, loaded, number, summarized, table, write
+from benchmarks.targets import outcomes, target_table
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("W1", "W3", "W4", "W5", "cost")
+START_S = 8.0
+"""About how long a launch takes beside its windows, until it is known better."""
+
+
+def main() -> None:
+    """Measure, or read what was measured, and print the tables."""
+    options = parsed()
+    if options.source:
+        report(loaded(options.source), to_page=options.write)
+        return
+    chosen = cells_of(options)
+    with options.out.open("w") as out:
+        records = measure(chosen, options, out)
+    print(f"the results are in {options.out}", file=sys.stderr)
+    report(records, to_page=options.write)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="make bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
+    parser.add_argument("--cells", nargs="+", choices=[c.key for c in CELLS], help="these cells and nothing else")
+    parser.add_argument("--systems", nargs="+", choices=list(systems()), help="these systems only")
+    parser.add_argument("--passes", type=int, default=5, help="launches of each system in each cell")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="of a timed window, and of the untimed one before it"
+    )
+    parser.add_argument("--quick", action="store_true", help="2 passes of 0.3 seconds: for a look, not for figures")
+    parser.add_argument("--out", type=Path, default=Path("bench.jsonl"), help="file of the raw results, a line each")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing: tabulate this file")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/performance.md")
+    options = parser.parse_args()
+    if options.quick:
+        options.passes, options.seconds = 2, 0.3
+    if options.passes < 1 or options.seconds <= 0:
+        parser.error("--passes and --seconds must be positive")
+    return options
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """The cells asked for."""
+    if options.cells:
+        return [c for c in CELLS if c.key in options.cells]
+    return [c for c in CELLS if c.work.kind in options.only]
+
+
+def measure(chosen: Sequence[Cell], options: argparse.Namespace, out: IO[str]) -> list[dict[str, Any]]:
+    """Run everything; each result goes to the file at once."""
+    records: list[dict[str, Any]] = []
+
+    def keep(record: dict[str, Any]) -> None:
+        records.append(record)
+        out.write(json.dumps(record) + "\n")
+        out.flush()
+
+    keep({"about": about(), "command": command()})
+    able = [n for n, s in systems().items() if not options.systems or n in options.systems]
+    for name in list(able):
+        if reason := systems()[name].missing():
+            able.remove(name)
+            print(f"left out: {systems()[name].label.replace('**', '')}: {reason}", file=sys.stderr)
+    names = {c.key: [n for n in c.systems if n in able] for c in chosen}
+    plan = [(c, i, n) for c in chosen for i, n in order(names[c.key], options.passes, c.once)]
+    for (c, i, name), note in progress(plan, options.seconds):
+        note(f"{c.title}: {name}, pass {i + 1} of {1 if name in c.once else options.passes}")
+        head = {"cell": c.key, "system": name, "pass": i}
+        try:
+            keep(head | launch(systems()[name], c.work, options.seconds))
+        except Failed as e:
+            print(f"{c.key} {name} failed: {e}", file=sys.stderr)
+            keep(head | {"error": str(e)})
+    if not options.cells and "W5" in options.only:
+        print("W5: optimizers against copying memory", file=sys.stderr)
+        keep({"kernels": kernels()})
+    if not options.cells and "cost" in options.only:
+        for name, figures in cost.measured(quick=options.quick):
+            keep({"cost": name, "figures": figures})
+    return records
+
+
+def progress(plan: Sequence[Any], seconds: float) -> Iterator[tuple[Any, Any]]:
+    """Each step of the plan, with a function that says on stderr what it is and how long the rest will take."""
+    began = time.monotonic()
+    for done, step in enumerate(plan):
+        each_s = (time.monotonic() - began) / done if done else START_S + 2 * seconds
+        left_min = each_s * (len(plan) - done) / 60
+
+        def note(text: str, done: int = done, left_min: float = left_min) -> None:
+            print(f"[{done + 1}/{len(plan)}, {left_min:.0f} min left] {text}", file=sys.stderr, flush=True)
+
+        yield step, note
+
+
+def kernels() -> dict[str, Any]:
+    """What `kernels.py` measures, in a process of its own."""
+    program = [sys.executable, "-P", str(Path(__file__).with_name("kernels.py")), "--json"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def about() -> dict[str, str]:
+    """The machine and our version."""
+    model = ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        memory = Path("/proc/meminfo").read_text().split()[1]
+    except OSError:
+        memory = "0"
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "cores": str(os.cpu_count()),
+        "cpu": model or platform.machine(),
+        "memory": f"{int(memory) / 2**20:.0f} GiB",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def command() -> str:
+    """How this run was asked for."""
+    words = " ".join(sys.argv[1:])
+    return f'make bench ARGS="{words}"' if words else "make bench"
+
+
+def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
+    """Print all tables of these records, and perhaps put them into the page."""
+    rows = summarized(records)
+    parts: dict[str, str] = {"machine": machine_text(records)}
+    for kind, name in (("W1", "dense"), ("W3", "small"), ("W4", "digits")):
+        found = [
+            cell_table(c, rows) for c in CELLS if c.work.kind == kind and any((c.key, s) in rows for s in c.systems)
+        ]
+        if found:
+            parts[name] = "\n\n".join(found)
+    if optimizers := next((r["kernels"] for r in records if "kernels" in r), None):
+        parts["optimizers"] = kernel_table(optimizers)
+    costs = {r["cost"]: r["figures"] for r in records if "cost" in r}
+    if costs:
+        parts["cost"] = cost.tables(costs)
+    figures = {k: float(v) for found in costs.values() for k, v in found.items() if isinstance(v, int | float)}
+    if optimizers:
+        figures["adam_of_copy"] = max(1 / r["of_copy"] for r in optimizers["rows"] if r["name"] == "adam")
+    found_targets = outcomes(rows, figures, measured_only=not to_page)
+    parts["targets"] = target_table(found_targets)
+    for name, text in parts.items():
+        print(f"\n{text}")
+        if to_page:
+            write(name, text)
+    missed = sum("MISS" in o.mark for o in found_targets)
+    passed = sum(o.mark == "pass" for o in found_targets)
+    print(f"\n{passed} targets reached, {missed} missed", file=sys.stderr)
+
+
+def kernel_table(found: dict[str, Any]) -> str:
+    """W5 as a table."""
+    lines = [
+        [f"{r['name']}, {r['elements']:,} elements", number(r["ms"]), number(r["gb_per_s"]), f"{r['of_copy']:.2f}"]
+        for r in found["rows"]
+    ]
+    return table(["W5 one step on one thread", "ms", "GB/s", "of copy"], lines)
+
+
+def machine_text(records: Sequence[dict[str, Any]]) -> str:
+    """Machine, versions and command in a few lines."""
+    head: dict[str, Any] = next((r for r in records if "about" in r), {"about": {}, "command": "?"})
+    versions: dict[str, str] = {}
+    for r in records:
+        versions |= r.get("versions", {})
+    facts = " · ".join(f"{k} {v}" for k, v in (head["about"] | versions).items())
+    return f"`{head['command']}`  \n{facts}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""What a push costs besides its own bytes, and what a shard holds: our own cluster only, plain processes and sockets.
+
+Latencies are medians of pushes of 1 KB that take turns with those they are compared with.
+"""
+
+import multiprocessing as mp
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.synchronize import Event
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from benchmarks.meters import forget_peaks, median, memory_bytes, percentile
+from benchmarks.systems.ours import Way, cluster
+from benchmarks.tables import number, table
+
+import paramserver as ps
+
+SMALL = 256
+WORKERS = (1, 10, 100, 1000)
+PARTITIONS = (8, 64, 512, 4096)
+CONNECTIONS = 1000
+TURNS = 5
+BIG_ELEMENTS = 16 << 20
+"""64 MiB."""
+HELD_ELEMENTS = 10_000_000
+WAYS: tuple[tuple[Way, str], ...] = (("same-host", "same host"), ("http2", "HTTP/2"))
+Figures = dict[str, Any]
+
+
+def measured(*, quick: bool) -> Iterator[tuple[str, Figures]]:
+    """The figures of each measurement under its name; `error` in place of what failed."""
+    for name, measure in MEASUREMENTS.items():
+        print(f"cost: {name}", file=sys.stderr, flush=True)
+        try:
+            yield name, measure(quick)
+        except Exception as e:
+            traceback.print_exc()
+            yield name, {"error": f"{type(e).__name__}: {e}"}
+
+
+@contextmanager
+def connected(way: Way) -> Iterator[tuple[ps.Client, dict[str, Any]]]:
+    """A client of a fresh cluster with one shard, and what `psctl up` said of it."""
+    with cluster(way, 1) as found, ps.connect(found["scheduler"], token=found.get("token")) as client:
+        yield client, found
+
+
+def taken_us(call: Callable[[], object], times: int) -> list[float]:
+    """Microseconds of each call."""
+    out = []
+    for _ in range(times):
+        at = time.perf_counter()
+        call()
+        out.append(1e6 * (time.perf_counter() - at))
+    return out
+
+
+def in_turns(calls: Sequence[Callable[[], object]], times: int) -> list[float]:
+    """The median microseconds of each call, measured in turns."""
+    every: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        taken_us(call, 20)
+    for _ in range(TURNS):
+        for call, found in zip(calls, every, strict=True):
+            found += taken_us(call, times)
+    return [median(found) for found in every]
+
+
+def small_model(client: ps.Client, name: str) -> ps.Model:
+    return client.create_model(name, {"w": (SMALL,)}, optimizer=ps.SGD(lr=2.0**-10))
+
+
+def workers(quick: bool) -> Figures:
+    """Models with more and more workers, all of which have pushed once and are idle since."""
+    ones = np.ones(SMALL, np.float32)
+    with connected("http2") as (client, _):
+        calls = []
+        for count in WORKERS:
+            model = small_model(client, f"workers-{count}")
+            for i in range(count):
+                joined = client.request("POST", f"/models/{model.name}/workers", {"name": f"w{i}", "lease_s": 600})
+                body = {"model": model.name, "grads": {"w": ones.tolist()}, "seq": 1, "clock": 0}
+                client.request("POST", "/push", body | {"worker": joined["worker"], "epoch": joined["epoch"]})
+            calls.append(partial(model.push, ones))
+        found = in_turns(calls, 20 if quick else 200)
+    return {"counts": WORKERS, "us": found, "workers_ratio": found[-1] / found[0]}
+
+
+def partitions(quick: bool) -> Figures:
+    """A push to one partition of models that have more and more of them."""
+    width = 64
+    ones = {"w": np.ones(width, np.float32)}
+    with connected("http2") as (client, _):
+        calls = []
+        for count in PARTITIONS:
+            model = client.create_model(
+                f"partitions-{count}", {"w": (count * width,)}, optimizer=ps.SGD(lr=2.0**-10), partitions=count
+            )
+            calls.append(partial(model.push, ones, ranges={"w": [(0, width)]}))
+        found = in_turns(calls, 20 if quick else 200)
+    return {"counts": PARTITIONS, "us": found, "partitions_ratio": found[-1] / found[0]}
+
+
+def connections(quick: bool) -> Figures:
+    """Pushes without and with many connections to the shard that have asked once and are idle since."""
+    ones = np.ones(SMALL, np.float32)
+    times = 100 if quick else 1000
+    with connected("http2") as (client, found), ExitStack() as opened:
+        model = small_model(client, "connections")
+        address = urlsplit(found["shards"][0])
+        alone = in_turns([partial(model.push, ones)], times)[0]
+        for _ in range(CONNECTIONS):
+            s = opened.enter_context(socket.create_connection((address.hostname or "", address.port or 0), 10.0))
+            s.sendall(b"GET /livez HTTP/1.1\r\nHost: bench\r\n\r\n")
+            if b" 200 " not in s.recv(4096):
+                raise RuntimeError("the shard did not answer a connection")
+        among = in_turns([partial(model.push, ones)], times)[0]
+    return {"counts": (0, CONNECTIONS), "us": [alone, among], "connections_ratio": among / alone}
+
+
+def transfer_on(url: str, token: str | None, stop: Event) -> None:
+    """Pull and push 64 MiB until told to stop; the life of a process."""
+    with ps.connect(url, token=token) as client:
+        model, ones = client.model("big"), np.ones(BIG_ELEMENTS, np.float32)
+        values = model.pull()
+        while not stop.is_set():
+            model.push(ones)
+            values = model.pull(out=values)
+
+
+def small_calls(quick: bool) -> Figures:
+    """Pulls of 1 KB while nothing else happens, and beside a process that moves 64 MiB back and forth."""
+    seconds = 1.0 if quick else 6.0
+    out: Figures = {"rows": []}
+    for way, label in WAYS:
+        with connected(way) as (client, found):
+            model = small_model(client, "small")
+            client.create_model("big", {"w": (BIG_ELEMENTS,)}, optimizer=ps.SGD(lr=2.0**-10))
+            idle = _pulls_ms(model, seconds)
+            context = mp.get_context("spawn")
+            stop = context.Event()
+            other = context.Process(
+                target=transfer_on, args=(found["scheduler"], found.get("token"), stop), daemon=True
+            )
+            before = _version(client.model("big"))
+            other.start()
+            try:
+                _wait(lambda c=client, b=before: _version(c.model("big")) >= b + 2)  # type: ignore[misc]
+                beside = _pulls_ms(model, seconds)
+            finally:
+                stop.set()
+                other.join(30)
+                if other.is_alive():
+                    other.kill()
+                    other.join()
+        p99 = percentile(idle, 99), percentile(beside, 99)
+        out["rows"].append([label, percentile(idle, 50), p99[0], percentile(beside, 50), p99[1], p99[1] / p99[0]])
+    out["small_p99_ratio"] = out["rows"][-1][-1]
+    return out
+
+
+def _pulls_ms(model: ps.Model, seconds: float) -> list[float]:
+    values = model.pull()
+    end = time.perf_counter() + seconds
+    out: list[float] = []
+    while time.perf_counter() < end:
+        out += taken_us(lambda: model.pull(out=values), 20)
+    return [us / 1e3 for us in out]
+
+
+def _version(model: ps.Model) -> int:
+    return model.pull(ranges={"w": [(0, 1)]}).version
+
+
+def _wait(probe: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not probe():
+        if time.monotonic() > deadline:
+            raise RuntimeError("the transfers did not begin")
+        time.sleep(0.05)
+
+
+def memory(quick: bool) -> Figures:
+    """What a shard holds at its peak, in sizes of the model, while one and while two clients push all the time."""
+    rounds = 3 if quick else 10
+    out: Figures = {"rows": []}
+    for way, label in WAYS:
+        with connected(way) as (client, found):
+            pids = [int(p) for p in found["pids"]["shards"]]
+            base = memory_bytes(pids, "VmRSS")
+            client.create_model("held", {"w": (HELD_ELEMENTS,)}, optimizer=ps.SGD(lr=2.0**-10))
+            peaks = []
+            for count in (1, 2):
+                forget_peaks(pids)
+                _push_together(found, count, rounds)
+                peaks.append((memory_bytes(pids, "VmHWM") - base) / (4 * HELD_ELEMENTS))
+        out["rows"].append([label, *peaks])
+    out["rss_one_push"] = max(row[1] for row in out["rows"])
+    out["rss_more_pushes"] = max(row[2] - row[1] for row in out["rows"])
+    return out
+
+
+def _push_together(found: Mapping[str, Any], count: int, rounds: int) -> None:
+    ones = np.ones(HELD_ELEMENTS, np.float32)
+    failed: list[Exception] = []
+
+    def push() -> None:
+        try:
+            with ps.connect(found["scheduler"], token=found.get("token")) as client:
+                for _ in range(rounds):
+                    client.model("held").push(ones)
+        except Exception as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=push) for _ in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failed:
+        raise failed[0]
+
+
+def growth(quick: bool) -> Figures:
+    """What a shard holds after 1,000 and after 10,000 more rounds of pulling and pushing 0.4 MB."""
+    first, then = (50, 200) if quick else (1000, 10_000)
+    ones = np.ones(100_000, np.float32)
+    out: Figures = {"rows": [], "rounds": [first, first + then]}
+    for way, label in WAYS:
+        with connected(way) as (client, found):
+            pids = [int(p) for p in found["pids"]["shards"]]
+            model = client.create_model("growth", {"w": (ones.size,)}, optimizer=ps.SGD(lr=2.0**-10))
+            held = []
+            values = model.pull()
+            for rounds in (first, then):
+                for _ in range(rounds):
+                    values = model.pull(out=values)
+                    model.push(ones)
+                held.append(memory_bytes(pids, "VmRSS") / 2**20)
+        out["rows"].append([label, *held])
+    out["rss_growth"] = max(row[2] / row[1] for row in out["rows"])
+    return out
+
+
+MEASUREMENTS: dict[str, Callable[[bool], Figures]] = {
+    f.__name__: f for f in (workers, connections, partitions, small_calls, memory, growth)
+}
+TITLES = {
+    "workers": "workers that have pushed once",
+    "connections": "idle connections to the shard",
+    "partitions": "partitions of the model",
+}
+
+
+def tables(found: Mapping[str, Figures]) -> str:
+    """All of them in Markdown."""
+    out = []
+    for name, figures in found.items():
+        if "error" in figures:
+            out.append(f"{name}: failed: {figures['error']}")
+        elif name in TITLES:
+            first = figures["us"][0]
+            lines = [
+                [f"{n:,}", number(us), f"{us / first:.2f}"]
+                for n, us in zip(figures["counts"], figures["us"], strict=True)
+            ]
+            out.append(table([TITLES[name], "a push of 1 KB or less, µs", "of the first"], lines))
+        elif name == "small_calls":
+            columns = ["a pull of 1 KB, ms", "idle p50", "p99", "beside 64 MiB transfers p50", "p99", "p99 of idle"]
+            out.append(table(columns, [[row[0], *map(number, row[1:])] for row in figures["rows"]]))
+        elif name == "memory":
+            lines = [[label, f"{one:.2f}x", f"{two:.2f}x"] for label, one, two in figures["rows"]]
+            out.append(table(["peak RSS of the shard over the model (40 MB)", "1 push in flight", "2"], lines))
+        else:
+            columns = ["RSS of the shard, MiB", *(f"after {n:,} rounds" for n in figures["rounds"]), "of before"]
+            lines = [[label, f"{a:.1f}", f"{b:.1f}", f"{b / a:.3f}"] for label, a, b in figures["rows"]]
+            out.append(table(columns, lines))
+    return "\n\n".join(out)

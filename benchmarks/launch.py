@@ -1,0 +1,173 @@
+"""One launch: a system is started, workers do one untimed and one timed window, and the values are checked."""
+
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Barrier
+from queue import Empty
+from typing import Any
+
+from benchmarks.meters import Reading, forget_peaks, memory_bytes, percentile
+from benchmarks.systems.system import Running, System
+from benchmarks.workloads import ENOUGH, GIVE_UP_S, Client, Rounds, Window, Work, verdict
+
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+PATIENCE_S = 120.0
+"""How long all of them may take to get from one step of the protocol to the next, beyond the window."""
+LEARNING_WARM_S = 0.5
+
+
+class Failed(Exception):
+    """A launch that gave no figures."""
+
+
+def work_through(
+    connect: Callable[[Work, int], Client],
+    work: Work,
+    rank: int,
+    seconds: float,
+    together: Barrier,
+    stop: "Synchronized[int]",
+    pushed: "Synchronized[int]",
+    results: "Queue[Any]",
+) -> None:
+    """The whole life of one worker process."""
+    try:
+        client = connect(work, rank)
+        rounds = Rounds(work, client, rank, stop)
+        for warm in (True, False):
+            together.wait()  # the parent reads the meters
+            together.wait()
+            results.put(rounds.run(warm_s(work, seconds) if warm else seconds, warm=warm))
+            together.wait()  # the parent reads them again
+        with pushed.get_lock():
+            pushed.value += rounds.done
+        together.wait()
+        if rank == 0:
+            results.put("" if work.kind == "W4" else verdict(work, client.pull(), pushed.value))
+        together.wait()
+        client.close()
+    except BaseException:
+        results.put(Failed(traceback.format_exc(limit=-4)))
+        together.abort()
+
+
+def warm_s(work: Work, seconds: float) -> float:
+    """How long the untimed window takes."""
+    return min(seconds, LEARNING_WARM_S) if work.kind == "W4" else seconds
+
+
+def launch(system: System, work: Work, seconds: float) -> dict[str, Any]:
+    """The figures of one launch; raises Failed."""
+    for name in THREADS:
+        os.environ[name] = "1"
+    try:
+        with system.start(work) as running:
+            return _drive(running, work, seconds)
+    except Failed:
+        raise
+    except Exception as e:
+        raise Failed(f"{type(e).__name__}: {e}") from e
+
+
+def _drive(running: Running, work: Work, seconds: float) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    together, results = context.Barrier(work.workers + 1), context.Queue()
+    stop: Synchronized[int] = context.Value("q", 0)
+    pushed: Synchronized[int] = context.Value("q", 0)
+    common = (seconds, together, stop, pushed, results)
+    workers = [
+        context.Process(target=work_through, args=(running.connect, work, rank, *common), daemon=True)
+        for rank in range(work.workers)
+    ]
+    patience_s = PATIENCE_S + max(seconds, GIVE_UP_S)
+
+    def result() -> Any:
+        try:
+            found = results.get(timeout=patience_s)
+        except Empty:
+            raise Failed(f"a worker did not answer in {patience_s:g} s") from None
+        if isinstance(found, Failed):
+            raise found
+        return found
+
+    def meet() -> None:
+        try:
+            together.wait(patience_s)
+        except Exception:  # one of them broke it, and says why
+            raise (_first_failure(results) or Failed("the workers did not meet")) from None
+
+    for p in workers:
+        p.start()
+    try:
+        worker_pids = [p.pid for p in workers if p.pid is not None]
+        windows: list[Window] = []
+        for warm in (True, False):
+            meet()
+            stop.value = 0
+            if warm:
+                forget_peaks(running.servers)
+            servers = [*running.servers, *running.others()]
+            before = Reading.now(servers, worker_pids)
+            meet()
+            windows = [result() for _ in workers]
+            after = Reading.now(servers, worker_pids)
+            meet()
+        peak = memory_bytes(running.servers, "VmHWM")
+        meet()
+        check = str(result())
+        meet()
+        for p in workers:
+            p.join(PATIENCE_S)
+    finally:
+        for p in workers:
+            if p.is_alive():
+                p.kill()
+            p.join()
+    return figures(work, windows, before, after, peak - running.base_bytes, check) | {"versions": running.versions}
+
+
+def _first_failure(results: "Queue[Any]") -> Failed | None:
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until:
+        try:
+            found = results.get(timeout=0.2)
+        except Empty:
+            continue
+        if isinstance(found, Failed) and "BrokenBarrierError" not in str(found):
+            return found
+    return None
+
+
+def figures(
+    work: Work, windows: list[Window], before: Reading, after: Reading, held_bytes: int, check: str
+) -> dict[str, Any]:
+    """What one launch says, as plain numbers."""
+    rounds = sum(w.rounds for w in windows)
+    rate = sum(w.rounds / w.seconds for w in windows)
+    took_s = max(w.seconds for w in windows)
+    moved_gb = rounds * 2 * work.model_bytes / 1e9
+    every = [s for w in windows for s in w.round_s]
+    server_s, worker_s = after.server_s - before.server_s, after.worker_s - before.worker_s
+    accuracy = max(w.accuracy for w in windows)
+    if work.kind == "W4":
+        check = f"{accuracy:.1%}" if accuracy >= ENOUGH else f"WRONG: only {accuracy:.1%}"
+    return {
+        "rounds": rounds,
+        "seconds": round(took_s, 4),
+        "rounds_per_s": round(rate, 3),
+        "mb_per_s": round(rate * 2 * work.model_bytes / 1e6, 2),
+        "p50_ms": round(1e3 * percentile(every, 50), 4),
+        "p99_ms": round(1e3 * percentile(every, 99), 4),
+        "server_s_per_gb": round(server_s / moved_gb, 4),
+        "worker_s_per_gb": round(worker_s / moved_gb, 4),
+        "server_us_per_round": round(1e6 * server_s / rounds, 1),
+        "worker_us_per_round": round(1e6 * worker_s / rounds, 1),
+        "held_of_model": round(held_bytes / work.model_bytes, 2),
+        "other_cores": round(after.others_s(before) / took_s, 2),
+        "check": check,
+    }

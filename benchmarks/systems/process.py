@@ -1,0 +1,75 @@
+"""Server processes of the systems that have no launcher of their own."""
+
+import multiprocessing as mp
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+START_S = 90.0
+STOP_S = 10.0
+
+
+@contextmanager
+def serving(serve: Callable[..., None], *args: Any) -> Iterator[tuple[int, "Answers"]]:
+    """A process that runs `serve(*args, pipe)`; its pid, and what it sends.
+
+    It is to return once it receives anything or the pipe is closed; it and its children are killed if they do not.
+    """
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(*args, theirs))
+    process.start()
+    theirs.close()
+    assert process.pid is not None
+    try:
+        yield process.pid, Answers(ours)
+    finally:
+        family = _descendants(process.pid)
+        ours.close()
+        process.join(STOP_S)
+        for p in [*family, *([psutil.Process(process.pid)] if process.is_alive() else [])]:
+            try:
+                p.kill()
+            except psutil.NoSuchProcess:
+                continue
+        process.join(STOP_S)
+
+
+class Answers:
+    """What a server process sends through its pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def next(self) -> Any:
+        """The next message; raises RuntimeError if none comes in time, or ever."""
+        try:
+            if self._pipe.poll(START_S):
+                return self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the server process ended") from None
+        raise RuntimeError(f"the server process said nothing for {START_S:g} s")
+
+
+def wait_for_end(pipe: Connection) -> None:
+    """Block until the other side closes the pipe."""
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        return
+
+
+def descendants(pid: int | None = None) -> list[int]:
+    """Process ids of everything that a process, by default this one, has started."""
+    return [p.pid for p in _descendants(os.getpid() if pid is None else pid)]
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,175 @@
+"""Ray: an actor that holds a NumPy array, as in Ray's parameter-server example; workers are drivers of one local Ray.
+
+Ray does not always listen on the loopback address, so its token authentication stays on, as by default, with a token
+made for the launch.  Its object store is filled with pages beforehand: slower to start, faster to run.  In sync the
+actor waits for all gradients and puts the new version into the object store once, from where all workers map it.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.meters import memory_bytes
+from benchmarks.systems.process import descendants, serving, wait_for_end
+from benchmarks.systems.system import Running, lacking
+from benchmarks.workloads import Client, Parts, Work
+
+from paramserver.types import F32
+
+NAMESPACE = "bench"
+ROOT = Path(__file__).parents[2]
+CORES = 16
+"""What Ray is told it has, so that it starts as many actors as are asked for."""
+
+
+class Parameters:
+    """The actor of one server; Ray makes it remote."""
+
+    def __init__(self, work: Work, index: int) -> None:
+        self._base = memory_bytes([os.getpid()], "VmRSS")
+        start, stop = work.bounds()[index]
+        self._values, self._rate = work.initial()[start:stop].copy(), np.float32(work.rate)
+
+    def about(self) -> tuple[int, int]:
+        """Its process id, and the bytes it held before the values."""
+        return os.getpid(), self._base
+
+    def pull(self) -> F32:
+        return self._values
+
+    def push(self, gradient: F32) -> None:
+        self._values -= self._rate * gradient
+
+
+class SyncParameters:
+    """The actor of one server in sync; being asynchronous, it takes a call while others wait."""
+
+    def __init__(self, work: Work, index: int) -> None:
+        self._held = Parameters(work, index)
+        self._workers, self._gradients = work.workers, list[F32]()
+        self._next: asyncio.Future[Any] | None = None
+
+    async def about(self) -> tuple[int, int]:
+        return self._held.about()
+
+    async def pull(self) -> F32:
+        return self._held.pull()
+
+    async def exchange(self, gradient: F32) -> Any:
+        """A reference, in a list, to the values after the mean of all workers' gradients."""
+        import ray
+
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        future = self._next
+        self._gradients.append(gradient)
+        if len(self._gradients) == self._workers:
+            mean = self._gradients[0] / np.float32(self._workers)
+            for g in self._gradients[1:]:
+                mean += g / np.float32(self._workers)
+            self._held.push(mean)
+            self._gradients, self._next = [], None
+            future.set_result([ray.put(self._held.pull())])
+        return await future
+
+
+def prepare(token: str) -> None:
+    """Set what Ray reads from the environment of a process, before it is imported."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+
+
+def serve(work: Work, token: str, pipe: Connection) -> None:
+    """Run a Ray of its own until the pipe is closed."""
+    prepare(token)
+    os.environ["RAY_preallocate_plasma_memory"] = "1"
+    import ray
+
+    threads = {k: "1" for k in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    ray.init(
+        address="local",
+        num_cpus=CORES,
+        object_store_memory=5 * 10**8 if work.model_bytes < 2 * 10**7 else 25 * 10**8,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": threads | {"PYTHONPATH": str(ROOT)}},
+    )
+    actor = ray.remote(SyncParameters if work.mode == "sync" else Parameters)
+    actors = [actor.options(name=f"server{i}", num_cpus=1).remote(work, i) for i in range(work.servers)]
+    pipe.send(ray.get([a.about.remote() for a in actors]))
+    pipe.send(ray.get_runtime_context().gcs_address)
+    wait_for_end(pipe)
+    ray.shutdown()
+
+
+class RayClient:
+    """A driver that calls the actors."""
+
+    fused, pairs = False, 1
+
+    def __init__(self, work: Work, address: str, token: str) -> None:
+        prepare(token)
+        import ray
+
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        self._ray, self._work = ray, work
+        self._servers = [ray.get_actor(f"server{i}") for i in range(work.servers)]
+
+    def pull(self) -> Parts:
+        return list(self._ray.get([s.pull.remote() for s in self._servers]))
+
+    def push(self, gradient: F32) -> None:
+        pieces = zip(self._servers, self._work.split(gradient), strict=True)
+        self._ray.get([s.push.remote(p) for s, p in pieces])
+
+    def exchange(self, gradient: F32) -> Parts:
+        pieces = zip(self._servers, self._work.split(gradient), strict=True)
+        found = self._ray.get([s.exchange.remote(p) for s, p in pieces])
+        return list(self._ray.get([held for (held,) in found]))
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Makes the clients."""
+
+    address: str
+    token: str
+
+    def __call__(self, work: Work, rank: int) -> Client:
+        return RayClient(work, self.address, self.token)
+
+
+class RayActors:
+    """Ray as a system."""
+
+    key, label = "ray", "Ray actors"
+
+    def missing(self) -> str:
+        return lacking("ray")
+
+    @contextmanager
+    def start(self, work: Work) -> Iterator[Running]:
+        """See `System.start`."""
+        token = secrets.token_hex(32)
+        with serving(serve, work, token) as (pid, answers):
+            about = answers.next()
+            actors = [int(p) for p, _ in about]
+
+            def others() -> list[int]:
+                return [pid, *(p for p in descendants(pid) if p not in actors)]
+
+            base = sum(int(b) for _, b in about)
+            yield Running(actors, base, Connect(answers.next(), token), others, {"ray": version("ray")})

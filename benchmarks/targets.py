@@ -1,0 +1,164 @@
+"""What is to be reached, as data: ratios to the rivals of the same run, and limits."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.cells import RIVALS, systems
+from benchmarks.tables import Row, number, table
+
+Rows = Mapping[tuple[str, str], Row]
+PS_LITE = {"w1-0.4mb": 1499.0}
+"""Rounds per second of C++ ps-lite (upstream 15b8adf, TCP), recorded earlier on the same class of machine, not in a
+run with ours."""
+
+
+def rounds(row: Row) -> float:
+    return row.figures["rounds_per_s"]
+
+
+def requests(row: Row) -> float:
+    """A round is a pull and a push."""
+    return 2 * row.figures["rounds_per_s"]
+
+
+def speed(row: Row) -> float:
+    return 1 / row.figures["seconds"]
+
+
+def cpu_s_per_gb(row: Row) -> float:
+    return row.figures["server_s_per_gb"] + row.figures["worker_s_per_gb"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a target came to."""
+
+    text: str
+    """What was to be reached."""
+    reached: str
+    mark: str
+    """`pass`, `MISS`, or `not measured`."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours at least `least` times the best of some rivals in that cell, or a recorded figure."""
+
+    cell: str
+    ours: str
+    least: float
+    rivals: tuple[str, ...] = ()
+    recorded: float | None = None
+    figure: Callable[[Row], float] = rounds
+
+    def outcome(self, rows: Rows) -> Outcome:
+        """How it stands."""
+        all_of_them = self.rivals == RIVALS
+        known = [r for n in self.rivals if (r := rows.get((self.cell, n))) is not None and r.windows]
+        whom = "ps-lite (recorded)" if self.recorded else "the best rival" if all_of_them else _label(self.rivals[0])
+        text = f"{self.cell} {_label(self.ours)} ≥ {self.least:g}x {whom}"
+        own = rows.get((self.cell, self.ours))
+        if own is None or not own.windows or (not known and self.recorded is None):
+            return Outcome(text, "", "not measured")
+        best = max(known, key=self.figure, default=None)
+        against = self.figure(best) if best is not None else self.recorded or 0.0
+        ratio = self.figure(own) / against
+        named = f" ({_label(best.system)})" if best is not None and all_of_them else ""
+        return Outcome(text, f"{ratio:.2f}x{named}", _mark(ratio >= self.least and own.sound))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure of ours at least, or at most, so much."""
+
+    cell: str
+    ours: str
+    bound: float
+    unit: str
+    figure: Callable[[Row], float]
+    at_most: bool = False
+
+    def outcome(self, rows: Rows) -> Outcome:
+        """How it stands."""
+        sign = "≤" if self.at_most else "≥"
+        text = f"{self.cell} {_label(self.ours)} {sign} {self.bound:,g} {self.unit}"
+        row = rows.get((self.cell, self.ours))
+        if row is None or not row.windows:
+            return Outcome(text, "", "not measured")
+        value = self.figure(row)
+        good = value <= self.bound if self.at_most else value >= self.bound
+        return Outcome(text, number(value), _mark(good and row.sound))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A figure of `cost.py` or `kernels.py` that may be at most so much."""
+
+    name: str
+    text: str
+    bound: float
+
+    def outcome(self, figures: Mapping[str, float]) -> Outcome:
+        """How it stands."""
+        value = figures.get(self.name)
+        if value is None:
+            return Outcome(self.text, "", "not measured")
+        return Outcome(self.text, f"{value:.2f}", _mark(value <= self.bound))
+
+
+def _mark(good: bool) -> str:
+    return "pass" if good else "**MISS**"
+
+
+def _label(system: str) -> str:
+    return systems()[system].label.replace("**", "")
+
+
+HOST, HTTP = "ours-same-host", "ours-http2"
+RATIOS = (
+    Ratio("w1-10mb", HOST, 2.5, RIVALS),
+    Ratio("w1-10mb", HTTP, 0.85, ("socket",)),
+    Ratio("w1-10mb", HTTP, 0.8, ("torch-tcp",)),
+    Ratio("w1-10mb", HTTP, 4, ("grpc",)),
+    Ratio("w1-10mb-k2", HOST, 4, RIVALS),
+    Ratio("w1-10mb-k2", HTTP, 1, ("torch-tcp",)),
+    Ratio("w1-100mb", HOST, 2.5, ("ray",)),
+    Ratio("w1-100mb", HTTP, 0.9, ("socket",)),
+    Ratio("w1-100mb", HTTP, 1.5, ("torch-tcp",)),
+    Ratio("w1-100mb", HTTP, 8, ("grpc",)),
+    Ratio("w1-0.4mb", HOST, 2, RIVALS),
+    Ratio("w1-0.4mb", HOST, 1, recorded=PS_LITE["w1-0.4mb"]),
+    Ratio("w1-0.4mb", HTTP, 1.2, ("torch-tcp",)),
+    Ratio("w1-10mb-sync", HOST, 3, RIVALS),
+    Ratio("w1-10mb-sync", HTTP, 0.8, ("torch",)),
+    Ratio("w4-async", HOST, 1, RIVALS, figure=speed),
+    Ratio("w4-sync", HOST, 1, RIVALS, figure=speed),
+)
+BOUNDS = (
+    Bound("w1-10mb", HOST, 0.13, "CPU s/GB, both sides", cpu_s_per_gb, at_most=True),
+    Bound("w1-10mb", HTTP, 0.75, "CPU s/GB, both sides", cpu_s_per_gb, at_most=True),
+    Bound("w3-k1", "ours-http2-fused", 2000, "rounds/s", rounds),
+    Bound("w3-k8", "ours-http2-fused", 5000, "rounds/s", rounds),
+    Bound("w3-streams", HTTP, 6000, "requests/s", requests),
+)
+LIMITS = (
+    Limit("rss_one_push", "shard RSS with one push in flight ≤ 2.5x the model (SGD)", 2.5),
+    Limit("rss_more_pushes", "each further push in flight ≤ 1x the model more", 1.0),
+    Limit("rss_growth", "shard RSS after 10,000 rounds ≤ 1.02x that before", 1.02),
+    Limit("workers_ratio", "cost of a push with 1,000 workers ≤ 1.2x that with 1", 1.2),
+    Limit("connections_ratio", "cost of a push with 1,000 idle connections ≤ 1.2x that with none", 1.2),
+    Limit("partitions_ratio", "cost of a push with 4,096 partitions it does not touch ≤ 1.2x that with 8", 1.2),
+    Limit("small_p99_ratio", "p99 of a 1 KB call beside 64 MB transfers ≤ 3x idle", 3.0),
+    Limit("adam_of_copy", "Adam ≤ 1.3x the time of its memory traffic at memcpy speed", 1.3),
+)
+
+
+def outcomes(rows: Rows, figures: Mapping[str, float], *, measured_only: bool = False) -> Sequence[Outcome]:
+    """How all of them stand; perhaps only those that something was measured for."""
+    every = [t.outcome(rows) for t in (*RATIOS, *BOUNDS)] + [t.outcome(figures) for t in LIMITS]
+    return [o for o in every if o.mark != "not measured" or not measured_only]
+
+
+def target_table(found: Sequence[Outcome]) -> str:
+    """The marks as a table."""
+    return table(["target", "reached", ""], [[o.text, o.reached, o.mark] for o in found])
