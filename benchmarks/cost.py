@@ -78,52 +78,65 @@ def small_model(client: ps.Client, name: str) -> ps.Model:
     return client.create_model(name, {"w": (SMALL,)}, optimizer=ps.SGD(lr=2.0**-10))
 
 
-def workers(quick: bool) -> Figures:
-    """Models with more and more workers, all of which have pushed once and are idle since."""
-    ones = np.ones(SMALL, np.float32)
-    with connected("http2") as (client, _):
+Prepare = Callable[[ps.Client, Mapping[str, Any], int, ExitStack], Callable[[], object]]
+"""Makes so many of something in a cluster; the call whose time is of interest."""
+
+
+def by_count(counts: Sequence[int], times: int, prepare: Prepare) -> Figures:
+    """The call's time for each count, each in a cluster of its own, which are up together and take turns."""
+    with ExitStack() as stack:
         calls = []
-        for count in WORKERS:
-            model = small_model(client, f"workers-{count}")
-            for i in range(count):
-                joined = client.request("POST", f"/models/{model.name}/workers", {"name": f"w{i}", "lease_s": 600})
-                body = {"model": model.name, "grads": {"w": ones.tolist()}, "seq": 1, "clock": 0}
-                client.request("POST", "/push", body | {"worker": joined["worker"], "epoch": joined["epoch"]})
-            calls.append(partial(model.push, ones))
-        found = in_turns(calls, 20 if quick else 200)
-    return {"counts": WORKERS, "us": found, "workers_ratio": found[-1] / found[0]}
+        for count in counts:
+            client, found = stack.enter_context(connected("http2"))
+            calls.append(prepare(client, found, count, stack))
+        return {"counts": list(counts), "us": in_turns(calls, times)}
+
+
+def workers(quick: bool) -> Figures:
+    """A push to a model of more and more workers, all of which have pushed once and are idle since."""
+    ones = np.ones(SMALL, np.float32)
+
+    def prepare(client: ps.Client, found: Mapping[str, Any], count: int, stack: ExitStack) -> Callable[[], object]:
+        model = small_model(client, "workers")
+        for i in range(count):
+            joined = client.request("POST", "/models/workers/workers", {"name": f"w{i}", "lease_s": 600})
+            body = {"model": model.name, "grads": {"w": ones.tolist()}, "seq": 1, "clock": 0}
+            client.request("POST", "/push", body | {"worker": joined["worker"], "epoch": joined["epoch"]})
+        return partial(model.push, ones)
+
+    figures = by_count(WORKERS, 20 if quick else 200, prepare)
+    return figures | {"workers_ratio": figures["us"][-1] / figures["us"][0]}
 
 
 def partitions(quick: bool) -> Figures:
-    """A push to one partition of models that have more and more of them."""
+    """A push to one partition of a model that has more and more of them."""
     width = 64
     ones = {"w": np.ones(width, np.float32)}
-    with connected("http2") as (client, _):
-        calls = []
-        for count in PARTITIONS:
-            model = client.create_model(
-                f"partitions-{count}", {"w": (count * width,)}, optimizer=ps.SGD(lr=2.0**-10), partitions=count
-            )
-            calls.append(partial(model.push, ones, ranges={"w": [(0, width)]}))
-        found = in_turns(calls, 20 if quick else 200)
-    return {"counts": PARTITIONS, "us": found, "partitions_ratio": found[-1] / found[0]}
+
+    def prepare(client: ps.Client, found: Mapping[str, Any], count: int, stack: ExitStack) -> Callable[[], object]:
+        params = {"w": (count * width,)}
+        model = client.create_model("partitions", params, optimizer=ps.SGD(lr=2.0**-10), partitions=count)
+        return partial(model.push, ones, ranges={"w": [(0, width)]})
+
+    figures = by_count(PARTITIONS, 20 if quick else 200, prepare)
+    return figures | {"partitions_ratio": figures["us"][-1] / figures["us"][0]}
 
 
 def connections(quick: bool) -> Figures:
-    """Pushes without and with many connections to the shard that have asked once and are idle since."""
+    """A push without and with many connections to the shard that have asked once and are idle since."""
     ones = np.ones(SMALL, np.float32)
-    times = 100 if quick else 1000
-    with connected("http2") as (client, found), ExitStack() as opened:
-        model = small_model(client, "connections")
+
+    def prepare(client: ps.Client, found: Mapping[str, Any], count: int, stack: ExitStack) -> Callable[[], object]:
         address = urlsplit(found["shards"][0])
-        alone = in_turns([partial(model.push, ones)], times)[0]
-        for _ in range(CONNECTIONS):
-            s = opened.enter_context(socket.create_connection((address.hostname or "", address.port or 0), 10.0))
+        for _ in range(count):
+            s = stack.enter_context(socket.create_connection((address.hostname or "", address.port or 0), 10.0))
             s.sendall(b"GET /livez HTTP/1.1\r\nHost: bench\r\n\r\n")
             if b" 200 " not in s.recv(4096):
                 raise RuntimeError("the shard did not answer a connection")
-        among = in_turns([partial(model.push, ones)], times)[0]
-    return {"counts": (0, CONNECTIONS), "us": [alone, among], "connections_ratio": among / alone}
+        return partial(small_model(client, "connections").push, ones)
+
+    figures = by_count((0, CONNECTIONS), 20 if quick else 200, prepare)
+    return figures | {"connections_ratio": figures["us"][-1] / figures["us"][0]}
 
 
 def transfer_on(url: str, token: str | None, stop: Event) -> None:
