@@ -157,7 +157,8 @@ class History:
             if node.role != "pool" and node.alive:
                 self._record(NODE_METRICS, node, (("node", node.name),), unix_s)
         for model in status.models:
-            self._record_model(model, unix_s)
+            if not (self.rings.crowded and _is_quiet(model)):
+                self._record_model(model, unix_s)
         self._note_shards(status, now)
         self._note_runs(status.runs, now)
         self._note_troubles(status, now)
@@ -226,3 +227,9 @@ class History:
         for name in sorted(self._degraded - degraded):
             self.add(now, "shard_recovered", f"shard {name} stores its snapshots again", "good")
         self._degraded = degraded
+
+
+def _is_quiet(model: ModelStatus) -> bool:
+    """Whether nobody works with a model and nothing has reached it for some seconds."""
+    moved = model.pushes_per_s or model.pulls_per_s or model.updates_per_s or model.push_p50_s or model.pull_p50_s
+    return not moved and all(w.state == "dead" for w in model.workers)

@@ -17,7 +17,7 @@ from paramserver.types import AnyArray
 
 RESOLUTIONS: Final = ((1, 960), (10, 1140), (60, 1500))
 """(seconds of a slot, slots): a quarter of an hour, three hours and a day, and a little more for who asks late."""
-FRESH_S: Final = 60.0
+FRESH_S: Final = 10.0
 """A series written within this time is never let go of for a new one."""
 
 Labels = tuple[tuple[str, str], ...]
@@ -114,6 +114,11 @@ class Rings:
         self._series: dict[tuple[str, Labels], _Series] = {}
         """Least recently written first."""
         self._max = series_max
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many series are kept that those of models where nothing happens had better not be written."""
+        return len(self._series) > self._max * 3 // 4
 
     def add(self, metric: str, labels: Labels, unix_s: float, value: float | None) -> None:
         """Take in a value, if it is a finite number; beyond the bound a new series is left out."""

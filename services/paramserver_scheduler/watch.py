@@ -28,7 +28,8 @@ async def watch(service: Service) -> None:
             METRICS.status = status
             text = json.dumps(without_nan(status.model_dump()), separators=(",", ":"))
             service.screen.show(text.encode())
-            await asyncio.sleep(max(LOOK_S, SHARE * (monotonic() - began_s)))
+            took_s = monotonic() - began_s
+            await asyncio.sleep(max(LOOK_S - took_s, (SHARE - 1) * took_s))
     finally:
         METRICS.status = None
         service.screen.close()

@@ -133,7 +133,7 @@ WAITERS_MAX: Final = 8192
 """Long polls that one scheduler holds open."""
 STATUS_EVENTS_MAX: Final = 500
 """Events of the recent past that `GET /status/events` can tell."""
-STATUS_SERIES_MAX: Final = 1024
+STATUS_SERIES_MAX: Final = 2048
 """Series of numbers over time; 27 KiB each."""
 STATUS_POINTS_MAX: Final = 2000
 """Points of one series in an answer."""

@@ -14,19 +14,40 @@ from .processes import Nodes, eventually, unique
 SGD = {"name": "sgd", "lr": 0.1}
 
 
+class Work:
+    """What a worker of a model does."""
+
+    def __init__(self, cluster: Nodes, model: str) -> None:
+        self._cluster, self._model, self.steps = cluster, model, 0
+        self._worker = cluster.post(f"/models/{model}/workers", {"name": "a"}, status=201)
+
+    def step(self) -> None:
+        """Push, pull and report."""
+        self.steps += 1
+        who = {k: self._worker[k] for k in ("worker", "epoch")}
+        push = {"model": self._model, **who, "seq": self.steps, "base_version": self.steps - 1}
+        self._cluster.post("/push", {**push, "grads": {"w": [0.5] * 64}})
+        self._cluster.post("/pull", {"model": self._model})
+        report = {"worker": self._worker["worker"], "metrics": {"loss": 1.0 / self.steps}}
+        self._cluster.post(f"/models/{self._model}/metrics", report)
+
+
 @pytest.fixture(scope="module")
 def model(rest_cluster: Nodes) -> str:
-    """A model with a worker that has pushed, pulled and reported."""
+    """A model."""
     name = unique("watched")
     spec = {"name": name, "params": {"w": {"shape": [64]}}, "optimizer": SGD, "partitions": 4}
     rest_cluster.post("/models", spec, status=201)
-    worker = rest_cluster.post(f"/models/{name}/workers", {"name": "a"}, status=201)
-    for seq in range(1, 4):
-        push = {"model": name, "worker": worker["worker"], "epoch": worker["epoch"], "seq": seq, "base_version": 0}
-        rest_cluster.post("/push", {**push, "grads": {"w": [0.5] * 64}})
-        rest_cluster.post("/pull", {"model": name})
-        rest_cluster.post(f"/models/{name}/metrics", {"worker": worker["worker"], "metrics": {"loss": 1.0 / seq}})
     return name
+
+
+@pytest.fixture(scope="module")
+def work(rest_cluster: Nodes, model: str) -> Work:
+    """A worker that has pushed, pulled and reported."""
+    work = Work(rest_cluster, model)
+    for _ in range(3):
+        work.step()
+    return work
 
 
 def series(cluster: Nodes, metric: str, status: int = 200, **query: Any) -> Any:
@@ -41,18 +62,19 @@ def values(answer: Any, **labels: str) -> list[float]:
     return [v for v in item["values"] if v is not None]
 
 
-def test_what_a_model_did_can_be_read_later(rest_cluster: Nodes, model: str) -> None:
+def test_what_a_model_did_can_be_read_later(rest_cluster: Nodes, model: str, work: Work) -> None:
     """Its pushes, times, lag and reports are in the series of its name, with their units, on one grid."""
     metrics = "model.pushes_per_s,model.push_p99_s,model.in_bytes_per_s,worker.lag,reported.loss,model.version"
 
     def told() -> Any:
+        work.step()
         answer = series(rest_cluster, metrics, model=model, step=1)
         known = {i["metric"]: [v for v in i["values"] if v is not None] for i in answer["items"]}
-        # A sample between a push and the heartbeat that tells of it has only some of it.
-        whole = len(known) == 6 and max(known["model.version"], default=0) == 3
+        # A look between a push and the heartbeat that tells of it has only some of it.
+        whole = len(known) == 6 and max(known["model.version"], default=0) >= 3
         return answer if whole and max(known["model.pushes_per_s"], default=0) > 0 else None
 
-    answer = eventually(told, what="all six series, with all three pushes")
+    answer = eventually(told, what="all six series, with three pushes at least")
 
     assert {i["metric"]: i["unit"] for i in answer["items"]} == {
         "model.pushes_per_s": "1/s",
@@ -65,12 +87,12 @@ def test_what_a_model_did_can_be_read_later(rest_cluster: Nodes, model: str) -> 
     assert answer["step_s"] == 1
     assert abs(answer["start_s"] + answer["count"] - time.time()) < 5
     by_name = {i["metric"]: {"count": answer["count"], "items": [i]} for i in answer["items"]}
-    assert max(values(by_name["model.version"], model=model)) == 3
+    assert 3 <= max(values(by_name["model.version"], model=model)) <= work.steps
     assert max(values(by_name["model.pushes_per_s"], model=model)) > 0
     assert 0 < max(values(by_name["model.push_p99_s"], model=model)) < 30
     assert 0 <= min(values(by_name["worker.lag"], worker=f"{model}/a"))
     assert max(values(by_name["worker.lag"], worker=f"{model}/a")) <= 2
-    assert sum(values(by_name["reported.loss"])) <= 1.0 + 1 / 2 + 1 / 3 + 1e-6
+    assert 0 < min(values(by_name["reported.loss"])) <= 1.0
 
 
 def test_every_metric_of_the_list_can_be_asked_for(rest_cluster: Nodes, model: str) -> None:

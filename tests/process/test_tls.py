@@ -132,10 +132,14 @@ def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Pat
         eventually(lambda: client.get_run(run["id"])["state"] in ended, within_s=90.0)
         assert client.get_run(run["id"])["state"] == "finished", client.get_run(run["id"])
 
-    status, doctor = closed.psctl("status"), closed.psctl("doctor")
+    def idle() -> bool:
+        status = closed.psctl("status")
+        assert status.returncode == 0, status.stderr
+        return re.search(r"worker-0 +idle", status.stdout) is not None
+
+    eventually(idle, within_s=30.0, what="the heartbeat of a worker that has nothing to do")
+    doctor = closed.psctl("doctor")
     saved = closed.psctl("checkpoint", "save", "digits-tls", str(tmp_path / "saved"))
 
-    assert status.returncode == 0, status.stderr
-    assert re.search(r"worker-0 +idle", status.stdout), status.stdout
     assert re.search(r"shard-0 +\S+ +\d+ MiB/s", doctor.stdout), doctor.stdout
     assert saved.returncode == 0, saved.stderr

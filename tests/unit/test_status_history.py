@@ -13,7 +13,7 @@ from paramserver import limits
 from paramserver.errors import PsError
 from paramserver_scheduler.history import History
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
-from paramserver_scheduler.schema import ClusterStatus, NodeStatus, RunStatus, Status
+from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
 from paramserver_scheduler.screen import Screen
 
 NOW = 1_700_000_000
@@ -114,6 +114,30 @@ def status(now: float, *, shards: dict[str, tuple[str, int]], runs: dict[str, st
         state="ok", problems=[], version="0", term=1, map_epoch=1, uptime_s=1.0, redis=redis, now=now
     )
     return Status(cluster=cluster, nodes=nodes, models=[], runs=made, events=[])
+
+
+def model(name: str, pushes_per_s: float) -> ModelStatus:
+    times = dict.fromkeys(("push_p50_s", "push_p99_s", "pull_p50_s", "pull_p99_s", "lag", "lr"), None)
+    return ModelStatus(
+        name=name, generation=1, revision=1, timeline=0, state="ready", mode="async", optimizer="sgd", created_s=NOW,
+        parameters=1, elements=1, partitions=1, served=1, shards=[], owners=[], loading=[], moving=[], version=3,
+        durable_version=3, clock=0, waiting_for=[], updates_per_s=pushes_per_s, pushes_per_s=pushes_per_s,
+        pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={}, series=[], **times,
+    )  # fmt: skip
+
+
+def test_a_model_at_work_has_series_however_many_are_idle() -> None:
+    """With more idle models than there is room for, one that is pushed to is written from its first second."""
+    history, idle = History(0.0), [model(f"idle-{i}", 0.0) for i in range(limits.STATUS_SERIES_MAX)]
+    for second in range(3):
+        now = status(NOW + second, shards={}, runs={})
+        busy = [model("busy", 5.0)] if second == 2 else []
+        history.record(now.model_copy(update={"models": idle + busy}), float(second))
+
+    grid = Grid.of(NOW, NOW + 2, 1, NOW + 2)
+    ((_, values),) = history.rings.read("model.pushes_per_s", {"model": "busy"}, grid)
+    assert values == [None, None, 5.0]
+    assert len(history.rings.read("model.version", {"model": "idle-0"}, grid)) == 1
 
 
 def test_events_are_what_differs_from_the_second_before() -> None:
