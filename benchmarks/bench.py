@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ START_S = 8.0
 def main() -> None:
     """Measure, or read what was measured, and print the tables."""
     options = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped and nothing is left
     if options.source:
         report(loaded(options.source), to_page=options.write)
         return

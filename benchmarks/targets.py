@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.cells import RIVALS, systems
+from benchmarks.cells import RIVALS, cell, systems
 from benchmarks.tables import Row, number, table
 
 Rows = Mapping[tuple[str, str], Row]
@@ -56,7 +56,7 @@ class Ratio:
         all_of_them = self.rivals == RIVALS
         known = [r for n in self.rivals if (r := rows.get((self.cell, n))) is not None and r.windows]
         whom = "ps-lite (recorded)" if self.recorded else "the best rival" if all_of_them else _label(self.rivals[0])
-        text = f"{self.cell} {_label(self.ours)} ≥ {self.least:g}x {whom}"
+        text = f"{cell(self.cell).title}: {_label(self.ours)} ≥ {self.least:g}x {whom}"
         own = rows.get((self.cell, self.ours))
         if own is None or not own.windows or (not known and self.recorded is None):
             return Outcome(text, "", "not measured")
@@ -81,7 +81,7 @@ class Bound:
     def outcome(self, rows: Rows) -> Outcome:
         """How it stands."""
         sign = "≤" if self.at_most else "≥"
-        text = f"{self.cell} {_label(self.ours)} {sign} {self.bound:,g} {self.unit}"
+        text = f"{cell(self.cell).title}: {_label(self.ours)} {sign} {self.bound:,g} {self.unit}"
         row = rows.get((self.cell, self.ours))
         if row is None or not row.windows:
             return Outcome(text, "", "not measured")

@@ -153,6 +153,8 @@ class Rounds:
         self._zeros = np.zeros(work.elements, np.float32)
         self._rng = np.random.default_rng(7 + rank)
         self._values: F32 | None = None
+        if work.kind == "W4":
+            Digits.images()  # reading them takes seconds, and no window
 
     def run(self, seconds: float, *, warm: bool) -> Window:
         """Rounds for so long, or until the digits are learned; while `warm`, W4 pushes zeros and learns nothing."""
@@ -201,7 +203,9 @@ class Rounds:
             return
         if mode == "async" or self._values is None:
             self._values = whole(client.pull())
-        gradient = Digits.gradient(self._values, self._rng) if learn else self._zeros
+        gradient = Digits.gradient(self._values, self._rng)
+        if not learn:
+            gradient = self._zeros
         if mode == "sync":
             self._values = whole(client.exchange(gradient))
         else:
