@@ -1,10 +1,10 @@
 """How fast it is, side by side with what one would use in its place, on this machine.
 
     make bench                                          everything, about an hour; leave the machine alone meanwhile
-    make bench ARGS=--quick                             two short passes of everything, to see that it runs
+    make bench ARGS=--quick                             one short pass of everything: a look in 10 minutes
     make bench ARGS="--only W1"                         W1 W3 W4 W5 cost
     make bench ARGS="--cells w1-10mb --systems ours-http2 socket torch-tcp"
-    make bench ARGS="--from bench.jsonl --write"        tables of a run, even a broken-off one, into docs/performance.md
+    make bench ARGS="--from build/bench.jsonl --write"  tables of a run, even a broken-off one, into docs/performance.md
 
 Systems that are not installed are left out with a line that says what to install.  Each cell is measured in passes; a
 pass launches every system once, so what disturbs the machine disturbs all of them.  Figures are medians over passes.
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +43,7 @@ def main() -> None:
         report(loaded(options.source), to_page=options.write)
         return
     chosen = cells_of(options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w") as out:
         records = measure(chosen, options, out)
     print(f"the results are in {options.out}", file=sys.stderr)
@@ -54,23 +55,32 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
-    parser.add_argument("--cells", nargs="+", choices=[c.key for c in CELLS], help="these cells and nothing else")
-    parser.add_argument("--systems", nargs="+", choices=list(systems()), help="these systems only")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {names(PARTS)}")
+    parser.add_argument(
+        "--cells", nargs="+", choices=[c.key for c in CELLS], metavar="CELL", help=f"only {names(c.key for c in CELLS)}"
+    )
+    parser.add_argument(
+        "--systems", nargs="+", choices=list(systems()), metavar="SYSTEM", help=f"only {names(systems())}"
+    )
     parser.add_argument("--passes", type=int, default=5, help="launches of each system in each cell")
     parser.add_argument(
         "--seconds", type=float, default=1.5, help="of a timed window, and of the untimed one before it"
     )
-    parser.add_argument("--quick", action="store_true", help="2 passes of 0.3 seconds: for a look, not for figures")
-    parser.add_argument("--out", type=Path, default=Path("bench.jsonl"), help="file of the raw results, a line each")
+    parser.add_argument("--quick", action="store_true", help="one pass of 0.3 seconds: for a look, not for figures")
+    parser.add_argument("--out", type=Path, default=Path("build/bench.jsonl"), help="file of the raw results")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measure nothing: tabulate this file")
     parser.add_argument("--write", action="store_true", help="replace the tables in docs/performance.md")
     options = parser.parse_args()
     if options.quick:
-        options.passes, options.seconds = 2, 0.3
+        options.passes, options.seconds = 1, 0.3
     if options.passes < 1 or options.seconds <= 0:
         parser.error("--passes and --seconds must be positive")
     return options
+
+
+def names(words: Iterable[str]) -> str:
+    """As a list in a sentence."""
+    return ", ".join(words)
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
@@ -95,8 +105,7 @@ def measure(chosen: Sequence[Cell], options: argparse.Namespace, out: IO[str]) -
         if reason := systems()[name].missing():
             able.remove(name)
             print(f"left out: {systems()[name].label.replace('**', '')}: {reason}", file=sys.stderr)
-    names = {c.key: [n for n in c.systems if n in able] for c in chosen}
-    plan = [(c, i, n) for c in chosen for i, n in order(names[c.key], options.passes, c.once)]
+    plan = [(c, i, n) for c in chosen for i, n in order([n for n in c.systems if n in able], options.passes, c.once)]
     for (c, i, name), note in progress(plan, options.seconds):
         note(f"{c.title}: {name}, pass {i + 1} of {1 if name in c.once else options.passes}")
         head = {"cell": c.key, "system": name, "pass": i}
@@ -179,7 +188,8 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
         parts["cost"] = cost.tables(costs)
     figures = {k: float(v) for found in costs.values() for k, v in found.items() if isinstance(v, int | float)}
     if optimizers:
-        figures["adam_of_copy"] = max(1 / r["of_copy"] for r in optimizers["rows"] if r["name"] == "adam")
+        adam = sorted((r["elements"], 1 / r["of_copy"]) for r in optimizers["rows"] if r["name"] == "adam")
+        figures |= {"adam_in_cache": adam[0][1], "adam_in_memory": adam[-1][1]}
     found_targets = outcomes(rows, figures, measured_only=not to_page)
     parts["targets"] = target_table(found_targets)
     for name, text in parts.items():

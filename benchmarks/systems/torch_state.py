@@ -5,6 +5,7 @@ A module of its own, since torch names functions by module and this one cannot b
 
 import os
 import threading
+import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,7 +38,8 @@ def serve(work: Work, index: int, port: int, tcp: bool, pipe: Connection) -> Non
 
 
 def prepare() -> None:
-    """Keep to the loopback interface and to one thread of computing."""
+    """Keep to the loopback interface and to one thread of computing, without warnings about torch to torch."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
     os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
 
