@@ -8,20 +8,22 @@ from typing import Final, Protocol, cast
 from paramserver import kernels
 from paramserver.codecs import Codec, check_content, check_whole
 from paramserver.codecs.stage import packed_bytes_max, unpack
+from paramserver.core.layout import Range
 from paramserver.core.shard_io import PushPart
 from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX
-from paramserver.types import AnyArray, Coding, DType
+from paramserver.types import ITEMSIZE, AnyArray, Coding, DType
 from paramserver.wire.frame import PushFrame
-from paramserver.wire.tensor import NUMPY_DTYPE
+from paramserver.wire.tensor import NUMPY_DTYPE, crc_after, slice_crc
 from paramserver_shard.directory import KnownModel
-from paramserver_shard.exchange import with_checksum
 from paramserver_shard.receiving import apart
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """A larger part is checked in a thread, besides the event loop's reading."""
 INLINE_UNPACK_BYTES_MAX: Final = 64 << 10
 """The same where a second stage is undone, which takes about a millisecond for each MiB."""
+BLOCK_BYTES: Final = 256 << 10
+"""What is checked at a time: it stays in the cache from one look at it to the next."""
 
 
 class Threads(Protocol):
@@ -84,9 +86,23 @@ class Arriving:
         else:
             data = data.view(NUMPY_DTYPE[coding])
         ranges = None if part.ranges is None or count == size else tuple(part.ranges)
+        finite, crc = checked(data, coding, ranges or ((0, size),) if self._with_crc else None)
+        return PushPart(part.partition, data, coding, crc, finite, ranges, part.base, self._apart)
+
+
+def checked(data: AnyArray, coding: Coding, ranges: Sequence[Range] | None) -> tuple[bool, int]:
+    """Whether all elements are finite, and with `ranges` the `slice_crc` (else 0), in one pass through the cache."""
+    if data.nbytes <= BLOCK_BYTES or coding not in ITEMSIZE:
         finite = kernels.all_finite(data, coding)
-        made = PushPart(part.partition, data, coding, 0, finite, ranges, part.base, self._apart)
-        return with_checksum(made, size) if self._with_crc else made
+        return finite, 0 if ranges is None else slice_crc(coding, ranges, data)
+    finite, crc = True, 0 if ranges is None else slice_crc(coding, ranges, b"")
+    step = BLOCK_BYTES // ITEMSIZE[coding]
+    for at in range(0, data.size, step):
+        block = data[at : at + step]
+        finite = kernels.all_finite(block, coding) and finite
+        if ranges is not None:
+            crc = crc_after(crc, block)
+    return finite, crc
 
 
 def _seen(future: asyncio.Future[PushPart]) -> None:

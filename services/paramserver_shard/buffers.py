@@ -38,7 +38,7 @@ def _size_class(size_bytes: int) -> int:
 class _Memory:
     """The memory of one buffer, and the file it is, if others can map it."""
 
-    __slots__ = ("array", "file", "retired", "size")
+    __slots__ = ("__weakref__", "array", "file", "next", "retired", "size")
 
     def __init__(self, array: U8, file: str | None) -> None:
         self.array: Final = array
@@ -46,6 +46,8 @@ class _Memory:
         self.size: Final = array.size
         self.retired = False
         """Never to be handed out again: somebody may have it mapped."""
+        self.next: weakref.ref[_Memory] | None = None
+        """What followed it last time, and will again if it is free: a partition goes to and fro between two buffers."""
 
     @property
     def address(self) -> int:
@@ -71,17 +73,25 @@ class BufferPool:
         self.lent_bytes = 0
         """Memory that somebody holds."""
 
-    def take_bytes(self, size_bytes: int, *, shared: bool = False) -> U8:
-        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room."""
+    def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
+        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
+
+        With `after`, a buffer of the same kind that it will take the place of, the same one as last time if it is free:
+        clients who have mapped a model's buffers side by side then find the same ones in the same order.
+        """
         if size_bytes < SMALL_BYTES:
             return np.empty(size_bytes, np.uint8)
         size, shared = _size_class(size_bytes), shared and self._folder is not None
         free = self._free.setdefault((size, shared), deque())
-        try:
-            memory = free.pop()
+        held = None if after is None else self._lent.get(_address(after))
+        before = None if held is None else held[1]
+        memory = self._free_one(free, before)
+        if memory is not None:
             self.kept_bytes -= size
-        except IndexError:
+        else:
             memory = self._make(size, shared)
+        if before is not None:
+            before.next, memory.next = weakref.ref(memory), weakref.ref(before)
         # Views collapse their base down to this array and no further (its own base is no ndarray), so it lives as long
         # as any view of it.
         lease = np.frombuffer(memory.array.data, np.uint8)
@@ -89,9 +99,9 @@ class BufferPool:
         self.lent_bytes += size
         return lease[:size_bytes]
 
-    def take(self, count: int, *, shared: bool = False) -> F32:
-        """An uninitialised float32 array of `count` elements."""
-        return self.take_bytes(count * 4, shared=shared).view(np.float32)
+    def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
+        """An uninitialised float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
+        return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
 
     def file_of(self, array: AnyArray) -> str | None:
         """The file in the shared folder that begins with this array's first element; None if there is none."""
@@ -105,6 +115,23 @@ class BufferPool:
                 memory.retired = True
                 assert self._folder is not None
                 self._folder.remove(file)
+
+    @staticmethod
+    def _free_one(free: "deque[_Memory]", before: _Memory | None) -> _Memory | None:
+        """A free buffer: what followed `before` last time, else the one free for longest, which belonged to a partition
+        as early; without `before` the one in the cache.  None if there is none.
+        """
+        wanted = None if before is None or before.next is None else before.next()
+        try:
+            if wanted is not None:
+                free.remove(wanted)
+                return wanted
+        except ValueError:
+            pass  # somebody has it
+        try:
+            return free.pop() if before is None else free.popleft()
+        except IndexError:
+            return None
 
     def _make(self, size: int, shared: bool) -> _Memory:
         if shared:

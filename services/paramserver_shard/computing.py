@@ -46,7 +46,7 @@ def _update(task: UpdateTask, pool: BufferPool, spare: F32 | None) -> TaskResult
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     fits = spare is not None and spare.dtype == np.float32 and spare.size == size
-    values = spare if spare is not None and fits else pool.take(size, shared=True)
+    values = spare if spare is not None and fits else pool.take(size, shared=True, after=state.values)
     slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
         return TaskResult(None)

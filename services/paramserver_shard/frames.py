@@ -230,7 +230,7 @@ class FrameBody:
         return ITEMSIZE[self._dtype] * sum(piece.size for part in self._parts for piece in part.pieces)
 
     def chunks(self, first: bytes) -> Iterator[bytes]:
-        """`first` and the body, as pieces of at most 1 MiB; short ones are joined."""
+        """`first` and the body, in pieces of 1 MiB but for the last."""
         if self._lease is not None:
             yield first
             return
@@ -241,12 +241,15 @@ class FrameBody:
             for piece in part.pieces:
                 for at in range(0, piece.size, step):
                     data = _bytes(piece[at : at + step], self._dtype)
-                    if size + len(data) > CHUNK_BYTES:
-                        yield waiting[0] if len(waiting) == 1 and isinstance(waiting[0], bytes) else b"".join(waiting)
-                        waiting, size = [], 0
-                    waiting.append(data)
-                    size += len(data)
-        yield b"".join(waiting)
+                    while data:
+                        taken = data[: CHUNK_BYTES - size]
+                        waiting.append(taken)
+                        data, size = data[len(taken) :], size + len(taken)
+                        if size == CHUNK_BYTES:
+                            yield b"".join(waiting)
+                            waiting, size = [], 0
+        if waiting:
+            yield b"".join(waiting)
 
 
 def _bytes(values: F32, dtype: str) -> memoryview:

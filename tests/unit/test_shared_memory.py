@@ -14,6 +14,7 @@ import pytest
 from paramserver import limits
 from paramserver.client.windows import PAGE_BYTES, Window, Windows, writable
 from paramserver.errors import ConflictError, RequestError, Unavailable
+from paramserver.types import F32
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.lending import Lending
 from paramserver_shard.shared_folder import SharedFolder, sweep
@@ -58,6 +59,33 @@ def versions(folder: SharedFolder) -> BufferPool:
 def lending(folder: SharedFolder, versions: BufferPool, clock: Clock) -> Lending:
     """What the folder's shard lends."""
     return Lending(versions, BufferPool(folder=folder), clock)
+
+
+def test_partitions_go_to_and_fro_between_the_same_buffers(versions: BufferPool) -> None:
+    """Push after push a model's values lie in the same two rows of files, so that what was mapped once serves again."""
+    values = [versions.take(COUNT, shared=True) for _ in range(6)]
+    rows = []
+    for _ in range(8):
+        fresh = [versions.take(COUNT, shared=True, after=v) for v in values]
+        values = fresh
+        rows.append(tuple(versions.file_of(v) for v in values))
+
+    assert len(set(rows)) == 2
+    assert not set(rows[0]) & set(rows[1])
+
+
+def test_a_reader_that_holds_a_version_takes_no_buffer_away(versions: BufferPool) -> None:
+    """While old values are read new ones go elsewhere; afterwards no more than three rows are in use."""
+    values, rows = [versions.take(COUNT, shared=True) for _ in range(4)], []
+    held: list[list[F32]] = []
+    for _ in range(12):
+        held = [*held, values][-1:]
+        values = [versions.take(COUNT, shared=True, after=v) for v in values]
+        assert not {versions.file_of(v) for v in values} & {versions.file_of(v) for row in held for v in row}
+        rows.append(tuple(versions.file_of(v) for v in values))
+
+    assert len({file for row in rows for file in row}) <= 3 * 4
+    assert len(set(rows[-6:])) <= 3
 
 
 def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: BufferPool) -> None:

@@ -60,8 +60,13 @@ def from_f32(a: F32, dtype: str) -> AnyArray:
 def slice_crc(dtype: str, ranges: Iterable[tuple[int, int]], data: AnyArray | memoryview | bytes) -> int:
     """CRC-32 (zlib's) of a partition's slice: dtype name, ranges as little-endian u64 pairs, elements."""
     head = dtype.encode() + np.array(list(ranges), "<u8").tobytes()
+    return crc_after(zlib_ng.crc32(head), data)
+
+
+def crc_after(crc: int, data: AnyArray | memoryview | bytes) -> int:
+    """CRC-32 of what had `crc` and then `data`: a slice's checksum, block by block."""
     raw = data.view(np.uint8) if isinstance(data, np.ndarray) else data
-    return int(zlib_ng.crc32(raw, zlib_ng.crc32(head)))
+    return int(zlib_ng.crc32(raw, crc))
 
 
 def _wrong(where: str, detail: str, code: str = "invalid_shape") -> PsError:
