@@ -242,10 +242,10 @@ class FrameBody:
                 for at in range(0, piece.size, step):
                     data = _bytes(piece[at : at + step], self._dtype)
                     while data:
-                        taken = data[: CHUNK_BYTES - size]
+                        taken = data[: max(0, CHUNK_BYTES - size)]
                         waiting.append(taken)
                         data, size = data[len(taken) :], size + len(taken)
-                        if size == CHUNK_BYTES:
+                        if size >= CHUNK_BYTES:
                             yield b"".join(waiting)
                             waiting, size = [], 0
         if waiting:
