@@ -6,6 +6,7 @@ from urllib.parse import unquote
 
 from fastapi import FastAPI, Request, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paramserver import __version__
 from paramserver.errors import problem
@@ -48,18 +49,37 @@ class Services:
     """None: everyone may do everything."""
 
 
+class ShardApp(FastAPI):
+    """FastAPI with a short way past its router for pushes and pulls: it takes a tenth of a small one's time."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.short: dict[str, ASGIApp] = {}
+        """By path, for POST; the same routes are in the router too, for all that asks it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        way = self.short.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if way is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await way(scope, receive, send)
+
+
 def make_app(services: Services) -> FastAPI:
     """The ASGI app of one shard."""
     s = services
-    app = FastAPI(
+    app = ShardApp(
         title="paramserver shard", version=__version__, summary="Pushes and pulls of parameters", docs_url="/docs"
     )
     problems.install(app)
-    app.add_middleware(InFlightMiddleware, in_flight=InFlight(s.membership.memory.limit_bytes))
-    app.add_middleware(NodeMiddleware, guard=guard(app, s.access))
+    in_flight, guarded = InFlight(s.membership.memory.limit_bytes), guard(app, s.access)
+    app.add_middleware(InFlightMiddleware, in_flight=in_flight)
+    app.add_middleware(NodeMiddleware, guard=guarded)
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
         asgi = endpoint(s.membership, s.reader, s.frames, s.names, s.telemetry)
-        app.router.routes.append(Route(path, asgi, methods=["POST"], include_in_schema=False))
+        route = Route(path, asgi, methods=["POST"], include_in_schema=False)
+        app.router.routes.append(route)
+        app.short[path] = NodeMiddleware(InFlightMiddleware(_routed(route), in_flight), guarded)
     app.include_router(health.router("shard", s.membership.unready))
     app.include_router(internal_router(s.membership, s.models, s.runtime, s.reader))
     app.include_router(slots.router(s.membership, s.frames))
@@ -67,6 +87,16 @@ def make_app(services: Services) -> FastAPI:
     _add_forwarding(app, s)
     openapi.describe(app)
     return app
+
+
+def _routed(route: Route) -> ASGIApp:
+    """The route's endpoint, told as the router tells it which route it is."""
+
+    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = route
+        await route.app(scope, receive, send)
+
+    return endpoint
 
 
 def _add_arrays(app: FastAPI, s: Services) -> None:
