@@ -2,7 +2,7 @@
 
     make bench                                          everything, about an hour; leave the machine alone meanwhile
     make bench ARGS=--quick                             one short pass of everything: a look in 10 minutes
-    make bench ARGS="--only W1"                         W1 W3 W4 W5 cost
+    make bench ARGS="--only W1"                         W1 W3 W4 W5 cost stages
     make bench ARGS="--cells w1-10mb --systems ours-http2 socket torch-tcp"
     make bench ARGS="--from build/bench.jsonl --write"  tables of a run, even a broken-off one, into docs/performance.md
 
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from benchmarks import cost
+from benchmarks import cost, stages
 from benchmarks.cells import CELLS, Cell, order, systems
 from benchmarks.launch import Failed, launch
 from benchmarks.tables import cell_table, loaded, number, summarized, table, write
 from benchmarks.targets import outcomes, target_table
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("W1", "W3", "W4", "W5", "cost")
+PARTS = ("W1", "W3", "W4", "W5", "cost", "stages")
 START_S = 8.0
 """About how long a launch takes beside its windows, until it is known better."""
 
@@ -120,6 +120,9 @@ def measure(chosen: Sequence[Cell], options: argparse.Namespace, out: IO[str]) -
     if not options.cells and "cost" in options.only:
         for name, figures in cost.measured(quick=options.quick):
             keep({"cost": name, "figures": figures})
+    if not options.cells and "stages" in options.only:
+        print("stages of a round of 10 MB", file=sys.stderr)
+        keep({"profile": stages.profile(10.0, 5 if options.quick else 25)})
     return records
 
 
@@ -181,6 +184,7 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
         ]
         if found:
             parts[name] = "\n\n".join(found)
+    parts |= {"profile": r["profile"] for r in records if "profile" in r}
     if optimizers := next((r["kernels"] for r in records if "kernels" in r), None):
         parts["optimizers"] = kernel_table(optimizers)
     costs = {r["cost"]: r["figures"] for r in records if "cost" in r}

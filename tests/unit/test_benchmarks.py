@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from benchmarks import bench, cost, meters, tables, targets
+from benchmarks import bench, cost, meters, stages, tables, targets
 from benchmarks.cells import CELLS, RIVALS, Cell, cell, order, systems
 from benchmarks.launch import Failed, figures, launch
 from benchmarks.meters import Reading
@@ -380,6 +380,15 @@ def test_a_system_that_loses_updates_is_found_out() -> None:
     assert str(launch(Planted(broken=False), TINY, 0.1)["check"]).startswith("WRONG: 1024 of 1024")
     with pytest.raises(Failed, match="planted"):
         launch(Planted(broken=True), Work("W1", 1024, workers=2), 0.1)
+
+
+@pytest.mark.process
+def test_the_stages_of_a_round_are_told() -> None:
+    """Every pass over the bytes and every transport has its line and took some time."""
+    lines = stages.profile(0.05, 1).splitlines()
+    assert len(lines) == 13
+    assert sum("over HTTP/2, p" in line for line in lines) == 2
+    assert all(float(line.split("|")[4]) > 0 for line in lines[2:])
 
 
 @pytest.mark.process

@@ -1,0 +1,239 @@
+"""Where the time of a round goes: each pass over the bytes by itself, and the transport alone, against the floor.
+
+    python -m benchmarks.stages                  10 MB, as a table in Markdown
+    python -m benchmarks.stages --megabytes 100
+
+Each stage is the product's own code on one thread with the rest left out, the median of `--repeats`.  In a round some
+of them run beside each other: checks while the next bytes arrive, partitions on all processors.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from benchmarks.meters import median
+from benchmarks.tables import number, table
+
+from paramserver import kernels
+from paramserver.client.calls import Request
+from paramserver.client.credentials import Credentials
+from paramserver.client.gradients import Scan, prepare, write
+from paramserver.client.transport import BlockingTransport
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver_node.redis_server import free_port
+from paramserver_node.server import serve_granian
+from paramserver_shard.arriving import checked
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.receiving import Body
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a round."""
+
+    name: str
+    where: str
+    """Which way it is part of."""
+    seconds: float
+    passes: str
+    """How often it touches each byte."""
+
+
+def timed(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call, after two that are not counted."""
+    times = []
+    for i in range(repeats + 2):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+        del times[: len(times) if i < 2 else 0]
+    return median(times)
+
+
+def passes(elements: int, repeats: int) -> Iterator[Stage]:
+    """Everything that touches the bytes, without any transport."""
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [elements]}}}))
+    source, target = np.ones(elements, np.float32), np.ones(elements, np.float32)
+    yield Stage("copy the vector (the floor)", "", timed(lambda: np.copyto(target, source), repeats), "1 read, 1 write")
+
+    gradient = prepare(layout, source)
+    out, scan = np.ones(elements, np.float32).view(np.uint8), partial(Scan, exact=False)
+    copied = timed(lambda: write(gradient, gradient.selection.parts, out.data, scan()), repeats)
+    yield Stage("worker: gradient into body or slot, tested for NaN", "push", copied, "1 read, 1 write, 1 look")
+
+    sizes = [4 * layout.partition_size(i) for i in range(layout.spec.partitions)]
+    pool, chunks = BufferPool(), [bytes(out[at : at + MIB]) for at in range(0, out.size, MIB)]
+
+    def receive() -> None:
+        body = Body(sizes)
+        body.open(pool)
+        for chunk in chunks:
+            body.feed(chunk)
+        body.end()
+
+    yield Stage("shard: chunks into partitions' buffers", "push, HTTP/2", timed(receive, repeats), "1 read, 1 write")
+    parts = [np.ones(size // 4, np.float32) for size in sizes]
+    looked = timed(lambda: [checked(p, "float32", ((0, p.size),)) for p in parts], repeats)
+    yield Stage("shard: finite, and checksum of the push id", "push", looked, "1 read, 1 more in the cache")
+    values, results = [np.ones_like(p) for p in parts], [np.ones_like(p) for p in parts]
+    optimizer = layout.spec.optimizer
+
+    def apply() -> None:
+        for w, g, new in zip(values, parts, results, strict=True):
+            kernels.apply(optimizer, [kernels.SegmentStep(0, w.size, 2.0**-10)], w, (), g, "float32", new, ())
+
+    yield Stage("shard: apply SGD into the next version", "push", timed(apply, repeats), "2 reads, 1 write")
+
+    def cut() -> None:
+        for p in parts:
+            raw = p.view(np.uint8)
+            for at in range(0, raw.size, MIB):
+                bytes(raw[at : at + MIB].data)
+
+    yield Stage("shard: version into chunks for the server", "pull, HTTP/2", timed(cut, repeats), "1 read, 1 write")
+
+    def collect() -> None:
+        at = 0
+        for chunk in chunks:
+            out.data[at : at + len(chunk)] = chunk
+            at += len(chunk)
+
+    yield Stage("worker: chunks into the caller's vector", "pull, HTTP/2", timed(collect, repeats), "1 read, 1 write")
+
+
+@contextmanager
+def child(target: Callable[..., None], *args: Any) -> Iterator[None]:
+    """A process that ends with the block."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _bare(port: int, size: int) -> None:
+    buffer = memoryview(bytearray(size))
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        peer, _ = listener.accept()
+        while kind := peer.recv(1):
+            if kind == b"r":
+                peer.sendall(buffer)
+                continue
+            at = 0
+            while at < size:
+                at += peer.recv_into(buffer[at:])
+            peer.sendall(b"k")
+
+
+def _http(port: int, size: int) -> None:
+    """A server of nothing but bytes: reads a body away, or sends one."""
+    chunk, stop = bytes(MIB), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        while message.get("more_body"):
+            message = await receive()
+        length = size if scope["path"] == "/pull" else 2
+        headers = [(b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while length > 0:
+            piece = chunk[:length]
+            length -= len(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": length > 0})
+
+    asyncio.run(serve_granian(app, "127.0.0.1", port, stop))
+
+
+class _Away:
+    """A sink that keeps nothing."""
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def feed(self, chunk: memoryview) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def connected(port: int) -> socket.socket:
+    """A connection to a port that opens soon."""
+    give_up = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            if time.monotonic() > give_up:
+                raise
+            threading.Event().wait(0.05)
+
+
+def transports(size: int, repeats: int) -> Iterator[Stage]:
+    """The bytes over plain TCP, and over the same HTTP/2 server and client with nothing behind them."""
+    buffer = memoryview(bytearray(size))
+    port = free_port()
+    with child(_bare, port, size), connected(port) as peer:
+
+        def pull() -> None:
+            peer.sendall(b"r")
+            at = 0
+            while at < size:
+                at += peer.recv_into(buffer[at:])
+
+        def push() -> None:
+            peer.sendall(b"w")
+            peer.sendall(buffer)
+            peer.recv(1)
+
+        yield Stage("bytes over plain TCP, pull (the floor)", "pull, HTTP/2", timed(pull, repeats), "2 in the kernel")
+        yield Stage("bytes over plain TCP, push (the floor)", "push, HTTP/2", timed(push, repeats), "2 in the kernel")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with child(_http, port, size):
+        connected(port).close()
+        transport = BlockingTransport([url], Credentials.found(None, None, os.environ))
+        for name, body, sink in (("pull", b"-", _Away()), ("push", buffer, None)):
+            request = Request("POST", f"/{name}", body, {}, url, sink)
+            seconds = timed(lambda r=request: transport.perform([r]), repeats)  # type: ignore[misc]
+            yield Stage(f"bytes over HTTP/2, {name}", f"{name}, HTTP/2", seconds, "2 in the kernel, 2 in libraries")
+        transport.close()
+
+
+def profile(megabytes: float, repeats: int) -> str:
+    """The table."""
+    elements = round(megabytes * 1e6) // 4
+    stages: Sequence[Stage] = [*passes(elements, repeats), *transports(4 * elements, repeats)]
+    rows = [[s.name, s.where, f"{s.seconds * 1e3:.2f}", number(4e-9 * elements / s.seconds), s.passes] for s in stages]
+    return table([f"{megabytes:g} MB", "part of", "ms", "GB/s", "passes over the bytes"], rows)
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=10.0, help="size of the vector")
+    parser.add_argument("--repeats", type=int, default=25, help="calls of which the median is taken")
+    options = parser.parse_args()
+    if options.megabytes < 0.01 or options.repeats < 1:
+        parser.error("--megabytes must be at least 0.01, --repeats at least 1")
+    kernels.warm_up()
+    print(profile(options.megabytes, options.repeats))
+
+
+if __name__ == "__main__":
+    main()
