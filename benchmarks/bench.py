@@ -184,7 +184,8 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
         ]
         if found:
             parts[name] = "\n\n".join(found)
-    parts |= {"profile": r["profile"] for r in records if "profile" in r}
+    if profile := next((r["profile"] for r in records if "profile" in r), None):
+        parts["profile"] = profile
     if optimizers := next((r["kernels"] for r in records if "kernels" in r), None):
         parts["optimizers"] = kernel_table(optimizers)
     costs = {r["cost"]: r["figures"] for r in records if "cost" in r}
