@@ -25,11 +25,12 @@ from paramserver.errors import problem
 LEADER_KEY: Final = "ps:leader"
 TERM_KEY: Final = "ps:term"
 SCHEDULERS_KEY: Final = "ps:schedulers"
+WRITTEN_KEY: Final = "ps:written"
 _NEVER_MS: Final = 1 << 53
 TIMEOUT_S: Final = 1.0
 """Redis is asked again within a lease even if one question gets no answer."""
 
-# KEYS: leader, term, schedulers.  ARGV: place, url, name, id, then what the script itself takes.
+# KEYS: leader, term, schedulers, written.  ARGV: place, url, name, id, then what the script itself takes.
 # Leaves `others`, every scheduler seen lately, as JSON.
 _SEEN: Final = """
 local clock = redis.call('TIME')
@@ -74,14 +75,15 @@ return {0, string.format('%.0f', term), leader or '', others, now}
 """
 )
 
-# ARGV 6: the term led.  1: renewed, 0: a newer leader, -1: Redis has lost the term (it was emptied).
+# ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged.  1: renewed, 0: a newer leader,
+# -1: Redis has lost the term (it was emptied), or that write (it came back with what it held earlier).
 _RENEW: Final = (
     _SEEN
     + """
 local mine = tonumber(ARGV[6])
 if term > mine then return {0, '', leader or '', others} end
 leader = lead(mine)
-if term < mine then return {-1, '', leader, others} end
+if term < mine or (redis.call('GET', KEYS[4]) or '') < ARGV[7] then return {-1, '', leader, others} end
 return {1, '', leader, others}
 """
 )
@@ -103,7 +105,7 @@ class Deposed(Exception):
 
 
 class Emptied(Exception):
-    """Raised when Redis has lost what was written under this term: everything must be written anew."""
+    """Raised when Redis has lost what was written under this term, or some of it: everything must be written anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class Lease:
         self.id = secrets.token_hex(8)
         self.term = 0
         """The term this scheduler leads, or last led."""
+        self.written = ""
+        """Number of the newest write of this term that Redis has acknowledged."""
         self.known_term = 0
         """The highest term heard of."""
         self.emptied = False
@@ -166,7 +170,7 @@ class Lease:
         self.known_term = max(self.known_term, int(term))
         self._note(leader, others)
         if won:
-            self.term = int(term)
+            self.term, self.written = int(term), ""
         elif int(term) == 0 and not leader and self._expect_state and not self.known_term:
             raise problem(
                 "corrupt_state",
@@ -177,12 +181,12 @@ class Lease:
 
     async def renew(self) -> None:
         """Lead on for another 3 s.  Raises Deposed, or Emptied (then the lease is renewed all the same)."""
-        done, _, leader, others = await self._run(self._renew, [self.term])
+        done, _, leader, others = await self._run(self._renew, [self.term, self.written])
         self._note(leader, others)
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
-            raise Emptied(f"Redis has lost term {self.term}")
+            raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
 
     async def release(self) -> None:
         """Leave: another may lead at once."""
@@ -202,7 +206,7 @@ class Lease:
         args = [self.place, self.id] if extra is None else [*identity, *extra]
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                result = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY], args=args)
+                result = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
             raise unavailable(e) from e

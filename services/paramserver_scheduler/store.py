@@ -16,17 +16,27 @@ from redis.exceptions import RedisError
 
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
-from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, Deposed, Emptied, Lease, stop_if_cancelled, unavailable
+from paramserver_scheduler.lease import (
+    LEADER_KEY,
+    TERM_KEY,
+    WRITTEN_KEY,
+    Deposed,
+    Emptied,
+    Lease,
+    stop_if_cancelled,
+    unavailable,
+)
 
 STATE_KEY: Final = "ps:state"
-WRITTEN_KEY: Final = "ps:written"
 FENCE_KEY: Final = "ps:fence"
 FORMAT: Final = 1
 
 # KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, '' or the lease
-# with which a Redis that has lost the state is written anew, number of fields to set, (field, document)..., number of
-# fields to delete, field..., number of fences, (shard, epoch)..., then one token for each token key ('' deletes it).
-# 1: done, 0: a newer leader, -1: Redis has lost the state (it was emptied), so a partial write would leave half of it.
+# with which a Redis that has lost the state is written anew, number of the newest write acknowledged, count of fields
+# to set, (field, document)..., number of fields to delete, field..., number of fences, (shard, epoch)..., then one token
+# for each token key ('' deletes it).
+# 1: done, 0: a newer leader, -1: Redis has lost the state (it was emptied) or the end of it (it came back with what it
+# held earlier), so a partial write would leave half of it.
 _WRITE: Final = """
 local stored = redis.call('GET', KEYS[1])
 if stored and tonumber(stored) > tonumber(ARGV[1]) then return 0 end
@@ -39,9 +49,10 @@ if not stored or tonumber(stored) < tonumber(ARGV[1]) then
   redis.call('SET', KEYS[5], cjson.encode(lease))
 end
 local last = redis.call('GET', KEYS[3])
+if (last or '') < ARGV[4] then return -1 end
 if last and last >= ARGV[2] then return 1 end
 redis.call('SET', KEYS[3], ARGV[2])
-local at = 4
+local at = 5
 for i = 1, tonumber(ARGV[at]) do
   redis.call('HSET', KEYS[2], ARGV[at + 1], ARGV[at + 2])
   at = at + 2
@@ -120,6 +131,7 @@ class StateStore:
             return False
         self.anew = True
         self._lease.term += 1
+        self._lease.written = ""
         self._writes = 0
         return True
 
@@ -140,10 +152,12 @@ class StateStore:
             f: None if d is None else json.dumps({**d, "format": FORMAT}, separators=(",", ":"))
             for f, d in documents.items()
         }
-        anew = self.anew
+        anew, term = self.anew, self.term
+        self._writes += 1
+        number = f"{term:010d}{self._writes:012d}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                done = await self._run(new_fields, new_tokens, dict(fences))
+                done = await self._run(number, new_fields, new_tokens, dict(fences))
         except (RedisError, OSError, TimeoutError) as e:
             stop_if_cancelled()
             raise unavailable(e) from e
@@ -151,16 +165,19 @@ class StateStore:
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
-            raise Emptied(f"Redis has lost term {self.term}")
+            raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
+        if term == self.term:
+            self._lease.written = number
         if anew:  # else Redis may have been emptied since this write
             self.anew = False
 
-    async def _run(self, fields: Mapping[str, str | None], tokens: Mapping[str, str], fences: Mapping[str, int]) -> int:
+    async def _run(
+        self, number: str, fields: Mapping[str, str | None], tokens: Mapping[str, str], fences: Mapping[str, int]
+    ) -> int:
         sets = [(f, text) for f, text in fields.items() if text is not None]
         gone = [f for f, text in fields.items() if text is None]
-        self._writes += 1
         lease = self._lease.document() if self.anew else ""
-        args: list[Any] = [self.term, f"{self.term:010d}{self._writes:012d}", lease, len(sets)]
+        args: list[Any] = [self.term, number, lease, self._lease.written, len(sets)]
         for field, text in sets:
             args += (field, text)
         args += (len(gone), *gone, len(fences))

@@ -98,6 +98,34 @@ async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redi
 
 
 @pytest.mark.asyncio
+async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain: Redis) -> None:
+    """One that has lost the last writes of a term, but not the term, is noticed by the next write and by the lease."""
+    async with connect(redis_url) as redis:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        assert await lease.look()
+        store = StateStore(redis, lease)
+        await store.open()
+        await store.write({"a": {"x": 1}})
+        earlier = plain.get("ps:written")
+        assert isinstance(earlier, bytes)
+        await store.write({"a": {"x": 2}, "b": {"x": 2}})
+        await lease.renew()
+        plain.set("ps:written", earlier)
+        plain.hdel("ps:state", "b")
+
+        with pytest.raises(Emptied):
+            await lease.renew()
+        with pytest.raises(Emptied):
+            await store.write({"c": {"x": 3}})
+        assert plain.hkeys("ps:state") == [b"a"]
+        assert store.begin_anew()
+        await store.write({"a": {"x": 2}, "b": {"x": 2}, "c": {"x": 3}})
+        await lease.renew()
+
+        assert sorted(plain.hkeys("ps:state")) == [b"a", b"b", b"c"]
+
+
+@pytest.mark.asyncio
 async def test_fences_only_rise(redis_url: str, plain: Redis) -> None:
     """A fence is written with the fields and tokens of the same decision, and never goes back."""
     async with connect(redis_url) as redis:

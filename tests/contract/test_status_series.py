@@ -110,7 +110,8 @@ def test_every_metric_of_the_list_can_be_asked_for(rest_cluster: Nodes, model: s
     assert {"shard-0", "shard-1"} < nodes
     rss = series(rest_cluster, "node.rss_bytes", node="shard-0")
     assert min(values(rss, node="shard-0")) > 10 << 20
-    shards = values(series(rest_cluster, "cluster.shards", step=1, **{"from": str(time.time() - 60)}))
+    span: dict[str, Any] = {"from": time.time() - 60, "step": 1}
+    shards = values(series(rest_cluster, "cluster.shards", **span))
     assert max(shards) == 2
 
 
