@@ -31,12 +31,12 @@ STATE_KEY: Final = "ps:state"
 FENCE_KEY: Final = "ps:fence"
 FORMAT: Final = 1
 
-# KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, '' or the lease
-# with which a Redis that has lost the state is written anew, number of the newest write acknowledged, count of fields
-# to set, (field, document)..., number of fields to delete, field..., number of fences, (shard, epoch)..., then one token
-# for each token key ('' deletes it).
-# 1: done, 0: a newer leader, -1: Redis has lost the state (it was emptied) or the end of it (it came back with what it
-# held earlier), so a partial write would leave half of it.
+# KEYS: term, state, written, fence, leader, then the token keys. ARGV: term, number of this write, '' or the lease
+# with which a Redis that has lost the state is written anew, number of the last write acknowledged, count of fields
+# to set, (field, document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one
+# token for each token key ('' deletes it).
+# 1: done, 0: a newer leader, -1: Redis has lost the state (it was emptied) or the end of it (it came back with what
+# it held earlier), so a partial write would leave half of it.
 _WRITE: Final = """
 local stored = redis.call('GET', KEYS[1])
 if stored and tonumber(stored) > tonumber(ARGV[1]) then return 0 end
