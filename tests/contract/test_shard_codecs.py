@@ -225,5 +225,11 @@ def test_journaled_pushes_survive_encoded(tmp_path: Path) -> None:
         eventually(lambda: staged.values().size, within_s=60, what="the staged model")
         own.http.post(f"{url}/clock", json={**who, "clock": 1, "wait_s": 20}).raise_for_status()
         eventually(lambda: np.array_equal(staged.values(), a), within_s=30, what="the commit")
-        again = applied.push("int8", int8, push_id=PushId("w", 1, 1))
+
+        def repeated() -> httpx.Response | None:
+            answer = applied.push("int8", int8, push_id=PushId("w", 1, 1))
+            return answer if answer.status_code == 200 else None  # 503 while the shard that is asked has not joined
+
+        again = eventually(repeated, within_s=30, what="the answer to a repeated push")
+        assert again is not None
         assert PushReply.from_header(decode_prefix(again.content)[0]).duplicate
