@@ -89,7 +89,7 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
         except ConnectionError:
             pass
         assert read < ELEMENTS * 4, "the reader was cut off too"
-    assert gauge(cluster, "paramserver_buffer_lent_bytes") <= before, "their memory is free again"
+    eventually(lambda: gauge(cluster, "paramserver_buffer_lent_bytes") <= before, what="their memory, free again")
     assert httpx.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 1]]}}).json()["version"] == 0
 
 
