@@ -44,7 +44,7 @@ class Reign:
         self._doubt = False
         self._asking: asyncio.Task[None] | None = None
         self.over = False
-        """Whether a newer leader is known."""
+        """Whether a newer leader is known, or this one has ended for another reason."""
 
     async def run(self) -> None:
         """Renew the lease until cancelled.  Raises Deposed when another scheduler leads."""
@@ -57,6 +57,7 @@ class Reign:
                         raise Deposed(f"a newer scheduler than term {self._lease.term} leads")
                     await asyncio.sleep(RENEW_S)
         finally:
+            self.over = True
             if self._asking is not None:
                 self._asking.cancel()
 
@@ -68,11 +69,14 @@ class Reign:
         return not self.over
 
     async def _ask(self) -> None:
-        """One renewal; whoever needs one while it is under way waits for the same."""
+        """One renewal; whoever needs one while it is under way waits for the same, and is let go with its end."""
         if self._asking is None:
             self._asking = asyncio.ensure_future(self._renew())
             self._asking.add_done_callback(self._asked)
-        await asyncio.shield(self._asking)
+        asking = self._asking
+        await asyncio.wait({asking})
+        if not asking.cancelled():
+            asking.result()
 
     def _asked(self, _: "asyncio.Task[None]") -> None:
         self._asking = None

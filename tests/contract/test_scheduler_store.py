@@ -1,5 +1,6 @@
 """The scheduler's state in a real Redis: whole writes, in order, by the newest scheduler only."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from paramserver.types import ModelKey, PartitionKey
 from paramserver_node import redis_server
 from paramserver_node.redis import connect
 from paramserver_scheduler.lease import Deposed, Emptied, Lease
+from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.store import StateStore
 
 pytestmark = pytest.mark.process
@@ -172,3 +174,32 @@ async def test_documents_of_another_format_are_refused(redis_url: str, plain: Re
         with pytest.raises(PsError) as caught:
             await (await leading(redis)).open()
         assert caught.value.code == "corrupt_state"
+
+
+@pytest.mark.asyncio
+async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
+    """A request that waits for a renewal hears that the reign is over when it is, and is not cut short by it."""
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async def nobody() -> bool:
+        return False
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, connect(f"redis://127.0.0.1:{port}") as redis:
+        lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+        reign = Reign(lease, lambda _: None, lambda: None, nobody)
+        running = asyncio.ensure_future(reign.run())
+        await asked.wait()
+        reign._doubt = True
+        leads = asyncio.ensure_future(reign.confirm())
+        await asyncio.sleep(0)
+        running.cancel()
+        assert await leads is False
+        await asyncio.gather(running, return_exceptions=True)

@@ -175,7 +175,8 @@ def test_a_worker_given_up_joins_again(client: ps.Client, name: str) -> None:
             lambda: w.step(ones()).state and [x["epoch"] for x in model.workers() if x["worker"] == w.name] == [2],
             what="joining again",
         )
-        assert w.step(ones()).state == "applied"
+        # A gradient that was on its way when the lease was lost may still be dropped.
+        eventually(lambda: w.step(ones()).state == "applied", what="a push under the new epoch")
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: str, tmp_path: Path) -> None:
