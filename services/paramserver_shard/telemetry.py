@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -44,6 +44,8 @@ JOURNAL_S: Final = Histogram(
 JOURNALED: Final = Counter("paramserver_journaled_bytes_total", "Bytes written to the journals", ["level"])
 JOURNAL_WAITING: Final = Gauge("paramserver_journal_waiting_bytes", "Bytes of journal that are not durable yet")
 _BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG)
+
+M = TypeVar("M", Counter, Histogram)
 
 INTERVAL_S: Final = 0.9
 """Rates are taken anew after so long, a little less than the time between two heartbeats."""
@@ -90,6 +92,7 @@ class _Lag:
 class _Flow:
     """What one model's pushes and pulls came to; `marks` are their sums at the beginning of the last intervals."""
 
+    model: str
     marks: deque[tuple[float, tuple[int, ...]]]
     pushes: int = 0
     pulls: int = 0
@@ -98,6 +101,15 @@ class _Flow:
     push_times: _Times = field(default_factory=_Times)
     pull_times: _Times = field(default_factory=_Times)
     lags: dict[str, _Lag] = field(default_factory=dict)
+    series: dict[Counter | Histogram, Any] = field(default_factory=dict)
+    states: dict[str, Counter] = field(default_factory=dict)
+
+    def of(self, metric: M) -> M:
+        """The model's own series of a metric: prometheus_client's lookup by label costs more than the counting."""
+        found: M | None = self.series.get(metric)
+        if found is None:
+            found = self.series[metric] = metric.labels(self.model)
+        return found
 
     def rates(self, now: float) -> dict[str, Any]:
         """The numbers that a heartbeat tells, over the last intervals; a new one begins."""
@@ -137,29 +149,30 @@ class Telemetry:
         self, done: PushDone, size_bytes: int, began_s: float, worker: str | None = None, lag: int | None = None
     ) -> None:
         """A push that began to arrive at `began_s` is answered now; `lag` as `frame_lag` or `name_lag` give it."""
-        now, model = self.clock(), done.model.name
-        PUSHES.labels(model, done.state).inc()
-        RECEIVED.labels(model).inc(size_bytes)
-        PUSH_S.labels(model).observe(now - began_s)
+        now, flow = self.clock(), self._flow(done.model.name)
+        pushes = flow.states.get(done.state)
+        if pushes is None:
+            pushes = flow.states[done.state] = PUSHES.labels(flow.model, done.state)
+        pushes.inc()
+        flow.of(RECEIVED).inc(size_bytes)
+        flow.of(PUSH_S).observe(now - began_s)
         if done.duplicate:
-            DUPLICATES.labels(model).inc()
-        flow = self._flow(model)
+            flow.of(DUPLICATES).inc()
         flow.pushes += 1
         flow.in_bytes += size_bytes
         flow.push_times.add(now, now - began_s)
         if lag is not None:
-            LAG.labels(model).observe(lag)
+            flow.of(LAG).observe(lag)
         if lag is not None and worker is not None:
             known = flow.lags.setdefault(worker, _Lag())
             known.at, known.total, known.count = now, known.total + lag, known.count + 1
 
     def pulled(self, model: str, size_bytes: int, began_s: float) -> None:
         """A pull that came at `began_s` is answered now."""
-        now = self.clock()
-        PULLS.labels(model).inc()
-        SENT.labels(model).inc(size_bytes)
-        PULL_S.labels(model).observe(now - began_s)
-        flow = self._flow(model)
+        now, flow = self.clock(), self._flow(model)
+        flow.of(PULLS).inc()
+        flow.of(SENT).inc(size_bytes)
+        flow.of(PULL_S).observe(now - began_s)
         flow.pulls += 1
         flow.out_bytes += size_bytes
         flow.pull_times.add(now, now - began_s)
@@ -167,7 +180,7 @@ class Telemetry:
     def _flow(self, model: str) -> _Flow:
         flow = self._flows.get(model)
         if flow is None:
-            flow = self._flows[model] = _Flow(deque([(self._since, (0, 0, 0, 0))], RATE_INTERVALS))
+            flow = self._flows[model] = _Flow(model, deque([(self._since, (0, 0, 0, 0))], RATE_INTERVALS))
         return flow
 
     def forget(self, model: str) -> None:

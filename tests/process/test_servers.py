@@ -97,7 +97,8 @@ def test_a_request_in_flight_is_finished_before_the_process_ends(server: str) ->
 def test_an_endless_answer_does_not_keep_the_process(server: str) -> None:
     """A stream that never ends is cut off after the grace."""
     with node(server) as running, running.http.stream("GET", "/events") as events:
-        next(events.iter_raw())
+        pieces = events.iter_raw()
+        next(pieces)
         code, out = running.stop()
 
     assert (code, out) == (0, "stopped in order\n")
@@ -178,7 +179,8 @@ def test_names_survive_being_handed_on(front: Node, upstream: Node, raw: str) ->
 def test_events_flow_and_end_with_the_client(front: Node, upstream: Node) -> None:
     """Events come through as they happen, and the other node is let go when the client hangs up."""
     with front.http.stream("GET", "/events") as events:
-        assert next(events.iter_raw()).startswith(b"data: tick")
+        pieces = events.iter_raw()  # without a name it would be closed at once, and the connection with it
+        assert next(pieces).startswith(b"data: tick")
         eventually(lambda: upstream.http.get("/listening").json() == 1)
 
     eventually(lambda: upstream.http.get("/listening").json() == 0, what="the other node to be let go")
