@@ -32,10 +32,12 @@ help:
 install: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/psctl demo $(ARGS)
+# Two at a time, but for those whose times would suffer by it (tests/conftest.py).
 test: lint
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile -m 'not alone' $(ARGS) || test $$? = 5
+	@$(BIN)/pytest -m alone $(ARGS) || test $$? = 5
 test-fast: $(STAMP)
-	@$(BIN)/pytest -m 'not process and not slow' $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile -m 'not process and not slow' $(ARGS)
 lint: $(STAMP)
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy
 chaos: $(STAMP)

@@ -89,7 +89,7 @@ def demo(folder: Path, seconds: float) -> Iterator[Demo]:
 
 def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> None:
     """Scheduler, a worker and a shard are killed in each mode; both reach 96 %, and the files hold what they say."""
-    with demo(tmp_path, seconds=20) as running:
+    with demo(tmp_path, seconds=8) as running:
         for mode in ("sync", "async"):
             for module in ("paramserver_worker", "paramserver_shard", "paramserver_scheduler"):
                 eventually(partial(running.trains, mode), within_s=90, what=f"accuracy in {mode} mode")
@@ -108,8 +108,17 @@ def test_it_trains_in_both_modes_though_processes_are_killed(tmp_path: Path) -> 
     eventually(lambda: not running.processes(), what="the end of every process")
 
 
-@pytest.mark.parametrize("sign", ["starting", "status page", "accuracy"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("sign", "number"),
+    [
+        ("starting", signal.SIGINT),
+        ("starting", signal.SIGKILL),
+        ("status page", signal.SIGTERM),
+        ("status page", signal.SIGKILL),
+        ("accuracy", signal.SIGINT),
+        ("accuracy", signal.SIGKILL),
+    ],
+)
 def test_nothing_is_left_however_it_is_ended(tmp_path: Path, sign: str, number: signal.Signals) -> None:
     """Interrupted, terminated or killed at any moment, the demo leaves no process, and says so by its exit code."""
     with demo(tmp_path, seconds=30) as running:

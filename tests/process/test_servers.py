@@ -90,7 +90,8 @@ def test_a_request_in_flight_is_finished_before_the_process_ends(server: str) ->
         asking.join()
 
     assert [a.status_code for a in answers] == [200]
-    assert (code, out) == (0, "stopped in order\n")
+    assert code == 0
+    assert "stopped in order" in out.splitlines()
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -101,7 +102,8 @@ def test_an_endless_answer_does_not_keep_the_process(server: str) -> None:
         next(pieces)
         code, out = running.stop()
 
-    assert (code, out) == (0, "stopped in order\n")
+    assert code == 0
+    assert "stopped in order" in out.splitlines()
 
 
 @pytest.mark.parametrize("server", SERVERS)

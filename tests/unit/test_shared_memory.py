@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bu
 
 COUNT = 1 << 16
 """Elements: a quarter of a MiB, which is pooled."""
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder with a short name: the path of a socket in it may have about a hundred bytes."""
+    with TemporaryDirectory() as name:
+        yield Path(name)
 
 
 @pytest.fixture
