@@ -31,7 +31,6 @@ DRAIN_S_MAX: Final = 10.0
 _ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-_OF_BODY: Final = (b"content-length", b"transfer-encoding")
 _INTERRUPTED: Final = -1.0
 T = TypeVar("T")
 
@@ -94,7 +93,8 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._body_ended = scope["method"] in ("GET", "HEAD") and not any(n in _OF_BODY for n, _ in scope["headers"])
+        self._size = _body_bytes(scope)
+        self._body_ended = self._size == 0
         self._loop = asyncio.get_running_loop()
         self._reading: asyncio.Lock | None = None
         self._began_s = self._loop.time()
@@ -166,6 +166,8 @@ class _Exchange:
                 "too_slow", f"after {PATIENCE_S:g} s only {self._received} bytes of the body are here"
             ) from None
         self._received += len(message.get("body", b""))
+        if self._received == self._size:
+            message["more_body"] = False  # else the server would be asked once more, only to say so
         return message
 
     async def send(self, message: Message) -> None:
@@ -213,6 +215,17 @@ def _check_path(scope: Scope) -> None:
         unquote_to_bytes(path).decode()
     except UnicodeDecodeError:
         raise problem("malformed", "the path is not UTF-8") from None
+
+
+def _body_bytes(scope: Scope) -> int | None:
+    """Length of the body; None where only its end will tell."""
+    size = 0 if scope["method"] in ("GET", "HEAD") else None
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding":
+            return None
+        if name == b"content-length":
+            size = int(value) if value.isdigit() else None
+    return size
 
 
 def _request_id(scope: Scope) -> str:

@@ -202,6 +202,17 @@ def test_a_client_that_hangs_up_in_its_body_is_no_error_of_ours(upstream: Node, 
     assert "request.failed" not in out, out
 
 
+def test_an_answer_does_not_wait_for_an_empty_last_frame(upstream: Node) -> None:
+    """A body of the length that was announced is whole; that its end is told in a frame of its own loses no answer."""
+    with SyncClientBuilder().http2_prior_knowledge().build() as client:
+        for size in [1, 100_000, 3_000_000] * 5:
+            half = bytes(size - size // 2)
+            body = iter([half, bytes(size // 2)])
+            request = client.post(upstream.url + "/push").header("content-length", str(size)).body_stream(body)
+            answer = request.build().send()
+            assert (answer.status, answer.json()["size"]) == (200, size)
+
+
 def test_a_node_that_dies_in_the_middle_cuts_the_answer_off(upstream: Node) -> None:
     """Half an answer is never passed off as a whole one; afterwards the front says that nobody is there."""
     with node("granian") as dying, node("uvicorn", dying.url) as front:
