@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         StepDecay,
         Sum,
     )
-    from paramserver.client.session import Task
     from paramserver.client.spec_builder import Param
+    from paramserver.client.tasks import Task
     from paramserver.client.transfer import Pushed
     from paramserver.client.worker import Worker
     from paramserver.errors import (
@@ -68,7 +68,7 @@ _HOMES = {
     "client.model": "Model",
     "client.optimizers": "Adagrad Adam AdamW Constant Cosine Exponential FTRL Momentum Nesterov Optimizer RMSprop SGD "
     "StepDecay Sum",
-    "client.session": "Task",
+    "client.tasks": "Task",
     "client.spec_builder": "Param",
     "client.transfer": "Pushed",
     "client.worker": "Worker",

@@ -10,7 +10,9 @@ from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradients import Grads
-from paramserver.client.session import EVALUATE, Session, Task
+from paramserver.client.session import Session
+from paramserver.client.streaming import AsyncPushStream
+from paramserver.client.tasks import EVALUATE, Task
 from paramserver.client.transfer import Pushed
 from paramserver.client.worker import LEAVE_S
 from paramserver.client.worker_view import WorkerView
@@ -91,6 +93,20 @@ class AsyncWorker(WorkerView):
         """See `Worker.push`; the arrays must not be changed before it returns."""
         options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
         return await self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
+
+    def stream(
+        self,
+        *,
+        base: Params | None = None,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        codec: str | None = None,
+        ack: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncPushStream:
+        """See `Worker.stream`."""
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec, "ack": ack}
+        return AsyncPushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
 
     async def pushpull(
         self,

@@ -97,8 +97,9 @@ def ready(
     dtype: str | None,
     codec: Codec | None,
     feedback: Feedback | None,
+    partitions: frozenset[int] | None = None,
 ) -> Content:
-    """What a push sends of `grads`: elements of a dtype, or encoded parts.
+    """What a push sends of `grads`: elements of a dtype, or encoded parts; only of `partitions` where that is given.
 
     Raises what `gradients.prepare` does; RequestError (`invalid_encoding`) where a codec of whole partitions gets less,
     (`invalid_field`) where it has no memory of what it leaves out, (`non_finite`).
@@ -108,14 +109,14 @@ def ready(
             raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
         return grads
     if codec is None:
-        return prepare(layout, grads, ranges, dtype)
+        return prepare(layout, grads, ranges, dtype, partitions)
     if codec.whole:
         if feedback is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
             raise problem("invalid_field", f"{codec.text} leaves something out, and only a worker remembers", hint=hint)
-        gradient = prepare(layout, grads, ranges, "float32")
+        gradient = prepare(layout, grads, ranges, "float32", partitions)
         return _whole(gradient, codec, generation, feedback)
-    gradient = prepare(layout, grads, ranges, codec.coding)
+    gradient = prepare(layout, grads, ranges, codec.coding, partitions)
     return gradient if codec.stage is None else _packed(gradient, codec, generation)
 
 

@@ -5,7 +5,7 @@ block while the block is in the cache.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite, sqrt
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -73,8 +73,16 @@ class Content(Protocol):
         """Write the parts end to end into `body`; what is scanned on the way goes to `scan`."""
 
 
-def prepare(layout: Layout, grads: Grads, ranges: Ranges | None = None, dtype: str | None = None) -> Gradient:
+def prepare(
+    layout: Layout,
+    grads: Grads,
+    ranges: Ranges | None = None,
+    dtype: str | None = None,
+    partitions: frozenset[int] | None = None,
+) -> Gradient:
     """The gradient that `grads` is of this model, or one error that lists every difference.
+
+    With `partitions` only what lies in these counts.
 
     float64 and integers travel as float32, which the server computes in, unless `dtype` says otherwise.
     Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_shape`, `invalid_dtype`, `invalid_range`,
@@ -100,6 +108,8 @@ def prepare(layout: Layout, grads: Grads, ranges: Ranges | None = None, dtype: s
             errors.append(e)
     if errors:
         raise combined(errors)
+    if partitions is not None:
+        selection = replace(selection, parts=tuple(p for p in selection.parts if p.partition in partitions))
     return _made(selection, arrays, dtype)
 
 

@@ -13,7 +13,6 @@ import json
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Final
 from urllib.parse import quote
@@ -27,8 +26,10 @@ from paramserver.client.encoding import Feedback, codec_of
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
+from paramserver.client.tasks import Task
 from paramserver.client.transfer import Pushed
 from paramserver.codecs.codec import Codec
+from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -38,42 +39,7 @@ MAP_AGE_S: Final = 5.0
 """How often a heartbeat looks for changed settings."""
 POINTS_PER_BEAT: Final = 4
 """Metric reports of `step` that one heartbeat passes on; what lies between is thinned out."""
-EVALUATE: Final = "evaluate"
-"""The dataset whose tasks are evaluations."""
 DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A piece of work: a range of a dataset."""
-
-    id: str
-    dataset: str
-    start: int
-    """First element of the range."""
-    stop: int
-    """One past the last element."""
-    index: int
-    """Which range of the dataset this is."""
-    pass_: int
-    """How often the dataset was worked through before."""
-    uri: str | None
-    """What the dataset was registered with, for the worker's own code to open."""
-    document: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def from_document(cls, doc: Mapping[str, Any]) -> "Task":
-        """The task that an answer describes."""
-        return cls(
-            str(doc["id"]),
-            str(doc.get("dataset", doc.get("kind", ""))),
-            int(doc.get("start", 0)),
-            int(doc.get("stop", 0)),
-            int(doc.get("index", 0)),
-            int(doc.get("pass", 0)),
-            doc.get("uri"),
-            doc,
-        )
 
 
 class Session:
@@ -253,27 +219,66 @@ class Session:
         codec: str | None = None,
     ) -> Call[Pushed]:
         """Push for the present clock; `dropped` if the model or the worker is no longer what it was computed for."""
-        how = codec_of(codec, dtype, self._codec)
-        epoch, timeline = self.numbers.epoch, self.timeline
-        if self._outlived(epoch, timeline):
+        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack)
+        if terms is None:
+            return DROPPED
+        try:
+            return (yield from self.deliver(terms, grads, deadline, ranges=ranges, dtype=dtype, codec=codec))
+        finally:
+            self.numbers.settle(terms.push_id)
+
+    def begin(
+        self,
+        deadline: Deadline,
+        *,
+        base: Params | None = None,
+        weight: float = 1.0,
+        ack: str | None = None,
+        streamed: bool = False,
+    ) -> Call[tuple[Layout, PushTerms | None]]:
+        """The model's layout, and the terms of a push for the present clock, whose number the caller settles.
+
+        No terms: the values that its gradient comes from were rolled back.  Raises RequestError (`invalid_field`) for a
+        push in pieces (`streamed`) to an optimizer that clips by the norm of the whole.
+        """
+        held = yield from self._cluster.map_of(self.model, deadline)
+        if streamed and held.spec.optimizer.clip_norm is not None:
+            detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
+            raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
+        if self._outlived(self.numbers.epoch, self.timeline):
             log.warning("push.dropped worker=%s reason=computed from values that were rolled back", self.worker)
             self._pulled = None
-            return DROPPED
+            return held.layout, None
         push_id = yield from self.numbers.take(deadline)
-        terms = PushTerms(push_id, self.clock, weight, ack, timeline, base if base is not None else self._base)
+        chosen = base if base is not None else self._base
+        return held.layout, PushTerms(push_id, self.clock, weight, ack, self.timeline, chosen)
+
+    def deliver(
+        self,
+        terms: PushTerms,
+        grads: Grads,
+        deadline: Deadline,
+        *,
+        ranges: Ranges | None = None,
+        dtype: str | None = None,
+        codec: str | None = None,
+        partitions: frozenset[int] | None = None,
+    ) -> Call[Pushed]:
+        """Push on these terms, all of it or its share of some partitions; `dropped` as `push` says."""
+        how = codec_of(codec, dtype, self._codec)
+        options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": how, "feedback": self.feedback}
         try:
-            options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": how, "feedback": self.feedback}
-            done = yield from transfer.push(self._cluster, self.model, deadline, grads, terms, **options)
+            done = yield from transfer.push(
+                self._cluster, self.model, deadline, grads, terms, partitions=partitions, **options
+            )
             self.feedback.keep()
         except PsError as e:
             if not self._follows(e):
                 raise
             log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
-            yield from self._follow(e, epoch, timeline, deadline)
+            yield from self._follow(e, terms.push_id.epoch, terms.timeline or 0, deadline)
             self._pulled = None
             return DROPPED
-        finally:
-            self.numbers.settle(push_id)
         if (done.state == "staged") != (self.mode == "sync"):
             yield from self.look(deadline)  # the mode was changed a moment ago
         return done

@@ -4,7 +4,7 @@ A shard that refuses because it no longer owns a partition, or that cannot be re
 have: the map is fetched anew and what is not done yet is sent again, to whoever owns it then, under the same push id.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, cast
 
@@ -266,10 +266,11 @@ def push(
     dtype: str | None = None,
     codec: Codec | None = None,
     feedback: Feedback | None = None,
+    partitions: frozenset[int] | None = None,
 ) -> Call[Pushed]:
-    """Deliver a gradient exactly once to every partition it touches."""
+    """Deliver a gradient exactly once to every partition it touches, or to those of `partitions` alone."""
     held = yield from cluster.map_of(model, deadline)
-    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback)
+    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback, partitions)
     outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
     transfer = Transfer(cluster, held, gradient.selection, deadline)
     replies: list[PushReply] = []
@@ -334,7 +335,7 @@ def pushpull(
     return pushed, params
 
 
-def summed(replies: list[PushReply]) -> Pushed:
+def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:
     """What became of a push whose parts were answered one by one."""
     if not replies:
         raise problem("internal", "the answer to a pushpull does not say what became of the push")

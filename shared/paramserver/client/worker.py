@@ -10,7 +10,9 @@ from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradients import Grads
-from paramserver.client.session import EVALUATE, Session, Task
+from paramserver.client.session import Session
+from paramserver.client.streaming import PushStream
+from paramserver.client.tasks import EVALUATE, Task
 from paramserver.client.transfer import Pushed
 from paramserver.client.worker_view import WorkerView
 from paramserver.codecs.codec import Codec
@@ -104,6 +106,28 @@ class Worker(WorkerView):
         """
         options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
         return self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
+
+    def stream(
+        self,
+        *,
+        base: Params | None = None,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        codec: str | None = None,
+        ack: str | None = None,
+        timeout: float | None = None,
+    ) -> PushStream:
+        """A push whose gradients are put in one after the other; what is whole is sent while the next is computed.
+
+            with worker.stream() as push:
+                for name, gradient in backward():        # the last layer first
+                    push.put(name, gradient)
+            push.result.state
+
+        One push: it counts once, under one number.  Wants a cluster that does not clip by norm.  See `PushStream`.
+        """
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec, "ack": ack}
+        return PushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
 
     def pushpull(
         self,

@@ -1,0 +1,126 @@
+"""Pushes in pieces against a real cluster: they count as one push, and are on their way before the last gradient is."""
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+
+from .cluster import Cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SHAPES = {"first": (3000,), "second": (50, 60), "third": (3000,)}
+
+
+@pytest.fixture
+def client(shared_cluster: Cluster) -> Iterator[ps.Client]:
+    with ps.connect(shared_cluster.url) as c:
+        yield c
+
+
+@pytest.fixture
+def model(client: ps.Client, request: pytest.FixtureRequest) -> ps.Model:
+    """Three layers in seven partitions, some of which two layers share."""
+    name = str(request.node.name)[:60].replace("[", ".").replace("]", "").replace("+", "-")
+    return client.create_model(name, SHAPES, optimizer=ps.Sum(), partitions=7)
+
+
+def grads(value: float = 1.0) -> dict[str, np.ndarray]:
+    return {n: np.full(shape, value, np.float32) for n, shape in SHAPES.items()}
+
+
+def test_what_is_whole_is_applied_before_the_rest_is_there(model: ps.Model) -> None:
+    """The last layer's values change while the first layer's gradient is still to come; all of it is one push."""
+    with model.worker() as w:
+        w.pull()
+        with w.stream() as push:
+            push.put("third", grads()["third"])
+            eventually(lambda: model.pull("third")["third"][-1] == 1.0, what="the first piece")
+            assert model.pull("first")["first"].sum() == 0.0
+            for name in ("second", "first"):
+                push.put(name, grads()[name])
+        assert (push.result.state, push.result.version, push.result.duplicate) == ("applied", 1, False)
+        assert w.push(grads()).version == 2
+    assert set(model.pull().flat.tolist()) == {2.0}
+
+
+def test_what_is_not_put_is_not_touched(model: ps.Model) -> None:
+    """Of partitions that are shared with it, the elements of the parameters that were put are changed alone."""
+    with model.worker() as w:
+        with w.stream(weight=2.0) as push:
+            push.put("second", grads()["second"])
+        assert push.result.state == "applied"
+        with pytest.raises(ps.RequestError, match="holds no gradients"), w.stream():
+            pass
+    p = model.pull()
+    assert [float(p[n].sum()) for n in SHAPES] == [0.0, 6000.0, 0.0]
+
+
+def test_what_a_push_refuses_is_raised_at_the_end(model: ps.Model) -> None:
+    """A gradient of another shape, or with NaN, ends the push; one that the block raises ends it as well."""
+    with model.worker() as w:
+        with pytest.raises(ps.RequestError, match="shape"), w.stream() as push:
+            push.put("first", np.ones(7))
+        with pytest.raises(ps.RequestError, match="NaN"), w.stream() as push:
+            push.put("third", np.full(3000, np.nan))
+        with pytest.raises(ps.NotFoundError), w.stream() as push:
+            push.put("fourth", grads()["second"])
+        assert push.result.state == "dropped"
+        assert w.push(grads()).state == "applied"
+
+
+def test_clipping_by_norm_wants_the_whole(client: ps.Client, model: ps.Model) -> None:
+    """It is refused at once, with what to do instead."""
+    clipped = client.create_model(model.name + ".c", {"w": (10,)}, optimizer=ps.SGD(0.1, clip_norm=1.0))
+    with clipped.worker() as w, pytest.raises(ps.RequestError, match="push it whole"), w.stream():
+        pass
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8", "bf16+zstd"])
+def test_pieces_may_be_encoded(model: ps.Model, codec: str) -> None:
+    """The values are those of the same push in one piece, codec for codec."""
+    rng = np.random.default_rng(1)
+    given = {n: rng.normal(size=shape).astype(np.float32) for n, shape in SHAPES.items()}
+    with model.worker(codec=codec) as w:
+        with w.stream() as push:
+            for name in reversed(SHAPES):
+                push.put(name, given[name])
+        assert push.result.state == "applied"
+        once = model.pull().flat.copy()
+    with model.worker(codec=codec) as w:
+        w.push(given)
+    assert np.allclose(model.pull().flat, 2 * once, atol=2e-6)
+
+
+def test_pieces_of_a_synchronous_push_commit_together(client: ps.Client, model: ps.Model) -> None:
+    """Staged piece by piece, they are applied with their clock."""
+    sync = client.create_model(model.name + ".s", SHAPES, optimizer=ps.SGD(1.0), consistency=ps.Sync(), partitions=7)
+    with sync.worker() as w:
+        w.pull()
+        with w.stream() as push:
+            for name in reversed(SHAPES):
+                push.put(name, grads()[name])
+        assert push.result.state == "staged"
+        assert sync.pull().flat.sum() == 0.0
+        w.clock()
+        assert set(w.pull().flat.tolist()) == {-1.0}
+
+
+def test_on_asyncio_it_is_the_same(shared_cluster: Cluster, model: ps.Model) -> None:
+    """`async with`, and pieces go out while the loop has its turn."""
+
+    async def train() -> str:
+        async with ps.AsyncClient(shared_cluster.url) as client, client.model(model.name).worker() as w:
+            async with w.stream() as push:
+                push.put("third", grads()["third"])
+                while (await w.pull("third"))["third"][-1] != 1.0:
+                    await asyncio.sleep(0.01)
+                push.put("first", grads()["first"])
+                push.put("second", grads()["second"])
+            return push.result.state
+
+    assert asyncio.run(train()) == "applied"
+    assert set(model.pull().flat.tolist()) == {1.0}
