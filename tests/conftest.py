@@ -1,7 +1,6 @@
 """What holds for every test: generated examples have no time limit, and on CI they are the same in every run."""
 
 import os
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -10,13 +9,12 @@ from hypothesis import settings
 settings.register_profile("paramserver", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("paramserver")
 
-ALONE: Final = ("chaos", "contract")
-"""Folders of tests about how soon something happens between real processes: nothing runs beside them."""
+ALONE: Final = ("chaos", "test_browser", "test_scheduler_leader", "test_shard_overload", "test_shard_pace")
+"""Tests of how soon something happens between real processes: folders and modules beside which nothing runs."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them `alone`."""
-    here = Path(__file__).parent
     for item in items:
-        if item.get_closest_marker("process") and item.path.relative_to(here).parts[0] in ALONE:
+        if item.get_closest_marker("process") and {item.path.parent.name, item.path.stem} & set(ALONE):
             item.add_marker(pytest.mark.alone)
