@@ -63,6 +63,18 @@ def _no_password() -> NoReturn:
     raise ValueError("a key under a password cannot be used")
 
 
+class CannotListen(OSError):
+    """Raised for an address that is taken, or is not this machine's."""
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), backlog=1024, family=family)
+    except OSError as e:
+        raise CannotListen(f"cannot serve on {host}:{port}: {e.strerror or e}") from None
+
+
 def stop_on_signals(stop: asyncio.Event) -> None:
     """Set `stop` on SIGTERM and SIGINT."""
     loop = asyncio.get_running_loop()
@@ -73,13 +85,10 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 async def serve_granian(
     app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, tls: Tls | None = None, grace_s: float = GRACE_S
 ) -> None:
-    """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.
-
-    Raises OSError if the port is taken.
-    """
+    """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.  Raises CannotListen."""
     _raise_file_limit()
     # granian shares its port with whoever else wants it so (SO_REUSEPORT): two shards would each get half the requests.
-    socket.create_server((host, port), family=_family(host)).close()
+    _listener(host, port).close()
     server = GranianServer(
         app,
         address=host,
@@ -127,9 +136,8 @@ class _Uvicorn(uvicorn.Server):
 async def serve_uvicorn(
     app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, tls: Tls | None = None, grace_s: float = GRACE_S
 ) -> None:
-    """Serve HTTP/1.1 until `stop`; raises OSError if the port is taken."""
-    listener = socket.create_server((host, port), backlog=1024, family=_family(host))
-    await _serve_on(listener, app, stop, tls, grace_s)
+    """Serve HTTP/1.1 until `stop`.  Raises CannotListen."""
+    await _serve_on(_listener(host, port), app, stop, tls, grace_s)
 
 
 async def serve_unix(app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
@@ -175,10 +183,6 @@ def _raise_file_limit() -> None:
     want = 4 * CONNECTIONS_MAX if hard == resource.RLIM_INFINITY else min(hard, 4 * CONNECTIONS_MAX)
     if soft != resource.RLIM_INFINITY and soft < want:
         resource.setrlimit(resource.RLIMIT_NOFILE, (want, hard))
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def leave(code: int = 0) -> NoReturn:

@@ -19,7 +19,7 @@ from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
-from paramserver_node.server import Tls, serve_uvicorn, stop_on_signals
+from paramserver_node.server import CannotListen, Tls, serve_uvicorn, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -214,7 +214,7 @@ def scheduler(
     except PsError as e:
         sys.exit(f"paramserver-scheduler: {e}")
     except BaseExceptionGroup as group:
-        expected = group.subgroup(PsError)
+        expected = group.subgroup((PsError, CannotListen))
         if expected is None:
             raise
         sys.exit(f"paramserver-scheduler: {_first(expected)}")

@@ -21,7 +21,7 @@ from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
 from paramserver_node.access import Access, Neighbours, credentials
 from paramserver_node.forward import Forwarder
-from paramserver_node.server import Tls, serve_granian, serve_unix, stop_on_signals
+from paramserver_node.server import CannotListen, Tls, serve_granian, serve_unix, stop_on_signals
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
@@ -96,11 +96,16 @@ def shard(
     node_log.setup(settings.log_level)
     try:
         uvloop.run(serve(settings))
-    except PsError as error:
-        typer.echo(str(error), err=True)
+    except PsError as unfit:
+        typer.echo(str(unfit), err=True)
         raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"cannot serve on {settings.host}:{settings.port}: {error}", err=True)
+    except BaseExceptionGroup as group:
+        cause: BaseException | None = group.subgroup(CannotListen)
+        if cause is None:
+            raise
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        typer.echo(str(cause), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         sys.exit(130)
@@ -176,7 +181,7 @@ async def expect_state(url: str) -> None:
 
 
 async def serve(settings: ShardSettings) -> None:
-    """Runs one shard until SIGTERM or SIGINT; raises OSError when the port is taken, PsError for unfit settings."""
+    """Runs one shard until SIGTERM or SIGINT; raises CannotListen, or PsError for unfit settings."""
     access, tls = Access.of(settings), Tls.of(settings)
     limit_of(settings.memory_limit)  # raises where it is no size
     if settings.expect_state:

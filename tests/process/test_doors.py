@@ -31,6 +31,19 @@ def test_a_node_that_others_can_reach_does_not_start_without_tokens(service: str
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("service", ["shard", "scheduler"])
+def test_a_taken_port_is_said_in_one_line(service: str, tmp_path: Path) -> None:
+    """A node whose port somebody else has ends at once and names it, without a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-P", "-m", f"paramserver_{service}", "--port", port]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 1
+    assert f"cannot serve on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
     """`psctl up --host 0.0.0.0` makes a secret and prints a token; psctl beside it needs none, a worker has its own."""
     state = tmp_path / ".paramserver"
