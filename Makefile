@@ -32,9 +32,9 @@ help:
 install: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/psctl demo $(ARGS)
-# Most wait for real processes, so three at a time; those whose times would suffer by it run alone (tests/conftest.py).
+# Most wait for real processes, so two at a time; those whose times would suffer by it run alone (tests/conftest.py).
 test: lint
-	@$(BIN)/pytest -n 3 --dist loadfile -m 'not alone' $(ARGS) || test $$? = 5
+	@$(BIN)/pytest -n 2 --dist loadfile -m 'not alone' $(ARGS) || test $$? = 5
 	@$(BIN)/pytest -m alone $(ARGS) || test $$? = 5
 test-fast: $(STAMP)
 	@$(BIN)/pytest -n 2 --dist loadfile -m 'not process and not slow' $(ARGS)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -336,6 +337,28 @@ def test_a_client_under_tls_sends_nothing_in_the_clear(shards: Shards, now: Now)
 
     assert [to for to, path in shards.log if path == "/push"] == [None]
     assert not any(path == "/livez" for _, path in shards.log)
+
+
+def test_a_nearer_address_that_was_silent_is_tried_again(
+    shards: Shards, now: Now, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the shard answers over the network: a socket that a busy machine opened late is found within seconds."""
+    near = f"unix://{tmp_path}/socket"
+    plain = Shards.document
+    monkeypatch.setattr(
+        Shards,
+        "document",
+        lambda self: plain(self) | {"shards": {"a": {"addresses": [A, near]}, "b": {"addresses": [B]}}},
+    )
+    held = drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(held, 0) == A
+    shards.answering.add(near)
+    now.s += 4.0
+    drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(held, 0) == A
+    now.s += 2.0
+    drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(held, 0) == near
 
 
 def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, cluster: Cluster) -> None:

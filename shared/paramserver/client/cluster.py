@@ -24,6 +24,8 @@ PROBE_S: Final = 1.0
 """How long a shard's address may take to answer before it counts as not reachable from here."""
 _TRY_AGAIN_S: Final = (5.0, 30.0)
 """An address that does not answer is tried again after so long, twice: its shard may just be starting."""
+_LOOK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""A lost shard may be back, at a better address, after so long; on a busy machine its start takes many seconds."""
 ENV_URL: Final = "PARAMSERVER_URL"
 DEFAULT_URL: Final = "http://127.0.0.1:8700"
 
@@ -164,17 +166,19 @@ class Cluster:
         """
         if is_same_host(address):
             self._known[address] = _Address(answers=False, tries=len(_TRY_AGAIN_S), again_at=None)
-            self._look_again = tuple(now + s for s in (1.0, *_TRY_AGAIN_S))
+            self._look_again = tuple(now + s for s in _LOOK_AGAIN_S)
 
     def _due(self, held: ModelMap, now: float) -> bool:
+        """Whether some address is to be tried: a new one, or one that was silent, if none answers or it is nearer."""
         for owner in set(held.owners):
-            states = [self._known.get(a) for a in held.addresses.get(owner or "", ())]
-            if None in states:
-                return True
-            if any(s is not None and s.answers for s in states):
-                continue
-            if any(s is None or (s.again_at is not None and s.again_at <= now) for s in states):
-                return True
+            states = {a: self._known.get(a) for a in held.addresses.get(owner or "", ())}
+            reached = any(s is not None and s.answers for s in states.values())
+            for address, s in states.items():
+                if s is None:
+                    return True
+                again = s.again_at is not None and s.again_at <= now
+                if again and not s.answers and (not reached or is_same_host(address)):
+                    return True
         return False
 
     def _probe(self, held: ModelMap, deadline: Deadline) -> Call[None]:
