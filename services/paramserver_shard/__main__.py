@@ -1,5 +1,6 @@
-"""`python -m paramserver_shard`: one shard process."""
+"""`python -m paramserver_shard` is `paramserver-shard`."""
 
 from paramserver_shard.main import app
 
-app()
+if __name__ == "__main__":
+    app()
