@@ -1,7 +1,11 @@
 """The scheduler's HTTP face: every route in one FastAPI app, with problems, probes and the status page."""
 
-from fastapi import FastAPI
-from starlette.types import ASGIApp
+import re
+from typing import Final
+
+from fastapi import FastAPI, Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import paramserver
 from paramserver_node import health, problems
@@ -26,10 +30,29 @@ from paramserver_scheduler.routes import (
     workers,
 )  # fmt: skip
 
+CLOCK: Final = re.compile("/models/([^/]+)/clock")
+CLOCK_ROUTE: Final = next(r for r in workers.router.routes if isinstance(r, Route) and r.endpoint is workers.clock)
+
+
+class SchedulerApp(FastAPI):
+    """FastAPI with a short way past its router for the report of a clock, which every worker makes in each round.
+
+    The route is in the router too, for all that asks it.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        short = scope["type"] == "http" and scope["method"] == "POST" and CLOCK.fullmatch(scope["path"])
+        if not short:
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"], scope["route"] = self, CLOCK_ROUTE
+        answer = await workers.clock(Request(scope, receive), short[1])
+        await answer(scope, receive, send)
+
 
 def make_app() -> FastAPI:
     """The app; it answers 503 until `app.state.service` is set, which is so while this scheduler leads."""
-    app = FastAPI(
+    app = SchedulerApp(
         title="paramserver scheduler",
         version=paramserver.__version__,
         description="Models, workers, runs and checkpoints; pushes and pulls are handed on to the shards.",

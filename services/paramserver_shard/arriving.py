@@ -18,18 +18,21 @@ from paramserver.wire.tensor import NUMPY_DTYPE, crc_after, slice_crc
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.receiving import apart
 
-INLINE_BYTES_MAX: Final = 256 << 10
-"""A larger part is checked in a thread, besides the event loop's reading."""
+INLINE_BYTES_MAX: Final = 512 << 10
+"""What is larger is checked in a thread, besides the event loop's reading; below, its hand-over costs as much."""
 INLINE_UNPACK_BYTES_MAX: Final = 64 << 10
 """The same where a second stage is undone, which takes about a millisecond for each MiB."""
-BLOCK_BYTES: Final = 256 << 10
+BLOCK_BYTES: Final = 512 << 10
 """What is checked at a time: it stays in the cache from one look at it to the next."""
 
 
 class Threads(Protocol):
-    """Runs work in a compute thread, from now on."""
+    """Runs work in compute threads, from now on."""
 
-    def submit(self, work: Callable[[], PushPart]) -> asyncio.Future[PushPart]:
+    threads: int
+    """How many there are."""
+
+    def submit(self, work: Callable[[], list[PushPart]]) -> asyncio.Future[list[PushPart]]:
         """The result to come."""
 
 
@@ -48,23 +51,31 @@ class Arriving:
         self._staged = frame.codec is not None and frame.codec.stage is not None
         self._threads = threads
         self._apart = frame.slot is None and apart(sizes)
-        self._made: list[PushPart | asyncio.Future[PushPart]] = []
+        self._made: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
 
     def check(self, index: int, data: AnyArray) -> None:
         """That part is here, as uint8; called for each in order.  Raises RequestError where it is small and bad."""
-        if data.size <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
-            self._made.append(self._part(index, data))
-            return
-        future = self._threads.submit(partial(self._part, index, data))
-        future.add_done_callback(_seen)  # a push that breaks off is never asked for its parts
-        self._made.append(future)
+        self._check([(index, data)])
 
     def take(self, body: AnyArray) -> None:
         """All parts are here, end to end."""
+        pieces: list[tuple[int, AnyArray]] = []
         at = 0
         for index, size in enumerate(self.sizes):
-            self.check(index, body[at : at + size])
+            pieces.append((index, body[at : at + size]))
             at += size
+        share = -(-len(pieces) // self._threads.threads) or 1
+        for first in range(0, len(pieces), share):
+            self._check(pieces[first : first + share])
+
+    def _check(self, pieces: list[tuple[int, AnyArray]]) -> None:
+        work = partial(self._parts_of, pieces)
+        if sum(data.size for _, data in pieces) <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
+            self._made.append(work())
+            return
+        future = self._threads.submit(work)
+        future.add_done_callback(_seen)  # a push that breaks off is never asked for its parts
+        self._made.append(future)
 
     async def parts(self) -> tuple[PushPart, ...]:
         """The parts, each tested for finite values and, if need be, with its checksum.
@@ -72,7 +83,10 @@ class Arriving:
         A second stage is undone; int8 and topk stay as they are, for the kernels to decode.
         Raises RequestError (`invalid_encoding`).
         """
-        return tuple([await p if isinstance(p, asyncio.Future) else p for p in self._made])
+        return tuple([p for made in self._made for p in (await made if isinstance(made, asyncio.Future) else made)])
+
+    def _parts_of(self, pieces: list[tuple[int, AnyArray]]) -> list[PushPart]:
+        return [self._part(index, data) for index, data in pieces]
 
     def _part(self, index: int, data: AnyArray) -> PushPart:
         frame, codec, part = self.frame, self.frame.codec, self.frame.parts[index]
@@ -105,7 +119,7 @@ def checked(data: AnyArray, coding: Coding, ranges: Sequence[Range] | None) -> t
     return finite, crc
 
 
-def _seen(future: asyncio.Future[PushPart]) -> None:
+def _seen(future: asyncio.Future[list[PushPart]]) -> None:
     if not future.cancelled():
         future.exception()
 

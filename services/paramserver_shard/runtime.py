@@ -106,8 +106,8 @@ class Runtime:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self.loads = Loads(self._loop.time)
-        self._threads = os.cpu_count() or 1
-        self._executor = ThreadPoolExecutor(self._threads, "compute")
+        self.threads = os.cpu_count() or 1
+        self._executor = ThreadPoolExecutor(self.threads, "compute")
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: deque[Event] = deque()
         self._draining = False
@@ -246,7 +246,7 @@ class Runtime:
             self._spawn(_end(error))
 
     async def _apply(self, job: int, tasks: tuple[Task, ...]) -> None:
-        share = -(-len(tasks) // self._threads)
+        share = -(-len(tasks) // self.threads)
         chunks = [tasks[i : i + share] for i in range(0, len(tasks), share)]
         done = await asyncio.gather(*(self.offload(partial(compute, chunk, self.pool)) for chunk in chunks))
         results: tuple[TaskResult, ...] = tuple(result for chunk in done for result in chunk)
