@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,10 @@ class Check:
             self.stack.logged_after_s("scheduler-1", "scheduler."),
             *(self.stack.logged_after_s("shard", "joined as", i) for i in (1, 2)),
         ]
-        self.note("start of a container until it is ready (scheduler, shards)", ", ".join(f"{s:.1f} s" for s in starts))
+        self.note(
+            "start of a container until it is ready, all at once (scheduler, shards)",
+            ", ".join(f"{s:.1f} s" for s in starts),
+        )
 
     def serves_this_machine(self) -> None:
         """A client beside the containers creates, pushes and pulls, though it reaches one address only."""
@@ -195,6 +199,16 @@ class Check:
             raise Failed("`down` and `up` lost runs")
         self.trains_within("training after `down` and `up`")
 
+    def starts_alone(self) -> None:
+        """How long a node takes to start where nobody trains and no other starts."""
+        self.stack.compose("stop", "series", "worker")
+        took: list[str] = []
+        for service, said in (("scheduler-2", "scheduler."), ("shard", "joined as")):
+            docker("restart", f"{PROJECT}-{service}-1")
+            until(partial(self.stack.logged_after_s, service, said), f"the start of {service}-1", 60.0)
+            took.append(f"{self.stack.logged_after_s(service, said):.1f} s")
+        self.note("start of a container until it is ready, by itself (scheduler, shard)", ", ".join(took))
+
     def modes(self) -> set[str]:
         """The modes of the models that are kept."""
         models = [self.client.model(name).info() for name in self.client.models()]
@@ -230,6 +244,7 @@ def steps(check: Check) -> list[Callable[[], None]]:
         check.is_watched,
         lambda: check.scales(2),
         check.goes_on,
+        check.starts_alone,
         check.goes,
         check.measures_images,
     ]
