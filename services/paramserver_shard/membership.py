@@ -302,6 +302,10 @@ class Membership:
             self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
 
+    def cuts(self) -> dict[ModelKey, int | None]:
+        """The newest cut of each model that all its owners have stored."""
+        return {known.key: known.cut for known in self._directory.models.values()}
+
     async def drain(self) -> int:
         """Asks for others to take what this shard owns; returns how many can take something.  Raises PsError."""
         answer = await self.link.request("POST", f"/internal/shards/{self.name}/drain", params={"epoch": self.epoch})

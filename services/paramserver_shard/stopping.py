@@ -20,6 +20,9 @@ HAND_OVER_S: Final = 15.0
 """How long it waits for others to take its partitions."""
 SAVE_S: Final = 20.0
 """After so long since it was told it goes, stored or not: whoever told it kills it after 25 to 30 s."""
+CUT_S: Final = 4.0
+"""How long it waits at most for synchronous models at level `applied` to be stored as they stand, by all who have a
+part of them."""
 ASK_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
@@ -40,6 +43,7 @@ class Stopping:
         if self._membership.epoch:
             await self._hand_over(began + HAND_OVER_S)
             self._membership.closed = True
+            await self._save_cuts(monotonic() + CUT_S)
             await self._save(began + SAVE_S)
             await self._membership.leave()
         self._runtime.close()
@@ -69,6 +73,26 @@ class Stopping:
                 return
             self._runtime.feed(SaveAll())
             await asyncio.sleep(_LOOK_S)
+
+    async def _save_cuts(self, until: float) -> None:
+        """Until the scheduler knows the present clock of synchronous models as a cut, or the time is over."""
+        ask_at = 0.0
+        while self._beyond_cuts and monotonic() < until:
+            if monotonic() >= ask_at:
+                try:
+                    await self._membership.drain()  # where nobody can take anything, it asks everybody for a cut
+                except PsError as error:
+                    log.warning("cannot store a cut: %s", error)
+                    return
+                ask_at = monotonic() + ASK_S
+            await asyncio.sleep(_LOOK_S)
+
+    @property
+    def _beyond_cuts(self) -> bool:
+        """Whether a partition that goes back to cuts has come further than the newest one."""
+        cuts = self._membership.cuts()
+        models = self._runtime.core.models.values()
+        return any(p.by_cuts and p.clock > (cuts.get(m.key) or 0) for m in models for p in m.partitions.values())
 
     @property
     def _owned(self) -> int:

@@ -257,3 +257,34 @@ def test_the_last_shard_stores_everything_before_it_goes(tmp_path: Path) -> None
         exact(cluster, plain, 3)
         answer = httpx.post(url, json={**body, "model": name}, timeout=30)
         assert (answer.status_code, answer.json()["duplicate"]) == (202, True), answer.text
+
+
+def clocks(cluster: Nodes, name: str, worker: str, first: int, last: int, timeline: int) -> None:
+    """One worker's synchronous iterations [first, last), each of which adds one to every number."""
+    for t in range(first, last):
+        me = {"worker": worker, "epoch": 1, "timeline": timeline}
+        cluster.post("/push", me | {"model": name, "grads": {"w": [1.0] * CELLS}, "seq": t, "clock": t}, status=202)
+        report = me | {"clock": t + 1, "wait_s": 30}
+        assert cluster.post(f"/models/{name}/clock", report)["released"]
+
+
+def test_a_synchronous_model_that_rests_loses_nothing_with_its_only_shard(tmp_path: Path) -> None:
+    """At `applied`, told to stop right after a commit, or killed some seconds after it: the model has that clock."""
+    with nodes(tmp_path, shards=1) as cluster:
+        name = made(cluster, "applied", consistency={"mode": "sync"})
+        worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
+        clocks(cluster, name, worker, 0, 4, timeline=0)
+        process = cluster.processes["shard-0"]
+        process.send_signal(signal.SIGTERM)
+        process.wait(25)
+        assert process.returncode == 0
+        cluster.start_shard("shard-0")
+        exact(cluster, name, 4)
+
+        document = cluster.get(f"/models/{name}")
+        assert (document["clock"], document["cut"], document["timeline"]) == (4, 4, 1)
+        clocks(cluster, name, worker, 4, 7, timeline=1)
+        eventually(lambda: cluster.get(f"/models/{name}")["cut"] == 7, within_s=30, what="a cut of what rests")
+        cluster.kill("shard-0")
+        cluster.start_shard("shard-0")
+        exact(cluster, name, 7)

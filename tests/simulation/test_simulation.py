@@ -59,6 +59,14 @@ FOUND = {
     "and made commits without contributions",
     (143, "sync", "journaled", "emptied"): "a partition that was in nobody's memory when Redis was emptied came back "
     "with its first values and could never reach the others' clock",
+    (
+        16,
+        "sync",
+        "applied",
+        "cuts",
+    ): "owners were not told that a cut was whole, and let it go for the next one: a death "
+    "before that was whole left the model nowhere to go back to",
+    (37, "sync", "applied", "pauses"): "a snapshot for a move that had been called off took the place of a cut",
 }
 """Seeds that found something once, and what."""
 

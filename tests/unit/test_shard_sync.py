@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paramserver import limits
-from paramserver.core.shard_io import Contribution, PushDone, RosterChanged
+from paramserver.core.shard_io import Contribution, PushDone, RosterChanged, SnapshotFailed, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError, PsError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
@@ -318,6 +318,50 @@ def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
     driver.commit(1, listed(0, 1), timeline=0)
     driver.commit(1, listed(0, 1))
     assert driver.values(0) == [3.0] * 4
+
+
+def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_come() -> None:
+    """Once, of a model that rests or of one that has not come there yet."""
+    driver = ShardDriver()
+    view = driver.serve(spec(), workers=ROSTER)
+    driver.advance(1.0)
+    stage(driver, 0, 0, 1.0)
+    driver.commit(0, listed(0, 0))
+
+    driver.send(replace(view, clock=1, cut_asked=1))
+    driver.send(replace(view, clock=1, cut_asked=1))
+    driver.advance(1.0)
+    assert [row[4] for row in driver.core.cuts()] == [1]
+    stored = driver.reports
+
+    driver.send(replace(view, clock=1, cut_asked=2))
+    driver.advance(9.0)
+    assert ([row[4] for row in driver.core.cuts()], driver.reports) == ([1], stored)
+    stage(driver, 0, 1, 1.0)
+    driver.commit(1, listed(0, 1))
+    driver.advance(1.0)
+    assert [row[4] for row in driver.core.cuts()] == [2]
+
+
+def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> None:
+    """What was to be stored for the move is not, when its first attempt failed and the partition stays."""
+    shelf = SnapshotShelf()
+    driver = ShardDriver(shelf)
+    view = driver.serve(spec(), workers=ROSTER)
+    driver.advance(1.0)
+    driver.eager = False
+    driver.send(replace(view, release={0: 7}))
+    (urgent,) = driver.pending
+    assert isinstance(urgent, StoreSnapshot)
+    driver.pending.clear()
+    driver.send(SnapshotFailed(urgent.capture.key, urgent.capture.token, urgent.capture.version, urgent=True))
+    driver.send(view)
+    driver.eager = True
+    stage(driver, 0, 0, 1.0)
+    driver.commit(0, listed(0, 0), cut=True)
+    driver.advance(5.0)
+
+    assert [c.clock for c in shelf.kept[urgent.capture.key]] == [1, 0]
 
 
 def test_before_the_first_commit_there_is_a_cut() -> None:

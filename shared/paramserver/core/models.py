@@ -135,6 +135,8 @@ class Model:
     cut_seen: set[int] = field(default_factory=set)
     """Partitions that have stored the pending cut."""
     cut_wanted: bool = False
+    resting: bool = False
+    """Whether the present clock is to be a cut at once, whether a commit comes or not: a shard is about to end."""
     cut_moved: bool = False
     """A partition has moved since the newest cut, so its owner cannot give that cut away any more."""
     opening: bool = False
@@ -205,6 +207,21 @@ class Model:
         """Whether partitions of it may move now: nothing is under way that only their present owners can finish."""
         busy = self.restoring or self.opening or self.pending_cut is not None or self.checkpoints.writing
         return self.ready and self.served and not busy
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether a cut can be begun now."""
+        return self.pending_cut is None and not self.checkpoints.writing and not self.moving
+
+    def rests(self, now: float) -> bool:
+        """Whether the present clock is to be a cut though no commit comes.
+
+        Else what came between the last cut and the last commit would be lost with a shard however long ago that was.
+        """
+        wanted = self.resting or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
+        if not wanted or self.durable or self.opening or self.gate.clock <= (self.cut or 0):
+            return False
+        return self.may_cut and self.served
 
     @property
     def version(self) -> int:
@@ -378,6 +395,7 @@ class Model:
             "owners": [o.feed_row() for o in self.owners],
             "source": self.source,
             "cut": self.cut,
+            "cut_asked": self.pending_cut,
             "upload": upload,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
             "commits": [

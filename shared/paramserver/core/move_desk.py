@@ -46,7 +46,16 @@ class MoveDesk:
             # What was to come does not, or what was to go may stay.
             self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
         targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
+        if e.epoch is not None and not targets:
+            self._rest(shard)
         self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
+
+    def _rest(self, shard: Shard) -> None:
+        """That shard ends and nobody takes what it has: synchronous models are to go on from where they are now."""
+        for model in self.c.models.values():
+            if model.gate.sync and any(o.shard == shard.name for o in model.owners):
+                model.resting = True
+                self.c.touch(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:
         """While Redis is away nothing can be handed over, and what is held should be served."""

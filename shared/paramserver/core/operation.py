@@ -360,7 +360,7 @@ class CommitOperation(Operation):
         shard.flip(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
-        if self.commit.cut:
+        if self.commit.cut or (p.by_cuts and p.clock == self.model.cut_asked):
             shard.cut(p)
         shard.committed(self.model, p, now)
 

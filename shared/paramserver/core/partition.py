@@ -232,10 +232,20 @@ class Partition:
         return staged + sum(h.data.nbytes for h in self.buffered)
 
     @property
+    def by_cuts(self) -> bool:
+        """Whether a recovery goes back to a cut: sync at level `applied`."""
+        return not self.level and self.spec.consistency.mode == "sync"
+
+    @property
+    def at_cut(self) -> bool:
+        """Whether its present clock is stored as a cut, or about to be."""
+        return self.clock in (self.cut_stored, None if self.cut is None else self.cut.clock)
+
+    @property
     def unsaved(self) -> bool:
         """Whether memory alone holds something that a snapshot would keep; sync at `applied` goes back to cuts."""
-        kept = bool(self.level) or self.spec.consistency.mode != "sync"
-        return self.state is not None and kept and (self.lsn > self.mark.stored or self.mark.rebase is not None)
+        unstored = self.lsn > self.mark.stored or self.mark.rebase is not None
+        return self.state is not None and not self.by_cuts and unstored
 
     def capture(self, *, cut: bool = False) -> Capture:
         """The partition as it is now; a cut of a model at level `applied` leaves out what is staged, which a recovery

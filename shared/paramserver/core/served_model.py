@@ -43,6 +43,8 @@ class ServedModel:
     refused: dict[int, Partition] = field(default_factory=dict)
     """Ownerships that another one has replaced in Redis, whatever the feed still says.  Until it says who has them now
     they are kept in memory: the new one may be a renewal of this one, after Redis was emptied."""
+    cut_asked: int | None = None
+    """sync: the clock at which every partition is to be stored as a cut, if it comes by there."""
     resync_at: float = 0.0
     """Not before then the feed is asked to tell everything again."""
 

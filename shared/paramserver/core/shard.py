@@ -183,6 +183,7 @@ class ShardCore:
         model.clock = max(model.clock, view.clock)
         model.live_workers, model.workers = view.live_workers, dict(view.workers)
         model.learn(view.spec, view.revision)
+        model.cut_asked = view.cut_asked
         begins, model.ready = view.ready and not model.ready, view.ready
         self._own(model, view, now)
         for commit in view.commits:  # after that: what no partition here needs is not kept
@@ -195,6 +196,8 @@ class ShardCore:
                 p.live_workers = view.live_workers
             if begins and p.state is not None:
                 self.plan.first(p)
+            elif p.state is not None and p.by_cuts and p.clock == model.cut_asked and not p.at_cut:
+                self.plan.cut(p)
             self._woken.append(p)
             self._advance(model, p, now)
 

@@ -219,7 +219,7 @@ class ShardDesk:
                     model.cut_seen.clear()
                     model.switched = model.cut_moved = False
                     self.c.save_clock(model)
-                    self.c.touch(model)
+                    self.c.model_changed(model)  # its owners keep this cut until the next is whole, if they know of it
         self.moves.released(e.name, released)
         self.moves.loads(e.name, loads)
         self._lost(e.name, lost)

@@ -93,6 +93,8 @@ class ModelView:
     """Partition -> the token: who holds it under that one or a higher one keeps its memory (Redis was emptied)."""
     sources: Mapping[int, Source] = field(default_factory=dict)
     """Partitions whose first state comes from elsewhere than `source` says."""
+    cut_asked: int | None = None
+    """sync: the clock of the cut that is to be stored now; None where none is."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
@@ -116,6 +118,7 @@ class ModelView:
             {i: int(o["release"]) for i, o in options.items() if o.get("release")},
             {i: int(o["from"]) for i, o in options.items() if o.get("from") is not None},
             {i: _source(o["source"]) for i, o in options.items() if o.get("source") is not None},
+            None if doc.get("cut_asked") is None else int(doc["cut_asked"]),
         )
 
 

@@ -50,7 +50,7 @@ class SnapshotPlan:
 
     def changed(self, partition: Partition, now: float) -> None:
         """The partition has a new version, or remembers more."""
-        if (partition.level or partition.spec.consistency.mode != "sync") and partition not in self._soon:
+        if not partition.by_cuts and partition not in self._soon:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
     def first(self, partition: Partition) -> None:
@@ -97,6 +97,8 @@ class SnapshotPlan:
 
     def next(self, now: float) -> StoreSnapshot | None:
         """A snapshot to write now, if one is due and none of its kind is being written; ask until there is none."""
+        for idle in [p for p in self._urgent if p.by_cuts and not p.held and p.mark.rebase is None]:
+            del self._urgent[idle]  # its move was called off: stored now, it would take the place of a cut
         if self._urgent and self._rush.storing is None and now >= self._rush.free_at:
             partition = self._first(self._urgent, self._usual)
             if partition is not None:
@@ -162,7 +164,7 @@ class SnapshotPlan:
             self.urgent(partition)
         elif store.cut and not partition.level and not partition.held:
             self._cuts.appendleft(store)
-        elif partition.level or partition.spec.consistency.mode != "sync":
+        elif not partition.by_cuts:
             self.soon(partition)
         return None
 

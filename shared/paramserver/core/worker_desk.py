@@ -253,16 +253,15 @@ class WorkerDesk:
         for _ in range(COMMITS_PER_EVENT):
             if model.durable and len(model.commits) >= COMMITS_KEPT:
                 break  # Some partition has not stored the oldest, and would miss it after a failure.
-            may_cut = model.pending_cut is None and not model.checkpoints.writing and not model.moving
             if model.opening:
                 # All that a partition applies in this phase comes after this commit, so each must know its clock.
-                if not may_cut or not model.served:
+                if not model.may_cut or not model.served:
                     break
                 model.opening = False
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
             else:
                 due = not model.durable and now - model.last_cut_s >= limits.SNAPSHOT_INTERVAL_S
-                cut = may_cut and (model.cut_wanted or due)
+                cut = (model.cut_wanted or due) and model.may_cut
                 decided = gate.decide(model.roster, model.timeline, model.revision, cut)
                 if decided is None:
                     break
@@ -281,6 +280,12 @@ class WorkerDesk:
             for old in model.prune_commits(now):
                 self.c.drop(f"commit:{model.name}:{old.t}")
             self.c.save_clock(model)
+        elif model.rests(now):
+            model.pending_cut, model.last_cut_s = gate.clock, now
+            model.cut_wanted = model.resting = False
+            model.cut_seen.clear()
+            self.c.save_clock(model)
+            self.c.model_changed(model)
 
     def release(self, model: Model, now: float) -> None:
         """Answers those whose clock is free, those who have waited long enough, and those who are no members."""

@@ -66,12 +66,13 @@ from paramserver.wire.tensor import bf16_to_f32, slice_crc
 
 
 class SnapshotShelf:
-    """What Redis holds: of each partition the two newest snapshots, each cut, and the journal."""
+    """What Redis holds: of each partition the newest snapshot and the pinned cut or the one before, and the journal."""
 
     def __init__(self) -> None:
         self.kept: dict[PartitionKey, list[Capture]] = {}
         """Newest first."""
         self.cuts: dict[tuple[PartitionKey, int], Capture] = {}
+        """Those kept that are cuts, by clock."""
         self.journals: dict[PartitionKey, list[JournalEntry]] = {}
         """After the older of the two snapshots."""
         self.tokens: dict[PartitionKey, Token] = {}
@@ -79,14 +80,17 @@ class SnapshotShelf:
         self.damaged = False
         """The newest snapshots cannot be read: the ones before are used."""
 
-    def save(self, effect: StoreSnapshot) -> None:
-        """Keep a capture as it is: its buffers never change."""
-        key = effect.capture.key
-        kept = self.kept[key] = [effect.capture, *self.kept.get(key, ())][:2]
+    def save(self, effect: StoreSnapshot, pinned: int | None = None) -> None:
+        """Keep a capture as it is, its buffers never change; beside it the cut at clock `pinned` if that is there."""
+        key, before = effect.capture.key, self.kept.get(effect.capture.key, [])
+        cut = None if pinned is None else self.cuts.get((key, pinned))
+        kept = self.kept[key] = [effect.capture, *([cut] if cut is not None else before)][:2]
         if len(kept) == 2:
-            self.journals[key] = [e for e in self.journals.get(key, ()) if e.lsn > kept[1].lsn]
+            self.journals[key] = [e for e in self.journals.get(key, ()) if e.lsn > min(k.lsn for k in kept)]
         if effect.cut:
             self.cuts[key, effect.capture.clock] = effect.capture
+        for at in [at for at, c in self.cuts.items() if at[0] == key and all(c is not k for k in kept)]:
+            del self.cuts[at]
 
     def append(self, entry: JournalEntry) -> bool:
         """Journal one entry; one that is there already is passed over.  False: those before it are missing."""

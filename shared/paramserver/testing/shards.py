@@ -41,6 +41,8 @@ class SimShard(Node):
         self.views: dict[str, sio.ModelView] = {}
         self.layouts: dict[ModelKey, Layout] = {}
         self._stream = 0
+        self._cuts: dict[ModelKey, int | None] = {}
+        """The newest whole cut of each model, as its document told."""
         self._queues: dict[Ownership, deque[sio.JournalEntry]] = {}
         self._writing = False
         self._wakes_at = float("inf")
@@ -221,6 +223,7 @@ class SimShard(Node):
                 self.handle(sio.MapChanged(doc["map_epoch"]))
             case "model":
                 key = ModelKey(doc["name"], doc["generation"])
+                self._cuts[key] = doc["cut"]
                 spec = ModelSpec.parse(doc["spec"])
                 layout = self.layouts.setdefault(key, Layout(spec))
                 self._view(sio.ModelView.from_document(doc, self.name, spec, layout))
@@ -292,12 +295,13 @@ class SimShard(Node):
 
     def _store(self, effect: sio.StoreSnapshot) -> None:
         capture = effect.capture
+        pinned = self._cuts.get(capture.key.model)
 
         def done(verdict: Verdict | None) -> None:
             kind = sio.SnapshotStored if verdict is Verdict.DONE else sio.SnapshotFailed
             self.handle(kind(capture.key, capture.token, capture.version, effect.urgent))
 
-        self.ask_redis("snapshot", lambda redis: redis.save(effect), done)
+        self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
 
     def _write(self) -> None:
         """Group commit: one write in flight, with all that waits of every partition."""

@@ -107,12 +107,12 @@ class SimRedis:
         ]
         return max(lsns, default=0)
 
-    def save(self, effect: StoreSnapshot) -> Verdict:
-        """A snapshot; its manifest is switched by whoever has the token."""
+    def save(self, effect: StoreSnapshot, pinned: int | None) -> Verdict:
+        """A snapshot, whose manifest is switched by whoever has the token; the cut at clock `pinned` is kept."""
         owner = self.tokens.get(effect.capture.key, 0)
         if owner != effect.capture.token:
             return Verdict.FENCED if owner > effect.capture.token else Verdict.EMPTIED
-        self.shelf.save(effect)
+        self.shelf.save(effect, pinned)
         return Verdict.DONE
 
     def load(self, effect: LoadPartition) -> LoadedState:
