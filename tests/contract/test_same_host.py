@@ -19,7 +19,10 @@ from paramserver.client.model import Model
 
 from .processes import Nodes, eventually, nodes
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux"),
+]
 
 SIZE = 300_000
 _numbers = count()

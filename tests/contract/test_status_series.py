@@ -11,6 +11,8 @@ from paramserver_scheduler.history import UNITS
 
 from .processes import Nodes, eventually, unique
 
+pytestmark = pytest.mark.process
+
 SGD = {"name": "sgd", "lr": 0.1}
 
 
