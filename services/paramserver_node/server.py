@@ -5,6 +5,7 @@ in flight are finished within `grace_s`.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -73,6 +74,18 @@ def _listener(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=1024, family=family)
     except OSError as e:
         raise CannotListen(f"cannot serve on {host}:{port}: {e.strerror or e}") from None
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What a group, or a group of groups, holds first; else the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def spare_imports() -> None:
+    """Leave all that there is now out of the garbage search: it stays, and searching it stops everything for 0.1 s."""
+    gc.freeze()
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

@@ -12,6 +12,7 @@ from paramserver_node import health, problems
 from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.short import ShortApp, routed
 from paramserver_scheduler import login, page
 from paramserver_scheduler.door import Door
 from paramserver_scheduler.lease import Lease
@@ -34,25 +35,23 @@ CLOCK: Final = re.compile("/models/([^/]+)/clock")
 CLOCK_ROUTE: Final = next(r for r in workers.router.routes if isinstance(r, Route) and r.endpoint is workers.clock)
 
 
-class SchedulerApp(FastAPI):
-    """FastAPI with a short way past its router for the report of a clock, which every worker makes in each round.
+def _clock(path: str) -> ASGIApp | None:
+    """The report of a clock, which every worker makes in each round."""
+    found = CLOCK.fullmatch(path)
+    if found is None:
+        return None
 
-    The route is in the router too, for all that asks it.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        short = scope["type"] == "http" and scope["method"] == "POST" and CLOCK.fullmatch(scope["path"])
-        if not short:
-            await super().__call__(scope, receive, send)
-            return
-        scope["app"], scope["route"] = self, CLOCK_ROUTE
-        answer = await workers.clock(Request(scope, receive), short[1])
+    async def clock(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await workers.clock(Request(scope, receive), found[1])
         await answer(scope, receive, send)
+
+    return routed(CLOCK_ROUTE, clock)
 
 
 def make_app() -> FastAPI:
     """The app; it answers 503 until `app.state.service` is set, which is so while this scheduler leads."""
-    app = SchedulerApp(
+    app = ShortApp(
+        _clock,
         title="paramserver scheduler",
         version=paramserver.__version__,
         description="Models, workers, runs and checkpoints; pushes and pulls are handed on to the shards.",

@@ -1,7 +1,6 @@
 """Starts one scheduler: it stands by until nobody leads, then leads until another does or it is told to stop."""
 
 import asyncio
-import gc
 import logging
 import socket
 import sys
@@ -20,7 +19,7 @@ from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
-from paramserver_node.server import CannotListen, Tls, serve_uvicorn, stop_on_signals
+from paramserver_node.server import CannotListen, Tls, first_cause, serve_uvicorn, spare_imports, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -126,9 +125,9 @@ async def take_part(
             try:
                 await lead(settings, redis, http, lease, stop)
             except* (Deposed, Resigned) as over:
-                log.info("scheduler.leads_no_more term=%d %s", lease.term, _first(over))
+                log.info("scheduler.leads_no_more term=%d %s", lease.term, first_cause(over))
             except* Unavailable as away:
-                log.warning("redis.away %s", _first(away))
+                log.warning("redis.away %s", first_cause(away))
     finally:
         await _release(lease)
 
@@ -161,7 +160,7 @@ async def serve(settings: SchedulerSettings) -> None:
     http.state.checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     redis = connect(settings.redis, timeout_s=2.0)
     lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings))
-    gc.freeze()  # what was imported is never garbage: searching it stopped every request for 0.1 s at a time
+    spare_imports()
     try:
         async with asyncio.TaskGroup() as group:
             # It listens before it looks for the lease: its place is its own by then.
@@ -219,13 +218,7 @@ def scheduler(
         expected = group.subgroup((PsError, CannotListen))
         if expected is None:
             raise
-        sys.exit(f"paramserver-scheduler: {_first(expected)}")
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        sys.exit(f"paramserver-scheduler: {first_cause(expected)}")
 
 
 def _run(settings: SchedulerSettings) -> None:

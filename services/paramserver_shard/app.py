@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 from fastapi import FastAPI, Request, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from paramserver import __version__
 from paramserver.errors import problem
@@ -16,6 +16,7 @@ from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.roles import role
+from paramserver_node.short import ShortApp, routed
 from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
@@ -49,27 +50,16 @@ class Services:
     """None: everyone may do everything."""
 
 
-class ShardApp(FastAPI):
-    """FastAPI with a short way past its router for pushes and pulls: it takes a tenth of a small one's time."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.short: dict[str, ASGIApp] = {}
-        """By path, for POST; the same routes are in the router too, for all that asks it."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        way = self.short.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if way is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await way(scope, receive, send)
-
-
 def make_app(services: Services) -> FastAPI:
     """The ASGI app of one shard."""
     s = services
-    app = ShardApp(
-        title="paramserver shard", version=__version__, summary="Pushes and pulls of parameters", docs_url="/docs"
+    short: dict[str, ASGIApp] = {}
+    app = ShortApp(
+        short.get,
+        title="paramserver shard",
+        version=__version__,
+        summary="Pushes and pulls of parameters",
+        docs_url="/docs",
     )
     problems.install(app)
     in_flight, guarded = InFlight(s.membership.memory.limit_bytes), guard(app, s.access)
@@ -79,7 +69,7 @@ def make_app(services: Services) -> FastAPI:
         asgi = endpoint(s.membership, s.reader, s.frames, s.names, s.telemetry)
         route = Route(path, asgi, methods=["POST"], include_in_schema=False)
         app.router.routes.append(route)
-        app.short[path] = NodeMiddleware(InFlightMiddleware(_routed(route), in_flight), guarded)
+        short[path] = NodeMiddleware(InFlightMiddleware(routed(route, route.app), in_flight), guarded)
     app.include_router(health.router("shard", s.membership.unready))
     app.include_router(internal_router(s.membership, s.models, s.runtime, s.reader))
     app.include_router(slots.router(s.membership, s.frames))
@@ -87,16 +77,6 @@ def make_app(services: Services) -> FastAPI:
     _add_forwarding(app, s)
     openapi.describe(app)
     return app
-
-
-def _routed(route: Route) -> ASGIApp:
-    """The route's endpoint, told as the router tells it which route it is."""
-
-    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = route
-        await route.app(scope, receive, send)
-
-    return endpoint
 
 
 def _add_arrays(app: FastAPI, s: Services) -> None:

@@ -15,6 +15,7 @@ from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import ITEMSIZE, AnyArray, Coding, DType
 from paramserver.wire.frame import PushFrame
 from paramserver.wire.tensor import NUMPY_DTYPE, crc_after, slice_crc
+from paramserver_shard.computing import shares
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.receiving import apart
 
@@ -64,11 +65,10 @@ class Arriving:
         for index, size in enumerate(self.sizes):
             pieces.append((index, body[at : at + size]))
             at += size
-        share = -(-len(pieces) // self._threads.threads) or 1
-        for first in range(0, len(pieces), share):
-            self._check(pieces[first : first + share])
+        for share in shares(pieces, self._threads.threads):
+            self._check(share)
 
-    def _check(self, pieces: list[tuple[int, AnyArray]]) -> None:
+    def _check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
         work = partial(self._parts_of, pieces)
         if sum(data.size for _, data in pieces) <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
             self._made.append(work())
@@ -85,7 +85,7 @@ class Arriving:
         """
         return tuple([p for made in self._made for p in (await made if isinstance(made, asyncio.Future) else made)])
 
-    def _parts_of(self, pieces: list[tuple[int, AnyArray]]) -> list[PushPart]:
+    def _parts_of(self, pieces: Sequence[tuple[int, AnyArray]]) -> list[PushPart]:
         return [self._part(index, data) for index, data in pieces]
 
     def _part(self, index: int, data: AnyArray) -> PushPart:

@@ -1,7 +1,6 @@
 """The command `paramserver-shard`: one shard process."""
 
 import asyncio
-import gc
 import logging
 import socket
 import sys
@@ -22,7 +21,15 @@ from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
 from paramserver_node.access import Access, Neighbours, credentials
 from paramserver_node.forward import Forwarder
-from paramserver_node.server import CannotListen, Tls, serve_granian, serve_unix, stop_on_signals
+from paramserver_node.server import (
+    CannotListen,
+    Tls,
+    first_cause,
+    serve_granian,
+    serve_unix,
+    spare_imports,
+    stop_on_signals,
+)
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
@@ -101,12 +108,10 @@ def shard(
         typer.echo(str(unfit), err=True)
         raise typer.Exit(2) from None
     except BaseExceptionGroup as group:
-        cause: BaseException | None = group.subgroup(CannotListen)
-        if cause is None:
+        expected = group.subgroup(CannotListen)
+        if expected is None:
             raise
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        typer.echo(str(cause), err=True)
+        typer.echo(str(first_cause(expected)), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         sys.exit(130)
@@ -202,7 +207,7 @@ async def serve(settings: ShardSettings) -> None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))
                 lending = group.create_task(shard.lending.keep())
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
-            gc.freeze()  # what was imported is never garbage: searching it stopped every request for 0.1 s at a time
+            spare_imports()
             joined = group.create_task(membership.run())
             await serving
             ending.cancel()

@@ -50,7 +50,7 @@ from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, task_elements
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, shares, task_elements
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
@@ -246,8 +246,7 @@ class Runtime:
             self._spawn(_end(error))
 
     async def _apply(self, job: int, tasks: tuple[Task, ...]) -> None:
-        share = -(-len(tasks) // self.threads)
-        chunks = [tasks[i : i + share] for i in range(0, len(tasks), share)]
+        chunks = shares(tasks, self.threads)
         done = await asyncio.gather(*(self.offload(partial(compute, chunk, self.pool)) for chunk in chunks))
         results: tuple[TaskResult, ...] = tuple(result for chunk in done for result in chunk)
         self.feed(Applied(job, results))

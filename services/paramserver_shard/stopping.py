@@ -6,6 +6,7 @@ nothing is acknowledged after what is stored last.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
@@ -41,25 +42,29 @@ class Stopping:
         self._membership.stopping = True
         log.info("told to stop; %d partitions to hand over", self._owned)
         if self._membership.epoch:
-            await self._hand_over(began + HAND_OVER_S)
+            await self._drain(lambda: self._owned > 0, began + HAND_OVER_S)
             self._membership.closed = True
-            await self._save_cuts(monotonic() + CUT_S)
+            # Where nobody can take anything, the scheduler has everybody store a cut.
+            await self._drain(lambda: self._beyond_cuts, monotonic() + CUT_S, alone=True)
             await self._save(began + SAVE_S)
             await self._membership.leave()
         self._runtime.close()
         stop.set()
 
-    async def _hand_over(self, until: float) -> None:
-        """Until nothing is owned, nobody can take it, no scheduler answers, or the time is over."""
+    async def _drain(self, left: Callable[[], bool], until: float, *, alone: bool = False) -> None:
+        """Ask for takers until nothing is `left`, no scheduler answers, or the time is over.
+
+        Unless it may be `alone`, also only while somebody can take something.
+        """
         ask_at = 0.0
-        while self._owned and monotonic() < until:
+        while left() and monotonic() < until:
             if monotonic() >= ask_at:
                 try:
                     targets = await self._membership.drain()
                 except PsError as error:
                     log.warning("cannot hand over: %s", error)
                     return
-                if not targets:
+                if not targets and not alone:
                     log.info("no other shard can take %d partitions", self._owned)
                     return
                 ask_at = monotonic() + ASK_S
@@ -72,19 +77,6 @@ class Stopping:
                 log.error("%d partitions could not be stored: %s", self._unsaved, self._runtime.degraded or "no time")
                 return
             self._runtime.feed(SaveAll())
-            await asyncio.sleep(_LOOK_S)
-
-    async def _save_cuts(self, until: float) -> None:
-        """Until the scheduler knows the present clock of synchronous models as a cut, or the time is over."""
-        ask_at = 0.0
-        while self._beyond_cuts and monotonic() < until:
-            if monotonic() >= ask_at:
-                try:
-                    await self._membership.drain()  # where nobody can take anything, it asks everybody for a cut
-                except PsError as error:
-                    log.warning("cannot store a cut: %s", error)
-                    return
-                ask_at = monotonic() + ASK_S
             await asyncio.sleep(_LOOK_S)
 
     @property

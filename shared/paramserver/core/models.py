@@ -213,6 +213,11 @@ class Model:
         """Whether a cut can be begun now."""
         return self.pending_cut is None and not self.checkpoints.writing and not self.moving
 
+    def begin_cut(self, now: float) -> None:
+        """The present clock is to be stored by every partition."""
+        self.pending_cut, self.last_cut_s, self.cut_wanted = self.gate.clock, now, False
+        self.cut_seen.clear()
+
     def rests(self, now: float) -> bool:
         """Whether the present clock is to be a cut though no commit comes.
 

@@ -457,7 +457,7 @@ class ShardCore:
         self.plan.changed(partition, now)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
-        if partition.spec.consistency.mode == "sync" and not partition.level:
+        if partition.by_cuts:
             self.plan.forget(partition, cuts=False)
         else:
             self.plan.changed(partition, now)

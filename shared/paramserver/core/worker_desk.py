@@ -268,8 +268,7 @@ class WorkerDesk:
                 commit = decided
             made = True
             if commit.cut:
-                model.pending_cut, model.last_cut_s, model.cut_wanted = commit.t + 1, now, False
-                model.cut_seen.clear()
+                model.begin_cut(now)
             model.last_commit_s = now
             model.commits.append((now, commit))
             self.c.save_commit(model, commit)
@@ -281,9 +280,8 @@ class WorkerDesk:
                 self.c.drop(f"commit:{model.name}:{old.t}")
             self.c.save_clock(model)
         elif model.rests(now):
-            model.pending_cut, model.last_cut_s = gate.clock, now
-            model.cut_wanted = model.resting = False
-            model.cut_seen.clear()
+            model.begin_cut(now)
+            model.resting = False
             self.c.save_clock(model)
             self.c.model_changed(model)
 
