@@ -239,6 +239,15 @@ def test_redis_away_refuses_what_it_cannot_keep(cluster: Nodes) -> None:
     exact(cluster, plain, other.acknowledged)
 
 
+def stopped_and_started(cluster: Nodes) -> None:
+    """SIGTERM to the only shard, which ends well and in time; then it runs again."""
+    process = cluster.processes["shard-0"]
+    process.send_signal(signal.SIGTERM)
+    process.wait(25)
+    assert process.returncode == 0
+    cluster.start_shard("shard-0")
+
+
 def test_the_last_shard_stores_everything_before_it_goes(tmp_path: Path) -> None:
     """Nobody can take over: SIGTERM right after a push at `applied`, and the restarted shard has it."""
     with nodes(tmp_path, shards=1) as cluster:
@@ -249,11 +258,7 @@ def test_the_last_shard_stores_everything_before_it_goes(tmp_path: Path) -> None
             for seq in range(1, 4):
                 body = {"model": model, "grads": {"w": [1.0] * CELLS}, "worker": "w", "epoch": 1, "seq": seq}
                 assert httpx.post(url, json=body, timeout=30).status_code in (200, 202)
-        process = cluster.processes["shard-0"]
-        process.send_signal(signal.SIGTERM)
-        process.wait(25)
-        assert process.returncode == 0
-        cluster.start_shard("shard-0")
+        stopped_and_started(cluster)
         exact(cluster, plain, 3)
         answer = httpx.post(url, json={**body, "model": name}, timeout=30)
         assert (answer.status_code, answer.json()["duplicate"]) == (202, True), answer.text
@@ -274,11 +279,7 @@ def test_a_synchronous_model_that_rests_loses_nothing_with_its_only_shard(tmp_pa
         name = made(cluster, "applied", consistency={"mode": "sync"})
         worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
         clocks(cluster, name, worker, 0, 4, timeline=0)
-        process = cluster.processes["shard-0"]
-        process.send_signal(signal.SIGTERM)
-        process.wait(25)
-        assert process.returncode == 0
-        cluster.start_shard("shard-0")
+        stopped_and_started(cluster)
         exact(cluster, name, 4)
 
         document = cluster.get(f"/models/{name}")
