@@ -105,7 +105,8 @@ class Push(_Endpoint):
         arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
         done = await self._frames.push(arriving)
         self._pushed_frame(done, arriving.frame, arriving.size, began_s)
-        await _send(send, 200 if done.state == "applied" else 202, encode_header(push_reply(done).to_header()))
+        reply = push_reply(done, self._frames.lease_after(arriving.frame, done))
+        await _send(send, 200 if done.state == "applied" else 202, encode_header(reply.to_header()))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done = await self._names.push(body, idempotency_key(request))

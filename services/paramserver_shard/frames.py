@@ -12,8 +12,8 @@ from paramserver.core.layout import Range
 from paramserver.core.shard_io import PullReceived, PushDone, PushReceived
 from paramserver.errors import PsError, problem
 from paramserver.limits import CHUNK_BYTES
-from paramserver.types import F32, ITEMSIZE
-from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
+from paramserver.types import F32, ITEMSIZE, ModelKey
+from paramserver.wire.frame import Lease, PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.tensor import from_f32
 from paramserver_shard.arriving import Arriving, check_sizes
 from paramserver_shard.directory import Directory, KnownModel
@@ -144,14 +144,31 @@ class FrameService:
                 for (_, ranges), got in zip(spec.parts, done.parts, strict=True)
             ]
             answer = FrameBody(known, spec.dtype, done.timeline, parts)
-            if spec.mapped and self._lending is not None and all(ranges is None for _, ranges in spec.parts):
-                answer.take_lease(self._lending)
+            if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
+                answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)
             return answer
         wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
             known, wanted, timeline=timeline, min_version=spec.min_version, wait_s=spec.wait_s
         )
         return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
+
+    def lease_after(self, frame: PushFrame, done: PushDone) -> Lease | None:
+        """A lease of what an applied push has made, for a client that will want it next; None if it is past already."""
+        if not frame.mapped or done.state != "applied":
+            return None
+        return self._lease(done.model, [(p.partition, p.version) for p in done.parts])
+
+    def _lease(
+        self, model: ModelKey, parts: Sequence[tuple[int, int]], values: Sequence[F32] | None = None
+    ) -> Lease | None:
+        """A lease of these (partition, version), whose `values` the caller may hold though they are past."""
+        if self._lending is None:
+            return None
+        present = self._runtime.core.present(model, parts)
+        if present is None and values is None:
+            return None
+        return self._lending.lease(present or values or (), present=present is not None)
 
     def _check_pull(self, known: KnownModel, spec: PullSpec) -> None:
         for partition, ranges in spec.parts:
@@ -174,8 +191,8 @@ class FrameService:
         return all(known.owners[p][0] == self._directory.shard for p in partitions)
 
 
-def push_reply(done: PushDone) -> PushReply:
-    """The frame that answers a push."""
+def push_reply(done: PushDone, lease: Lease | None = None) -> PushReply:
+    """The frame that answers a push, with a lease of what it has made."""
     return PushReply(
         state=done.state,
         duplicate=done.duplicate,
@@ -185,6 +202,7 @@ def push_reply(done: PushDone) -> PushReply:
         timeline=done.timeline,
         parts=tuple((p.partition, p.version, p.incarnation, p.durable_version) for p in done.parts),
         late=done.late,
+        lease=lease,
     )
 
 
@@ -197,12 +215,13 @@ class FrameBody:
         self._dtype = dtype
         self._timeline = timeline
         self._parts = parts
-        self._lease: tuple[int, tuple[str, ...]] | None = None
+        self.lease: Lease | None = None
+        """The values are lent by it in place of being sent."""
 
-    def take_lease(self, lending: Lending) -> None:
-        """Lend the values of whole partitions in place of sending them, where that can be."""
-        if self._dtype == "float32":
-            self._lease = lending.lease([piece for part in self._parts for piece in part.pieces])
+    @property
+    def pieces(self) -> list[F32]:
+        """The values, part by part."""
+        return [piece for part in self._parts for piece in part.pieces]
 
     def header(self) -> bytes:
         """The frame up to its body."""
@@ -215,23 +234,23 @@ class FrameBody:
             dtype=self._dtype,
             parts=tuple((p.partition, p.version, p.incarnation) for p in self._parts),
             push=self.push,
-            lease=self._lease,
+            lease=self.lease,
         )
         return encode_header(reply.to_header())
 
     @property
     def body_bytes(self) -> int:
         """Length of the body."""
-        return 0 if self._lease is not None else self.values_bytes
+        return 0 if self.lease is not None else self.values_bytes
 
     @property
     def values_bytes(self) -> int:
         """Length of the values, sent or lent."""
-        return ITEMSIZE[self._dtype] * sum(piece.size for part in self._parts for piece in part.pieces)
+        return ITEMSIZE[self._dtype] * sum(piece.size for piece in self.pieces)
 
     def chunks(self, first: bytes) -> Iterator[bytes]:
         """`first` and the body, in pieces of 1 MiB but for the last."""
-        if self._lease is not None:
+        if self.lease is not None:
             yield first
             return
         waiting: list[bytes | memoryview] = [first]

@@ -6,6 +6,9 @@ A *slot* is memory that a client fills and then names in a push instead of sendi
 reply the slot is the shard's.  After the reply it is the client's again, unless the push is still needed (staged,
 buffered): then it stays the shard's and the client asks for another.  A slot that nobody uses for `LEASE_S` is removed.
 All of it is bounded: a pull beyond the bound gets its values over HTTP, a slot beyond it is refused.
+
+A lease of present values stands on the board until other values take their place (`wire.board`): as long as its holder
+sees it there, it need not ask again.
 """
 
 import asyncio
@@ -13,9 +16,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
 from paramserver.limits import LEASED_BYTES_MAX, LEASES_MAX, SHARED_LEASE_S, SLOT_BYTES_MAX
 from paramserver.types import F32, AnyArray
+from paramserver_shard.board import Board
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 
 
@@ -37,18 +42,24 @@ class _Slot:
 class Lending:
     """The leases and slots of one shard.  Used by the event loop's thread alone."""
 
-    def __init__(self, versions: BufferPool, slots: BufferPool, clock: Callable[[], float]) -> None:
+    def __init__(self, versions: BufferPool, slots: BufferPool, board: Board, clock: Callable[[], float]) -> None:
         self._versions = versions
         self._slots = slots
+        self._board = board
         self._clock = clock
         self._numbers = itertools.count(1)
         self._leases: dict[int, _Lease] = {}  # the oldest first
+        self._present: dict[int, list[int]] = {}
+        """By the identity of present values: the leases that cover them."""
         self._lent: dict[str, _Slot] = {}
         self.leased_bytes = 0
         self.slot_bytes = 0
 
-    def lease(self, arrays: Sequence[F32]) -> tuple[int, tuple[str, ...]] | None:
-        """(number, a file for each array); None if one of them is private memory or the bound is reached."""
+    def lease(self, arrays: Sequence[F32], *, present: bool = False) -> tuple[int, tuple[str, ...]] | None:
+        """(number, a file for each array); None if one of them is private memory or the bound is reached.
+
+        `present`: a pull at this moment is answered with these very arrays, and `superseded` will tell when not.
+        """
         self.expire()
         files = tuple(f for a in arrays if (f := self._versions.file_of(a)) is not None)
         size = sum(a.nbytes for a in arrays)
@@ -57,14 +68,32 @@ class Lending:
         number = next(self._numbers)
         self._leases[number] = _Lease(tuple(arrays), files, size, self._clock() + SHARED_LEASE_S)
         self.leased_bytes += size
+        if present:
+            for a in arrays:
+                self._present.setdefault(id(a), []).append(number)
+            self._board.present(number)
         return number, files
+
+    def superseded(self, states: Iterable[PartitionState]) -> None:
+        """No pull is answered with these any more."""
+        for state in states:
+            for number in self._present.pop(id(state.values), ()):
+                self._board.past(number)
 
     def release(self, numbers: Iterable[int]) -> None:
         """Those leases are over; unknown ones have ended by themselves."""
         for number in numbers:
             lease = self._leases.pop(number, None)
-            if lease is not None:
-                self.leased_bytes -= lease.size
+            if lease is None:
+                continue
+            self.leased_bytes -= lease.size
+            self._board.past(number)
+            for a in lease.arrays:  # whose identity may be another's once they are gone
+                others = self._present.get(id(a))
+                if others is not None and number in others:
+                    others.remove(number)
+                    if not others:
+                        del self._present[id(a)]
 
     def lend(self, size_bytes: int) -> str:
         """The file of a slot of at least that size; raises Unavailable (`queue_full`) beyond the bound."""

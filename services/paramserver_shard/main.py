@@ -33,6 +33,7 @@ from paramserver_node.server import (
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
+from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
 from paramserver_shard.exchange import Exchange
@@ -142,11 +143,11 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
     addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
-    folder = SharedFolder.open(settings.shared_memory, name, SHARED_BYTES_MAX)
+    folder, board = shared_memory(settings.shared_memory, name)
     if folder is not None:
         addresses.append(folder.address)
     pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
-    lending = None if folder is None else Lending(pool, BufferPool(folder=folder), clock)
+    lending = None if folder is None or board is None else Lending(pool, BufferPool(folder=folder), board, clock)
     redis = node_redis.connect(settings.redis)
     link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()], shown)
     scripts = ScriptRunner(redis)
@@ -155,6 +156,8 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     memory = Memory(limit_of(settings.memory_limit))
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory)
     runtime.peers = membership
+    if board is not None and lending is not None:
+        membership.announce, runtime.superseded = board.serve, lending.superseded
     models = Models(directory, link)
     exchange = Exchange(directory, runtime, PeerClient(pool, shown))
     names = NameService(models, exchange)
@@ -163,6 +166,19 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     reader, forwarder = FrameReader(pool), Forwarder(shown)
     services = Services(membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, access)
     return Shard(services, redis, folder, lending)
+
+
+def shared_memory(root: str, name: str) -> tuple[SharedFolder, Board] | tuple[None, None]:
+    """What clients of this machine map; nothing, with one line in the log, where it cannot be had."""
+    folder = SharedFolder.open(root, name, SHARED_BYTES_MAX)
+    if folder is None:
+        return None, None
+    try:
+        return folder, Board(folder)
+    except OSError as error:
+        log.warning("no shared memory for clients on this machine, they use HTTP: %s", error)
+        folder.close()
+        return None, None
 
 
 async def expect_state(url: str) -> None:

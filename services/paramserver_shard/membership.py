@@ -6,7 +6,7 @@ connection it tells everything once more, so nothing is lost with a connection.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Final
@@ -65,7 +65,9 @@ class Membership:
         self.stopping = False
         """Whether this process is about to end: no longer ready, though it serves what it still owns."""
         self.closed = False
-        """Whether it serves nothing any more."""
+        """Whether it serves nothing any more; set by `close`."""
+        self.announce: Callable[[float, float], None] = _to_nobody
+        """Told, whenever that changes, (when it was said, until when this shard may serve), by the monotonic clock."""
         self._addresses = list(addresses)
         self._version = version
         self.link = link
@@ -96,6 +98,19 @@ class Membership:
         # The loop's own time stands still within a turn, and a process may be stopped in the middle of one.
         if monotonic() - seen_at > SERVE_WITHOUT_CONTACT_S:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
+
+    def close(self) -> None:
+        """Nothing is served from now on."""
+        self.closed = True
+        self.announce(0.0, 0.0)
+
+    def _seen(self, *, scheduler_at: float | None = None, redis_at: float | None = None) -> None:
+        """The scheduler or Redis has said yes to a question of that time."""
+        self._scheduler_seen_at = self._scheduler_seen_at if scheduler_at is None else scheduler_at
+        self._redis_seen_at = self._redis_seen_at if redis_at is None else redis_at
+        seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
+        if not self.closed:
+            self.announce(seen_at, seen_at + SERVE_WITHOUT_CONTACT_S)
 
     def unready(self) -> str:
         """Why no requests should be sent here yet; empty when they may.  Does not ask Redis."""
@@ -150,7 +165,7 @@ class Membership:
         self.epoch = int(answer["epoch"])
         self._term = int(answer["term"])
         self.state = "active"
-        self._scheduler_seen_at = monotonic()
+        self._seen(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
     def _disown(self) -> None:
@@ -158,6 +173,7 @@ class Membership:
         self.epoch = 0
         self.state = "joining"
         self._scheduler_seen_at = self._redis_seen_at = float("-inf")
+        self.announce(0.0, 0.0)
         for name, view in self._views.items():
             self._views[name] = replace(view, owned={})
             self._runtime.feed(self._views[name])
@@ -183,7 +199,7 @@ class Membership:
                 log.debug("heartbeat failed: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._scheduler_seen_at = sent_at  # the yes is as old as the question
+            self._seen(scheduler_at=sent_at)  # the yes is as old as the question
             self.state = str(answer.get("state", "active"))
             try:
                 async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - monotonic())):
@@ -238,7 +254,7 @@ class Membership:
                 if fence is not None and int(fence) >= self.epoch:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # one that was emptied has no fences either, so it cannot say yes
-                    self._redis_seen_at = asked_at
+                    self._seen(redis_at=asked_at)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _follow(self) -> None:
@@ -318,3 +334,7 @@ class Membership:
                 await self.link.request("DELETE", f"/internal/shards/{self.name}", params={"epoch": self.epoch})
             except PsError as error:
                 log.info("cannot say goodbye: %s", error)
+
+
+def _to_nobody(said_s: float, until_s: float) -> None:
+    """Nobody wants to know."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -29,6 +29,7 @@ from paramserver.core.shard_io import (
     LoadPartition,
     Outcome,
     PartitionLoaded,
+    PartitionState,
     PullDone,
     PushDone,
     PushReceived,
@@ -95,6 +96,8 @@ class Runtime:
         self.pool = pool
         self.peers: Peers
         """Set before the first event."""
+        self.superseded: Callable[[Sequence[PartitionState]], None] = _nobody
+        """Told of values that no pull is answered with any more, before anybody hears of what took their place."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions whose values were uploaded and of which nothing was ever stored."""
         self._refused = ""
@@ -173,7 +176,11 @@ class Runtime:
         self._draining = True
         try:
             while self._events:
-                for effect in self.core.handle(self._events.popleft(), self._loop.time()):
+                effects = self.core.handle(self._events.popleft(), self._loop.time())
+                if self.core.superseded:
+                    self.superseded(self.core.superseded)
+                    self.core.superseded.clear()  # their memory is free now
+                for effect in effects:
                     self._perform(effect)
         finally:
             self._draining = False
@@ -349,6 +356,10 @@ class Runtime:
             if not future.done():
                 future.set_result(problem("unavailable", "this shard is stopping"))
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _nobody(states: Sequence[PartitionState]) -> None:
+    """Nobody wants to know."""
 
 
 async def _end(error: Exception) -> None:

@@ -43,7 +43,7 @@ class Stopping:
         log.info("told to stop; %d partitions to hand over", self._owned)
         if self._membership.epoch:
             await self._drain(lambda: self._owned > 0, began + HAND_OVER_S)
-            self._membership.closed = True
+            self._membership.close()
             # Where nobody can take anything, the scheduler has everybody store a cut.
             await self._drain(lambda: self._beyond_cuts, monotonic() + CUT_S, alone=True)
             await self._save(began + SAVE_S)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 import paramserver as ps
 from paramserver.client import same_host
+from paramserver.client.calls import Outcome, Request
 from paramserver.client.model import Model
 
 from .processes import Nodes, eventually, nodes
@@ -202,3 +203,84 @@ def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
             stopped.send_signal(signal.SIGCONT)
         eventually(lambda: cluster.get("/map")["shards"]["shard-0"]["alive"], what="the return")
         assert set(model.pull()["w"]) <= {1.0, 2.0}
+
+
+def requests_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that this model's client asks for from now on."""
+    transport, paths = model._client.transport, list[str]()
+    perform = transport.perform
+
+    def noted(requests: Sequence[Request]) -> list[Outcome]:
+        paths.extend(r.path for r in requests)
+        return perform(requests)
+
+    monkeypatch.setattr(transport, "perform", noted)
+    return paths
+
+
+def test_what_has_not_changed_is_pulled_without_a_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second pull finds on the shards' boards that the first one's values are the present, copied or not."""
+    model.push(np.full(SIZE, -1.0, np.float32))
+    first = model.pull(copy=False)
+    asked = requests_of(model, monkeypatch)
+    again, mine = model.pull(copy=False), model.pull()
+    mine.flat[:] = 7.0
+    assert not asked
+    assert (again.flat == 1.0).all()
+    assert (again.version, again.origin) == (first.version, first.origin)
+    assert (model.pull().flat == 1.0).all()
+
+
+def test_a_push_brings_what_the_next_pull_wants(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who pulls and pushes in turn makes one request to each shard a round, and still sees every version."""
+    grads = np.full(SIZE, -1.0, np.float32)
+    model.pull(copy=False)
+    model.push(grads)
+    asked = requests_of(model, monkeypatch)
+    for i in range(1, 6):
+        values = model.pull(copy=False)
+        assert (values.flat == i).all()
+        assert values.version == i
+        model.push(grads, base=values)
+    assert set(asked) == {"/push"}
+
+
+def test_a_push_of_another_client_is_seen_by_the_next_pull(cluster: Nodes, model: Model) -> None:
+    """Whatever is acknowledged to anybody is in every pull that begins afterwards."""
+    with ps.connect(cluster.url) as other:
+        there, grads = other.model(model.name), np.full(SIZE, -1.0, np.float32)
+        for i in range(12):
+            (model, there)[i % 2].push(grads)
+            assert (model.pull(copy=False).flat == i + 1).all()
+            assert (there.pull().flat == i + 1).all()
+            assert (model.pull().flat == i + 1).all()
+
+
+def test_values_that_a_dead_shard_has_lent_are_not_the_present(tmp_path: Path) -> None:
+    """After `kill -9` a pull asks whoever owns the model then, though the dead shard's board still shows its lease."""
+    with nodes(tmp_path, shards=1) as running, ps.connect(running.url) as client:
+        model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
+        model.push(np.full(SIZE, -1.0, np.float32))
+        held = model.pull(copy=False)
+        ((found, _),) = [(m.held, m.origin) for m in client.cluster.present._models.values()]
+        assert found is not None
+        assert client.cluster.same_host.confirmed(found.leased)
+        running.kill("shard-0")
+        assert not client.cluster.same_host.confirmed(found.leased)
+        running.start_shard("shard-0")
+        assert model.pull(timeout=60.0).incarnation > held.incarnation
+        assert (held.flat == 1.0).all()
+
+
+def test_a_forked_child_leaves_its_parents_leases_alone(model: Model) -> None:
+    """What a child drops was lent to the parent, and is not given back in the parent's name."""
+    model.push(np.full(SIZE, -1.0, np.float32))
+    values = [model.pull(copy=False)]
+    held = model._client.cluster.same_host
+    child = os.fork()
+    if not child:
+        values.clear()
+        model._client.cluster.present._models.clear()
+        os._exit(sum(len(shard.over) for shard in held._shards.values()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (values[0].flat == 1.0).all()

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from paramserver import limits
+from paramserver.client.board import BoardView
 from paramserver.client.windows import PAGE_BYTES, Window, Windows, writable
+from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
+from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.lending import Lending
 from paramserver_shard.shared_folder import SharedFolder, sweep
@@ -66,7 +69,7 @@ def versions(folder: SharedFolder) -> BufferPool:
 @pytest.fixture
 def lending(folder: SharedFolder, versions: BufferPool, clock: Clock) -> Lending:
     """What the folder's shard lends."""
-    return Lending(versions, BufferPool(folder=folder), clock)
+    return Lending(versions, BufferPool(folder=folder), Board(folder), clock)
 
 
 def test_partitions_go_to_and_fro_between_the_same_buffers(versions: BufferPool) -> None:
@@ -247,3 +250,84 @@ def test_a_folder_is_its_users_alone(folder: SharedFolder) -> None:
     """Nobody else may look into it."""
     assert os.stat(folder.path).st_mode & 0o077 == 0
     assert time.time() - os.stat(folder.path / "lock").st_mtime < 60
+
+
+@pytest.fixture
+def board(folder: SharedFolder) -> Board:
+    """The board of the folder's shard, which may serve for the next minute."""
+    made = Board(folder)
+    now = time.monotonic()
+    made.serve(now, now + 60.0)
+    return made
+
+
+def test_a_lease_stands_on_the_board_until_other_values_take_its_place(
+    folder: SharedFolder, versions: BufferPool, clock: Clock, board: Board
+) -> None:
+    """A reader finds its lease confirmed until one of its partitions changes, and never again."""
+    lending = Lending(versions, BufferPool(folder=folder), board, clock)
+    view = BoardView(str(folder.path))
+    old, other, new = (versions.take(COUNT, shared=True) for _ in range(3))
+    first, second = lending.lease([old, other], present=True), lending.lease([other], present=True)
+    past = lending.lease([old])
+    assert first is not None
+    assert second is not None
+    assert past is not None
+    assert [view.confirms(n) for n, _ in (first, second, past)] == [True, True, False]
+
+    lending.superseded([PartitionState(old, (), ())])
+    third = lending.lease([new, other], present=True)
+    assert third is not None
+    assert [view.confirms(n) for n, _ in (first, second, third)] == [False, True, True]
+
+    lending.release([second[0]])
+    lending.superseded([PartitionState(other, (), ())])
+    assert [view.confirms(n) for n, _ in (first, second, third)] == [False, False, False]
+
+
+def test_a_lease_that_has_ended_is_not_confirmed(
+    folder: SharedFolder, versions: BufferPool, clock: Clock, board: Board
+) -> None:
+    """After its 15 seconds a lease is not on the board, whether its values are the present or not."""
+    lending = Lending(versions, BufferPool(folder=folder), board, clock)
+    granted = lending.lease([versions.take(COUNT, shared=True)], present=True)
+    assert granted is not None
+    clock.now = limits.SHARED_LEASE_S
+    lending.expire()
+    assert not BoardView(str(folder.path)).confirms(granted[0])
+
+
+def test_a_shard_that_may_not_serve_confirms_nothing(folder: SharedFolder, board: Board) -> None:
+    """Neither once its time is over nor before it was said, as in a container with a clock of its own."""
+    view, now = BoardView(str(folder.path)), time.monotonic()
+    board.present(5)
+    assert view.confirms(5)
+    for said, until in ((now - 9.0, now - 6.0), (now + 60.0, now + 63.0), (0.0, 0.0)):
+        board.serve(said, until)
+        assert not view.confirms(5)
+
+
+def test_the_board_of_a_process_that_has_ended_confirms_nothing(tmp_path: Path) -> None:
+    """With the process its lock is gone, and the board is that of nobody."""
+    code = (
+        "import sys, time; from paramserver_shard.board import Board; "
+        "from paramserver_shard.shared_folder import SharedFolder\n"
+        "f = SharedFolder.open(sys.argv[1], 's', 1 << 20); b = Board(f)\n"
+        "b.serve(time.monotonic(), time.monotonic() + 60.0); b.present(7)\n"
+        "print(f.path, flush=True); sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process:
+        view = BoardView(process.stdout.readline().strip())
+        assert view.confirms(7)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not view.confirms(7)
+
+
+def test_without_a_board_nothing_is_confirmed(tmp_path: Path) -> None:
+    """Of a folder that is gone a client knows nothing, and asks."""
+    assert not BoardView(str(tmp_path / "gone")).confirms(1)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paramserver.client.frames import Incoming
-from paramserver.client.same_host import Leased, SameHost
+from paramserver.client.same_host import Held, Leased, SameHost
 from paramserver.core.selection import Selection
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PullReply
@@ -14,6 +14,8 @@ class Arrivals:
 
     def __init__(self, same_host: SameHost) -> None:
         self._same_host = same_host
+        self.held: Held | None = None
+        """What was lent, where that is all there is; set by `gather`."""
         self._leased: list[Leased] = []
         self._lent: dict[int, Leased | None] = {}
 
@@ -36,11 +38,12 @@ class Arrivals:
         """The values: `flat`, or with `view` a read-only array where all was lent; None if that cannot be mapped."""
         if not self._leased:
             return flat
-        used = _used(self._leased, self._lent)
-        values = self._same_host.values(used)
+        held = self._same_host.hold(_used(self._leased, self._lent))
+        values = held.values()
         if values is None:
             return None
         if all(self._lent.get(part.partition) is not None for part in selection.parts):
+            self.held = held
             if view:
                 return values
             flat[...] = values

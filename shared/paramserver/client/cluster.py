@@ -12,6 +12,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
+from paramserver.client.present import Present
 from paramserver.client.retry import Backoff, deliver
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
@@ -103,6 +104,7 @@ class Cluster:
     def __init__(self, urls: tuple[str, ...]) -> None:
         self.urls = urls
         self.same_host = SameHost()
+        self.present = Present(self.same_host)
         self._maps: dict[str, ModelMap] = {}
         self._known: dict[str, _Address] = {}
         self._look_again: tuple[float, ...] = ()

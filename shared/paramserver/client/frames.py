@@ -16,6 +16,7 @@ from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded
 from paramserver.client.gradients import Content, Scan
 from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot, is_same_host
+from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
@@ -64,7 +65,9 @@ class PullTerms:
 class Outgoing:
     """The frames of one push, one for each way its parts take; the norm is known when all have been written."""
 
-    def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost) -> None:
+    def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False) -> None:
+        """`mapped`: the values that the push makes are wanted next."""
+        self._mapped = mapped
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
 
@@ -135,6 +138,7 @@ class Outgoing:
             codec=self._gradient.codec if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
             release=self._same_host.released(to),
+            mapped=self._mapped and is_same_host(to),
         )
 
 
@@ -178,6 +182,14 @@ def push_reply(response: Response) -> PushReply:
         raise foreign(response)
     header, _ = decode_prefix(response.body)
     return PushReply.from_header(header)
+
+
+def leased_by(reply: PushReply, to: str | None, layout: Layout) -> list[Leased]:
+    """The lease that came with the answer to a push; none or one."""
+    if reply.lease is None or to is None or len(reply.lease[1]) != len(reply.parts):
+        return []
+    pieces = zip((p for p, *_ in reply.parts), reply.lease[1], strict=True)
+    return [Leased(to, reply.lease[0], tuple((p, file, 4 * layout.partition_size(p)) for p, file in pieces))]
 
 
 class Incoming:

@@ -5,6 +5,7 @@ slot or a window that cannot be had only means that bytes travel.
 """
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from paramserver.client.board import BoardView
 from paramserver.client.unix import SCHEME, path_of
 from paramserver.client.windows import POSSIBLE, Windows, writable
 from paramserver.limits import SHARED_LEASE_S
@@ -52,6 +54,7 @@ class Slot:
 class _Shard:
     slots: list[Slot] = field(default_factory=list)
     over: deque[int] = field(default_factory=deque)
+    board: BoardView | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class SameHost:
         self._lock = threading.Lock()
         self._shards: dict[str, _Shard] = {}
         self._windows = Windows()
+        self._pid = os.getpid()
         self._told = False
 
     def released(self, address: str | None) -> tuple[int, ...]:
@@ -109,34 +113,68 @@ class SameHost:
             idle.append(slot)
             del idle[:-_SLOTS_KEPT]
 
-    def values(self, leased: Sequence[Leased]) -> F32 | None:
-        """All partitions side by side, read-only, 1-D; None where that cannot be.
-
-        The leases last as long as the array or any view of it; without an array they are over now.
-        """
+    def hold(self, leased: Sequence[Leased]) -> "Held":
+        """What these leases cover, all partitions side by side."""
         pieces = sorted(
             (partition, f"{_folder(lease.address)}/{file}", size)
             for lease in leased
             for partition, file, size in lease.pieces
         )
-        try:
-            values = self._windows.of([(path, size) for _, path, size in pieces]).values()
-        except (OSError, ValueError) as error:
-            self._tell(error)
-            self.done(leased)
-            return None
-        weakref.finalize(values, self.done, tuple(leased)).atexit = False
-        return values
+        return Held(self, self._windows, leased, [(path, size) for _, path, size in pieces])
 
     def done(self, leased: Sequence[Leased]) -> None:
         """Those leases are over."""
-        for lease in leased:
-            self._shard(lease.address).over.append(lease.number)
+        if os.getpid() == self._pid:  # in a forked child they are the parent's
+            for lease in leased:
+                self._shard(lease.address).over.append(lease.number)
+
+    def confirmed(self, leased: Sequence[Leased]) -> bool:
+        """Whether a pull, at this moment, would be answered with just what these leases cover."""
+        return all(self._board(lease.address).confirms(lease.number) for lease in leased)
+
+    def _board(self, address: str) -> BoardView:
+        shard = self._shard(address)
+        if shard.board is None:
+            shard.board = BoardView(_folder(address))
+        return shard.board
 
     def _shard(self, address: str) -> _Shard:
         return self._shards.setdefault(address, _Shard())
 
     def _tell(self, error: Exception) -> None:
+        """Say once why memory is not shared."""
         if not self._told:
             self._told = True
             log.info("shared_memory.unused reason=%s: values travel over HTTP", error)
+
+
+class Held:
+    """Values that shards have lent, all partitions of a pull side by side.
+
+    The leases last as long as this object or any array of it; what cannot be mapped is over when it is dropped.
+    """
+
+    def __init__(
+        self, same_host: SameHost, windows: Windows, leased: Sequence[Leased], pieces: Sequence[tuple[str, int]]
+    ) -> None:
+        self.leased: Final = tuple(leased)
+        self._same_host = same_host
+        self._windows = windows
+        self._pieces = pieces
+
+    def values(self) -> F32 | None:
+        """All elements, 1-D, read-only, as a new array; None where they cannot be mapped."""
+        try:
+            values = self._windows.of(self._pieces).values()
+        except (OSError, ValueError) as error:
+            self._same_host._tell(error)
+            return None
+        weakref.finalize(values, _let_go, self).atexit = False
+        return values
+
+    def __del__(self) -> None:
+        self._same_host.done(self.leased)
+
+
+def _let_go(held: Held) -> None:
+    """What an array looked at; with the last one it is over."""

@@ -26,10 +26,18 @@ from paramserver.client.calls import (
 )
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Feedback, ready
-from paramserver.client.frames import Incoming, Outgoing, PullTerms, PushTerms, pull_request, push_reply
+from paramserver.client.frames import (
+    Incoming,
+    Outgoing,
+    PullTerms,
+    PushTerms,
+    leased_by,
+    pull_request,
+    push_reply,
+)
 from paramserver.client.gradients import Grads
 from paramserver.client.retry import Backoff, judged, passes
-from paramserver.client.same_host import Slot
+from paramserver.client.same_host import Leased, Slot
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Part, Ranges, Selection, select
 from paramserver.errors import ConflictError, InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
@@ -163,6 +171,16 @@ class Transfer:
             self.cluster.lost(address, self.deadline.clock())
         return list(self.selection.parts)
 
+    def remember(self, replies: Sequence[PushReply], leased: Sequence[Leased]) -> None:
+        """Keep what a push has made, where all shards have lent it: the next pull may want it."""
+        held = self.cluster.same_host.hold(leased)  # what is not kept is over with this
+        versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
+        timelines = {r.timeline for r in replies}
+        if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.held.spec.partitions:
+            newest, oldest = max(i for _, i in versions.values()), min(v for v, _ in versions.values())
+            origin = Origin(self.held.name, self.held.generation, timelines.pop(), oldest, newest, versions)
+            self.cluster.present.pushed(origin, held)
+
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
         """The replies of the newest timeline, and the parts to pull again because theirs was older.
 
@@ -222,6 +240,11 @@ def pull(
     selection = select(held.layout, names, ranges)
     whole = selection.size == held.layout.size
     terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole)
+    lendable = whole and terms.dtype == "float32"
+    if lendable and (known := cluster.present.of(model, held.generation, timeline, min_version)) is not None:
+        values = known[0].values()
+        if values is not None:
+            return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, held, selection, deadline)
     wait_until = deadline.clock() + wait_s
@@ -252,7 +275,19 @@ def pull(
             if found is None:
                 replies, pending, arrivals = [], transfer.without_memory(arrivals), Arrivals(cluster.same_host)
     assert found is not None
-    return _params(selection, found, out, model, replies)
+    params = _params(selection, found, out, model, replies)
+    if lendable and arrivals.held is not None:
+        cluster.present.pulled(params.origin, arrivals.held)
+    return params
+
+
+def _lent(selection: Selection, values: AnyArray, origin: Origin, out: Params | None, *, view: bool) -> Params:
+    """Values that are at hand already, as a pull hands them out."""
+    if view and out is None:
+        return Params(selection, values, origin)
+    flat = _memory(selection, "float32", out)
+    flat[...] = values
+    return out.refreshed(origin) if out is not None else Params(selection, flat, origin)
 
 
 def push(
@@ -271,9 +306,13 @@ def push(
     """Deliver a gradient exactly once to every partition it touches, or to those of `partitions` alone."""
     held = yield from cluster.map_of(model, deadline)
     gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback, partitions)
-    outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
+    whole = partitions is None and gradient.selection.size == held.layout.size
+    outgoing = Outgoing(
+        gradient, _based(terms, held), cluster.same_host, mapped=whole and cluster.present.wanted(model)
+    )
     transfer = Transfer(cluster, held, gradient.selection, deadline)
     replies: list[PushReply] = []
+    leased: list[Leased] = []
     pending = list(gradient.selection.parts)
     while pending:
         groups = transfer.groups(pending)
@@ -281,7 +320,11 @@ def push(
         outcomes = yield [_timed(r, deadline) for r in outgoing.requests(transfer.held, groups, slots, None, 0.0)]
         transfer.keep_slots(slots, groups, outcomes)
         good, pending = yield from transfer.settle(groups, outcomes)
-        replies += [push_reply(response) for _, response in good]
+        for i, response in good:
+            replies.append(push_reply(response))
+            leased += leased_by(replies[-1], groups[i][0], held.layout)
+    if leased:
+        transfer.remember(replies, leased)
     return summed(replies)
 
 

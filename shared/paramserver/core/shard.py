@@ -5,7 +5,7 @@ socket.  `now` is monotonic seconds.  The rules are those of `docs/semantics.md`
 of arrival, and what a push may do is decided when it starts, not when it arrives.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paramserver.core.durability import Durability
@@ -61,7 +61,7 @@ from paramserver.core.shard_io import (
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.core.timers import Timers
 from paramserver.errors import PsError, problem
-from paramserver.types import ModelKey, PartitionKey, Token
+from paramserver.types import F32, ModelKey, PartitionKey, Token
 
 _RETRY_S = 1.0
 
@@ -74,6 +74,8 @@ class ShardCore:
         self.map_epoch = 0
         self.held_bytes = 0
         self.not_finite = 0
+        self.superseded: list[PartitionState] = []
+        """What no pull is answered with any more since the last event."""
         self.plan = SnapshotPlan()
         self._lines = Lines()
         self._jobs: dict[int, Operation] = {}
@@ -113,6 +115,7 @@ class ShardCore:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; the effects are to be performed in their order."""
+        self.superseded.clear()
         self._timers.run(now)
         self._handlers[type(event)](event, now)
         self._run(now)
@@ -185,6 +188,9 @@ class ShardCore:
         model.learn(view.spec, view.revision)
         model.cut_asked = view.cut_asked
         begins, model.ready = view.ready and not model.ready, view.ready
+        if not model.ready:
+            for p in model.partitions.values():
+                self._supersede(p)
         self._own(model, view, now)
         for commit in view.commits:  # after that: what no partition here needs is not kept
             if commit.timeline == model.timeline:
@@ -208,6 +214,7 @@ class ShardCore:
             token = view.owned.get(p.index)
             renewed = view.renewed.get(p.index, token)
             if token is not None and renewed is not None and renewed <= p.token < token and p.state is not None:
+                self._supersede(p)
                 self._handover.renew(p, token)
             elif token is None or token > p.token:
                 requests += self._lose(model, p)
@@ -234,6 +241,7 @@ class ShardCore:
         self._handover.forget(p)
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
+        self._supersede(p)
         return [op for op in self._lines.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:
@@ -248,6 +256,7 @@ class ShardCore:
         for p in model.partitions.values():
             self.held_bytes -= p.drop_staged()
             self.plan.forget(p)
+            self._supersede(p)  # a pull of the old timeline is refused from now on
 
     def _settle(self, model: ServedModel, p: Partition, before: int) -> None:
         """The settings have changed: at once before loading, by commits within sync, else as an operation."""
@@ -429,7 +438,23 @@ class ShardCore:
     def _perform(self, effect: Effect) -> None:
         self._effects.append(effect)
 
+    def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
+        """The values of these (partition, version) if a pull would be answered with just those now."""
+        model = self._known(key)
+        held = [None if model is None else model.partitions.get(index) for index, _ in parts]
+        out = [
+            p.state.values
+            for p, (_, version) in zip(held, parts, strict=True)
+            if p is not None and p.state is not None and p.version == version
+        ]
+        return out if model is not None and model.ready and len(out) == len(parts) else None
+
+    def _supersede(self, partition: Partition) -> None:
+        if partition.state is not None:
+            self.superseded.append(partition.state)
+
     def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
+        self._supersede(partition)
         partition.state = state
         partition.version += 1
         partition.lsn += 1

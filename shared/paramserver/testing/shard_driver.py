@@ -61,7 +61,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.types import AnyArray, DType, ModelKey, PartitionKey, PushId, Token
+from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, PushId, Token
 from paramserver.wire.tensor import bf16_to_f32, slice_crc
 
 
@@ -173,6 +173,31 @@ def push_part(
     return PushPart(partition, data, dtype, slice_crc(dtype, ranges or ((0, size),), data), finite, ranges, base)
 
 
+Pullable = dict[PartitionKey, tuple[F32, tuple[int, int, int]]]
+"""By partition, what a pull is answered with: values, (version, incarnation, timeline)."""
+
+
+def pullable(core: ShardCore) -> Pullable:
+    """What pulls of everything would be answered with now."""
+    return {
+        p.key: (p.state.values, (p.version, p.token, m.timeline))
+        for m in core.models.values()
+        if m.ready
+        for p in m.partitions.values()
+        if p.state is not None
+    }
+
+
+def check_superseded(core: ShardCore, before: Pullable) -> None:
+    """Raises AssertionError unless the core says of all that a pull was answered with `before` and is not now that it
+    was superseded: clients of its machine still take it for the present.
+    """
+    now, told = pullable(core), {id(s.values) for s in core.superseded}
+    for key, (values, stand) in before.items():
+        same = key in now and now[key][0] is values and now[key][1] == stand
+        assert same or id(values) in told, f"nobody was told that {key} is not at {stand} any more"
+
+
 @dataclass
 class ShardDriver:
     """One shard under test: its core, its clock, and what it asked for and answered."""
@@ -203,7 +228,10 @@ class ShardDriver:
                 self.store.tokens[key] = max(token, self.store.tokens.get(key, 0))
         events = [event]
         while events:
-            for effect in self.core.handle(events.pop(0), self.now):
+            before = pullable(self.core)
+            effects = self.core.handle(events.pop(0), self.now)
+            check_superseded(self.core, before)
+            for effect in effects:
                 events.extend(self._take(effect))
 
     def _take(self, effect: Effect) -> list[Event]:

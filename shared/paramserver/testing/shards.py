@@ -13,7 +13,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S
 from paramserver.testing.nodes import Node
 from paramserver.testing.schedulers import Document, SimScheduler
-from paramserver.testing.shard_driver import perform
+from paramserver.testing.shard_driver import check_superseded, perform, pullable
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
 from paramserver.types import ModelKey, PartitionKey, Token
@@ -243,7 +243,10 @@ class SimShard(Node):
 
     def handle(self, event: sio.Event) -> None:
         """One event, and its effects in their order."""
-        for effect in self.core.handle(event, self.world.now):
+        before = pullable(self.core)
+        effects = self.core.handle(event, self.world.now)
+        check_superseded(self.core, before)
+        for effect in effects:
             self.in_turn(type(effect).__name__, lambda effect=effect: self._perform(effect))  # type: ignore[misc]
         due = self.core.deadline(self.world.now)
         if due is not None and due < self._wakes_at:

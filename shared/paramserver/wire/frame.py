@@ -12,7 +12,7 @@ offset  bytes
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import msgpack
 
@@ -29,6 +29,8 @@ MAGIC: Final = b"PS"
 FORMAT: Final = 1
 PREFIX_BYTES: Final = 8
 ALIGN: Final = 64
+Lease: TypeAlias = tuple[int, tuple[str, ...]]
+"""Its number, and the file that begins with each part's elements."""
 _CONTAINER_MAX: Final = limits.PARTITIONS_MAX
 _DEPTH_MAX: Final = 6
 
@@ -125,7 +127,7 @@ class _Header:
         ok = lambda v: isinstance(v, list) and all(map(_count, v))  # noqa: E731
         return tuple(self.take("release", ok, "a list of leases", ()))
 
-    def lease(self) -> tuple[int, tuple[str, ...]] | None:
+    def lease(self) -> Lease | None:
         def ok(v: Any) -> bool:
             return (
                 isinstance(v, list)
@@ -254,6 +256,8 @@ class PushFrame:
     """The body is in this slot of the shard's shared memory, and none follows."""
     release: Sequence[int] = ()
     """Leases of shared memory that the client holds no longer."""
+    mapped: bool = False
+    """The client will read what this push makes: it takes a lease of it with the answer."""
 
     def to_header(self) -> dict[str, Any]:
         i = self.push_id
@@ -280,6 +284,7 @@ class PushFrame:
             "pull": self.pull.to_header() if self.pull else None,
             **encoded,
             **_shared(self.slot, self.release),
+            **({"map": True} if self.mapped else {}),
         }
 
     @classmethod
@@ -320,6 +325,7 @@ class PushFrame:
             sizes,
             h.text("slot", size_max=64),
             h.leases(),
+            h.header.get("map") is True,
         )
 
 
@@ -327,6 +333,10 @@ def _shared(slot: str | None, release: Sequence[int]) -> dict[str, Any]:
     """What a header says of shared memory; nothing where none is used."""
     out: dict[str, Any] = {} if slot is None else {"slot": slot}
     return out | {"release": list(release)} if release else out
+
+
+def _lent(lease: Lease | None) -> dict[str, Any]:
+    return {"lease": [lease[0], list(lease[1])]} if lease else {}
 
 
 def _encoding(h: _Header, parts: Sequence[PushPart]) -> tuple[Codec | None, tuple[tuple[int, int], ...]]:
@@ -405,6 +415,8 @@ class PushReply:
     parts: Sequence[tuple[int, int, int, int]] = ()
     """(partition, version, incarnation, durable version)."""
     late: bool = False
+    lease: Lease | None = None
+    """Of the values of `parts`, if the push asked for it and nothing has changed them since."""
 
     def to_header(self) -> dict[str, Any]:
         return {
@@ -416,6 +428,7 @@ class PushReply:
             "timeline": self.timeline,
             "parts": [list(p) for p in self.parts],
             "late": self.late,
+            **_lent(self.lease),
         }
 
     @classmethod
@@ -431,6 +444,7 @@ class PushReply:
             h.integer("timeline", needed=True),
             tuple((a, b, c, d) for a, b, c, d in h.counts("parts", 4)),
             h.header.get("late") is True,
+            h.lease(),
         )
 
 
@@ -447,8 +461,8 @@ class PullReply:
     parts: Sequence[tuple[int, int, int]] = ()
     """(partition, version, incarnation)."""
     push: PushReply | None = None
-    lease: tuple[int, tuple[str, ...]] | None = None
-    """In place of a body: the number of a lease, and the file that begins with each part's elements."""
+    lease: Lease | None = None
+    """In place of a body."""
 
     def to_header(self) -> dict[str, Any]:
         return {
@@ -460,7 +474,7 @@ class PullReply:
             "dtype": self.dtype,
             "parts": [list(p) for p in self.parts],
             "push": self.push.to_header() if self.push else None,
-            **({"lease": [self.lease[0], list(self.lease[1])]} if self.lease else {}),
+            **_lent(self.lease),
         }
 
     @classmethod
