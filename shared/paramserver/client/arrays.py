@@ -98,11 +98,3 @@ class Params(Mapping[str, AnyArray]):
 def bf16_bits_to_f32(bits: AnyArray, out: AnyArray) -> None:
     """Widen bfloat16, given as uint16, into float32."""
     np.left_shift(bits, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
-
-
-def f32_to_bf16_bits(values: AnyArray, out: AnyArray) -> None:
-    """Round finite float32 to bfloat16 (to nearest, ties to even), as uint16; NaN stays NaN."""
-    bits = values.view(np.uint32)
-    rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
-    rounded[np.isnan(values)] = np.uint32(0x7FC00000)
-    np.right_shift(rounded, np.uint32(16), out=out, casting="unsafe")

@@ -1,7 +1,8 @@
 """Gradients on their way out: checked against the model, and written into frame bodies in one pass.
 
 The pass converts each piece to the dtype it travels in, tests it for NaN and infinity and adds up its squares, block by
-block while the block is in the cache.
+block while the block is in the cache.  NumPy copies float32 as fast as a compiled loop does; where it is to be rounded,
+or its squares added up in float64, large gradients take a compiled loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,13 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from paramserver.client.arrays import bf16_bits_to_f32, f32_to_bf16_bits
+from paramserver.client.arrays import bf16_bits_to_f32
+from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, select, unknown
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
+from paramserver.wire.tensor import f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
 """Arrays under parameter names, or one flat vector of the whole model."""
@@ -172,13 +175,12 @@ class Scan:
 def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
     """Write the elements of `parts` end to end into `body`, and scan them."""
     out = np.frombuffer(body, dtype=_WIRE[gradient.dtype])
-    at = 0
+    fast, at = _of_f32(gradient, scan), 0
     for part in parts:
         for piece in part.pieces:
             source = gradient.sources[piece.param][piece.source : piece.source + piece.length]
             target = out[at : at + piece.length]
-            plain = not scan.exact and source.dtype == target.dtype == np.float32
-            squares = _copy_f32(source, target) if plain else inf
+            squares = inf if fast is None or source.dtype != np.float32 else fast(source, target)
             if not isfinite(squares):  # or the elements are so large that float32 cannot hold their squares
                 squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
             scan.squares += squares
@@ -188,6 +190,13 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
                     scan.bad.append(name)
             at += piece.length
     assert at == out.size
+
+
+def _of_f32(gradient: Gradient, scan: Scan) -> Encoder | None:
+    """The fast way of a float32 source, where there is one; what it does not say is finite is looked at again."""
+    if gradient.dtype == "float32" and not scan.exact:
+        return _copy_f32
+    return encoder(gradient.dtype, gradient.selection.size)
 
 
 def _copy_f32(source: AnyArray, out: AnyArray) -> float:

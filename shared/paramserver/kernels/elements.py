@@ -1,0 +1,139 @@
+"""The compiled passes that write float32 as elements of a dtype: rounded, tested and measured in one go.
+
+Workers use them; like `encoding`, this needs numba, and what is asked for is compiled, or loaded from the cache.
+"""
+
+from functools import cache
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numba import types
+
+_BLOCK: Final = 2048
+"""Elements that are written, and then measured while they are in the first-level cache."""
+_LANES: Final = 16
+"""Partial sums of squares: they make the order one, and the same for vectors of any width."""
+_ROWS: Final = 8
+"""Squares that a lane adds up before it goes to memory again."""
+
+# Sums of two uint32 are uint64 to numba, and a loop over those does not vectorise: hence every result is narrowed.
+_ONE = np.uint32(1)
+_ABS_BITS = np.uint32(0x7FFFFFFF)
+_INF = np.uint32(0x7F800000)
+
+_in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
+_out16 = types.Array(types.uint16, 1, "C", aligned=False)
+_out32 = types.Array(types.uint32, 1, "C", aligned=False)
+_njit: Any = numba.njit
+
+
+def _part(function: Any) -> Any:
+    return _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+@cache
+def encoder(dtype: str) -> Any:
+    """The pass for float32, float16 or bfloat16: (values, out) -> the sum of the squares of the values.
+
+    Both are 1-D, contiguous and of one length: values float32, out the elements' bits as uint32 or uint16, nearest to
+    the values, ties to even.  A NaN stays one.  The sum, in float64, is infinite if an element in `out` is not finite.
+    """
+    passes = {"float32": _float32, "float16": _float16, "bfloat16": _bfloat16}
+    function, signature = passes[dtype], (_in32, _out32 if dtype == "float32" else _out16)
+    try:
+        return _njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # no folder for a cache, as in `compiled`
+        return _njit(signature, nogil=True, error_model="numpy")(function)
+
+
+@_part
+def _add_squares(values: Any, lanes: Any) -> None:
+    whole = values.size // (_LANES * _ROWS) * (_LANES * _ROWS)
+    for i in range(0, whole, _LANES * _ROWS):
+        for k in range(_LANES):
+            rows = 0.0
+            for j in range(_ROWS):
+                x = np.float64(values[i + j * _LANES + k])
+                rows += x * x
+            lanes[k] += rows
+    for i in range(whole, values.size):
+        x = np.float64(values[i])
+        lanes[i % _LANES] += x * x
+
+
+@_part
+def _copy(bits: Any, out: Any, top: Any) -> Any:
+    """Write float32; the largest magnitude so far, as its bits, which order as the magnitudes do; so do the others."""
+    for i in range(bits.size):
+        u = bits[i]
+        out[i] = u
+        top = max(top, np.uint32(u & _ABS_BITS))
+    return top
+
+
+@_part
+def _round_bfloat16(bits: Any, out: Any, top: Any) -> Any:
+    for i in range(bits.size):
+        u = bits[i]
+        size = np.uint32(u & _ABS_BITS)
+        odd = np.uint32(np.uint32(u >> np.uint32(16)) & _ONE)
+        r = np.uint32(np.uint32(u + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
+        r = np.uint32(0x7FC0) if size > _INF else r
+        out[i] = np.uint16(r)
+        top = max(top, size)
+    return top
+
+
+@_part
+def _round_float16(bits: Any, out: Any, top: Any) -> Any:
+    for i in range(bits.size):
+        u = bits[i]
+        size = np.uint32(u & _ABS_BITS)
+        sign = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(0x8000))
+        odd = np.uint32(np.uint32(size >> np.uint32(13)) & _ONE)
+        # The exponent's bias goes from 127 to 15, and 13 bits are rounded off.
+        r = np.uint32(np.uint32(size + np.uint32(np.uint32(0xC8000FFF) + odd)) >> np.uint32(13))
+        # Below 2^-14 results are multiples of 2^-24, to which the addition of 0.5 rounds.
+        small = np.float32(np.float32(size.view(np.float32)) + np.float32(0.5)).view(np.uint32)
+        r = np.uint32(np.uint32(small) - np.uint32(0x3F000000)) if size < np.uint32(0x38800000) else r
+        r = np.uint32(0x7C00) if size >= np.uint32(0x47800000) else r
+        r = np.uint32(0x7E00) if size > _INF else r
+        out[i] = np.uint16(np.uint32(r | sign))
+        top = max(top, r)
+    return top
+
+
+@_part
+def _total(lanes: Any, finite: Any) -> Any:
+    total = 0.0
+    for k in range(_LANES):
+        total += lanes[k]
+    return total if finite else np.inf
+
+
+def _float32(values: Any, out: Any) -> Any:
+    lanes, top, bits = np.zeros(_LANES, np.float64), np.uint32(0), values.view(np.uint32)
+    for start in range(0, values.size, _BLOCK):
+        end = min(start + _BLOCK, values.size)
+        top = _copy(bits[start:end], out[start:end], top)
+        _add_squares(values[start:end], lanes)
+    return _total(lanes, top < _INF)
+
+
+def _float16(values: Any, out: Any) -> Any:
+    lanes, top, bits = np.zeros(_LANES, np.float64), np.uint32(0), values.view(np.uint32)
+    for start in range(0, values.size, _BLOCK):
+        end = min(start + _BLOCK, values.size)
+        top = _round_float16(bits[start:end], out[start:end], top)
+        _add_squares(values[start:end], lanes)
+    return _total(lanes, top < np.uint32(0x7C00))
+
+
+def _bfloat16(values: Any, out: Any) -> Any:
+    lanes, top, bits = np.zeros(_LANES, np.float64), np.uint32(0), values.view(np.uint32)
+    for start in range(0, values.size, _BLOCK):
+        end = min(start + _BLOCK, values.size)
+        top = _round_bfloat16(bits[start:end], out[start:end], top)
+        _add_squares(values[start:end], lanes)
+    return _total(lanes, top < np.uint32(0x7F7F8000))  # from the middle above the largest on, it is infinite
