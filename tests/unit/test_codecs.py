@@ -356,6 +356,46 @@ def test_a_push_that_was_not_accepted_leaves_the_memory_as_it_was() -> None:
     assert feedback.norm() == 0.0
 
 
+def test_a_draft_that_was_not_accepted_is_not_kept_with_the_next_push() -> None:
+    """Whatever codec that one is in."""
+    feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
+
+    ready(layout(), 1, grads, None, None, Codec.parse("int8"), feedback)
+    ready(layout(), 1, grads, None, None, Codec.parse("fp16"), feedback)
+    feedback.keep()
+
+    assert feedback.norm() == 0.0
+
+
+@pytest.mark.parametrize("text", ["int8", "topk"])
+def test_bad_numbers_are_named_wherever_they_lie(text: str) -> None:
+    """In partitions of one parameter, whose array is encoded as it lies, and of several; others are not named."""
+    feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
+    ready(layout(), 1, grads, None, None, Codec.parse(text), feedback)
+    feedback.keep()
+    for memory in (feedback, Feedback()):
+        for name, other, at in (("w", "b", 3), ("w", "b", 650), ("b", "w", 32)):
+            for bad in (np.nan, np.inf, -np.inf):
+                given = {n: a.copy() for n, a in grads.items()}
+                given[name][at] = bad
+                with pytest.raises(RequestError, match=f"'{name}' holds NaN") as e:
+                    ready(layout(), 1, given, None, None, Codec.parse(text), memory)
+                assert f"'{other}'" not in str(e.value)
+
+
+def test_an_array_that_is_encoded_as_it_lies_stays_as_it_is() -> None:
+    """It may be read-only, and holds the same values afterwards."""
+    grads = {"w": noise(700), "b": noise(33, 1)}
+    for a in grads.values():
+        a.flags.writeable = False
+    for text in ("int8", "topk"):
+        feedback, before = Feedback(), {n: a.tobytes() for n, a in grads.items()}
+        for _ in range(2):
+            ready(layout(), 1, grads, None, None, Codec.parse(text), feedback)
+            feedback.keep()
+        assert {n: a.tobytes() for n, a in grads.items()} == before
+
+
 def test_codecs_of_whole_partitions_take_nothing_less() -> None:
     """int8 and topk refuse a push that leaves out parameters, and one of a sender without a memory."""
     codec = Codec.parse("int8")

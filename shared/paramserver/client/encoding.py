@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
+from math import hypot, isfinite
 
 import numpy as np
 
@@ -26,6 +26,11 @@ class Feedback:
         self._left: dict[int, F32] = {}
         self._draft: dict[int, F32] = {}
         self._spare: dict[int, F32] = {}
+
+    def begin(self) -> None:
+        """A new push: the draft of an earlier one that nobody accepted is not to be kept with it."""
+        self._spare |= self._draft
+        self._draft = {}
 
     def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
         """(what was left out of that partition so far, where to write what is left out now), float32 of that size."""
@@ -104,6 +109,8 @@ def ready(
     Raises what `gradients.prepare` does; RequestError (`invalid_encoding`) where a codec of whole partitions gets less,
     (`invalid_field`) where it has no memory of what it leaves out, (`non_finite`).
     """
+    if feedback is not None:
+        feedback.begin()
     if isinstance(grads, Encoded):
         if grads.generation != generation:
             raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
@@ -139,16 +146,31 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, feedback: Feedback
     norms: list[float] = []
     scan = Scan(exact=False)  # for NaN alone: the norm is that of what is sent
     for part in gradient.selection.parts:
-        values = np.empty(part.stop - part.start, np.float32)
-        write(gradient, [part], values.data.cast("B"), scan)
-        if scan.bad:
+        values = as_it_lies = _as_it_lies(gradient, part)
+        if values is None:
+            values = np.empty(part.stop - part.start, np.float32)
+            write(gradient, [part], values.data.cast("B"), scan)
+        if scan.bad and as_it_lies is None:
             continue
         residual, left = feedback.arrays(generation, part.partition, values.size)
         data, norm = encode_whole(codec, values, residual, left)
+        if as_it_lies is not None and not isfinite(norm) and not np.isfinite(values).all():
+            scan.found_bad(gradient.selection.params[part.pieces[0].param].name)
+        if scan.bad:
+            continue
         norms.append(norm)
         out[part.partition] = stored(codec, data)
     scan.raise_for_bad()
     return Encoded(gradient.selection, codec, out, hypot(*norms), generation)
+
+
+def _as_it_lies(gradient: Gradient, part: Part) -> F32 | None:
+    """The part's values, where the caller's array has them end to end in float32: the encoder tests them itself."""
+    if len(part.pieces) != 1:
+        return None
+    piece = part.pieces[0]
+    source = gradient.sources[piece.param]
+    return source[piece.source : piece.source + piece.length] if source.dtype == np.float32 else None
 
 
 def _packed(gradient: Gradient, codec: Codec, generation: int) -> Encoded:

@@ -165,6 +165,11 @@ class Scan:
         """The 2-norm of what was scanned."""
         return sqrt(self.squares)
 
+    def found_bad(self, name: str) -> None:
+        """That parameter holds NaN or infinity."""
+        if name not in self.bad:
+            self.bad.append(name)
+
     def raise_for_bad(self) -> None:
         """Raise RequestError (`non_finite`) naming the parameters that hold NaN or infinity."""
         if self.bad:
@@ -185,9 +190,7 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
                 squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
             scan.squares += squares
             if not isfinite(squares) and not _finite(out[at : at + piece.length], gradient.dtype):
-                name = gradient.selection.params[piece.param].name
-                if name not in scan.bad:
-                    scan.bad.append(name)
+                scan.found_bad(gradient.selection.params[piece.param].name)
             at += piece.length
     assert at == out.size
 

@@ -25,7 +25,7 @@ def encode_whole(codec: Codec, values: F32, residual: F32 | None, left: F32 | No
     """(bytes, 2-norm of what they decode to) of values + residual, in a codec of whole partitions.
 
     All arrays are 1-D, contiguous, float32 and of one length; `left`, if given, gets what the bytes do not say, for
-    the next `residual`.  `values` must be finite.
+    the next `residual`.  The norm is not finite if something in `values` is not, and then nothing else counts.
     """
     if codec.coding == "int8":
         return _encode_int8(values, residual, left)

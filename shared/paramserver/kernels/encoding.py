@@ -13,6 +13,7 @@ SMALLEST: Final = np.float32(2.0**-126)
 """A scale below the smallest normal float32 counts as zero: its reciprocal might not be finite."""
 
 _ABS_BITS = np.uint32(0x7FFFFFFF)
+_INF_BITS = np.uint32(0x7F800000)
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _out8 = types.Array(types.int8, 1, "C", aligned=False)
@@ -32,12 +33,13 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
     """Encode values + residual into scales and q; `left` gets what the numbers do not say.
 
     All but `scales` have one length; `residual` may be empty, and `left` too, which is then not written.  Returns the
-    sum of the squares of the decoded numbers, in float64.
+    sum of the squares of the decoded numbers, in float64; it is infinite if a sum of value and residual is not finite.
     """
     v = np.empty(INT8_BLOCK, np.float32)
     bits = np.empty(1, np.uint32)
     largest = bits.view(np.float32)
     total = 0.0
+    worst = np.uint32(0)
     for b in range(scales.size):
         start = b * INT8_BLOCK
         n = min(INT8_BLOCK, values.size - start)
@@ -50,6 +52,7 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
             for i in range(n):
                 v[i] = values[start + i]
                 top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & _ABS_BITS))
+        worst = max(worst, top)
         bits[0] = top  # magnitudes order as their bits do, and integers vectorise
         scale = np.float32(largest[0] * SCALE)
         inverse = np.float32(0.0)
@@ -67,4 +70,4 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
             for i in range(n):
                 left[start + i] = v[i] - scale * np.float32(q[start + i])
         total += np.float64(scale) * np.float64(scale) * squares
-    return total
+    return total if worst < _INF_BITS else np.inf

@@ -1,0 +1,183 @@
+"""Float32 as elements of two bytes, or copied: NumPy's bits from the compiled passes and from those block by block."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from paramserver.client.gradients import Scan, prepare, write
+from paramserver.codecs import elements
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.kernels.elements import encoder
+from paramserver.types import F32, ITEMSIZE, AnyArray
+from paramserver.wire.tensor import bf16_to_f32, f32_to_bf16
+
+BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+ALL_16 = np.arange(1 << 16, dtype=np.uint32)
+Compile = Callable[[int], None]
+
+
+@pytest.fixture
+def compiled_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+    """Sets from how many elements on a compiled pass is taken."""
+    yield lambda count: monkeypatch.setattr(elements, "COMPILED_FROM", count)
+    elements._compiled.cache_clear()
+
+
+def nearest(values: F32, dtype: str) -> AnyArray:
+    """What NumPy rounds to; bfloat16 by its bits: ties to even, and one NaN for all."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return values.astype(dtype).view(BITS[dtype])
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def interesting() -> F32:
+    """Every float16 and the middle between any two, every bfloat16 and its middles, their neighbours, and any bits."""
+    halves = ALL_16.astype(np.uint16).view(np.float16).astype(np.float32)
+    finite = np.sort(halves[np.isfinite(halves)])
+    middles = np.concatenate([(finite[1:] + finite[:-1]) / 2, np.array([65520, -65520], np.float32)])
+    exact = np.concatenate([halves, middles])
+    exact = exact[~np.isnan(exact)]
+    beside = [np.nextafter(exact, np.float32(to)) for to in (np.inf, -np.inf)]
+    lows = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    brains = ((ALL_16[:, None] << np.uint32(16)) | lows).ravel().view(np.float32)
+    anything = np.random.default_rng(3).integers(0, 1 << 32, 1 << 20, np.uint32).view(np.float32)
+    return np.concatenate([exact, *beside, brains, anything])
+
+
+def same(found: AnyArray, values: F32, dtype: str) -> bool:
+    """Whether these are the nearest bits; of a NaN, that it stayed one (its payload is nobody's)."""
+    expected = nearest(values, dtype)
+    if dtype == "float16":
+        nan = np.isnan(values)
+        return np.array_equal(found[~nan], expected[~nan]) and bool(np.isnan(found[nan].view(np.float16)).all())
+    return np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_every_kind_of_number_becomes_the_bits_that_numpy_makes_of_it(dtype: str) -> None:
+    """Subnormals, ties, the largest, infinities and NaN; to an odd address, from memory nobody may write."""
+    values = interesting()
+    values.flags.writeable = False
+    out = np.zeros(values.size * ITEMSIZE[dtype] + 1, np.uint8)[1:].view(BITS[dtype])
+
+    squares = encoder(dtype)(values, out)
+
+    assert same(out, values, dtype)
+    assert squares == np.inf
+    if dtype == "bfloat16":
+        assert np.array_equal(f32_to_bf16(values), nearest(values, dtype))
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("size", [0, 1, 7, 127, 128, 129, 2047, 2048, 2049, 5003])
+def test_the_squares_are_all_there_and_exact(dtype: str, size: int) -> None:
+    """Small whole numbers have one sum in whatever order; nothing behind the end is written."""
+    values = np.random.default_rng(size).integers(-100, 100, size).astype(np.float32)
+    out = np.full(size + 3, 7, BITS[dtype])
+
+    squares = encoder(dtype)(values, out[:size])
+
+    assert squares == float((values.astype(np.float64) ** 2).sum())
+    assert same(out[:size], values, dtype)
+    assert (out[size:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float32", 0x7F7FFFFF), ("float16", 0x477FEFFF), ("bfloat16", 0x7F7F7FFF)]
+)
+def test_what_rounds_to_infinity_is_seen(dtype: str, largest: int) -> None:
+    """One element at any place makes the sum infinite; the largest that does not, does not."""
+    values, out = np.zeros(5003, np.float32), np.empty(5003, BITS[dtype])
+    bits = values.view(np.uint32)
+    for at in (0, 2048, 5002):
+        for sign in (0, 1 << 31):
+            bits[at] = sign | largest
+            assert encoder(dtype)(values, out) == float(values[at]) ** 2
+            for more in (largest + 1, 0x7F800000, 0x7F800001, 0x7FC00000):
+                bits[at] = sign | more
+                assert encoder(dtype)(values, out) == np.inf
+            bits[at] = 0
+
+
+@pytest.mark.parametrize("dtype", [*BITS, "float64"])
+@pytest.mark.parametrize("source", ["float32", "float64", "float16"])
+def test_a_push_is_the_same_whoever_does_the_pass(dtype: str, source: str, compiled_from: Compile) -> None:
+    """Bytes to the last bit, and the norm but for the last bits, whole and in ranges."""
+    document = {"name": "m", "params": {"w": {"shape": [3000]}, "b": {"shape": [77]}}, "partitions": 3}
+    layout, rng = Layout(ModelSpec.parse(document)), np.random.default_rng(5)
+    grads = {"w": rng.standard_normal(3000).astype(source), "b": rng.standard_normal(77).astype(source)}
+    for ranges in (None, {"w": [(5, 9), (1000, 2500)]}):
+        given = grads if ranges is None else {"w": np.concatenate([grads["w"][a:b] for a, b in ranges["w"]])}
+        gradient = prepare(layout, given, ranges, dtype)
+        found = []
+        for count in (1, 1 << 40):
+            compiled_from(count)
+            body, scan = np.empty(gradient.body_bytes(gradient.selection.parts) + 1, np.uint8)[1:], Scan()
+            write(gradient, gradient.selection.parts, body.data, scan)
+            assert not scan.bad
+            found.append((body.tobytes(), scan.norm))
+        assert found[0][0] == found[1][0]
+        assert found[0][1] == pytest.approx(found[1][1], rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_push_that_is_not_finite_is_named_whoever_does_the_pass(dtype: str, compiled_from: Compile) -> None:
+    """Each parameter once, and no other."""
+    document = {"name": "m", "params": {"a": {"shape": [300]}, "b": {"shape": [300]}, "c": {"shape": [300]}}}
+    layout = Layout(ModelSpec.parse({**document, "partitions": 4}))
+    grads = {name: np.ones(300, np.float32) for name in "abc"}
+    grads["a"][[0, 299]] = np.nan, np.inf
+    grads["c"][150] = -np.inf
+    gradient = prepare(layout, grads, dtype=dtype)
+    for count in (1, 1 << 40):
+        compiled_from(count)
+        body, scan = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8), Scan()
+        write(gradient, gradient.selection.parts, body.data, scan)
+        assert scan.bad == ["a", "c"]
+
+
+def test_where_numba_is_not_installed_numpy_does_it(compiled_from: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image without it pushes in every dtype."""
+    compiled_from(1)
+    elements._compiled.cache_clear()
+    monkeypatch.delattr("paramserver.kernels.elements")
+    monkeypatch.setitem(sys.modules, "paramserver.kernels.elements", None)
+
+    assert elements.encoder("bfloat16", 1 << 20) is None
+
+
+def test_small_pushes_do_not_load_numba() -> None:
+    """Nor does a large one in float32, which NumPy copies as fast."""
+    program = """
+import sys, numpy as np
+from paramserver.client.gradients import Scan, prepare, write
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+for size, dtype, exact in ((1 << 17, "bfloat16", True), (1 << 17, "float32", True), (1 << 20, "float32", False)):
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [size]}}}))
+    gradient = prepare(layout, {"w": np.ones(size, np.float32)}, dtype=dtype)
+    body = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8)
+    write(gradient, gradient.selection.parts, body.data, Scan(exact=exact))
+sys.exit("numba" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+
+
+def test_bfloat16_of_any_shape_and_layout() -> None:
+    """A number, nothing, and columns are what their elements are."""
+    values = np.random.default_rng(1).standard_normal((30, 700)).astype(np.float32)
+    for a in (values, values.T, values[:, ::3], np.asarray(np.float32(1.5)), values[:0]):
+        bits = f32_to_bf16(a)
+        assert bits.shape == a.shape
+        assert np.array_equal(bits, nearest(np.ascontiguousarray(a).reshape(-1), "bfloat16").reshape(a.shape))
+        back = bf16_to_f32(bits)
+        assert back.shape == a.shape
+        assert back.dtype == np.float32
+        assert np.array_equal(f32_to_bf16(back), bits)
