@@ -23,7 +23,7 @@ Compile = Callable[[int], None]
 @pytest.fixture
 def compiled_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     """Sets from how many elements on a compiled pass is taken."""
-    yield lambda count: monkeypatch.setattr(elements, "COMPILED_FROM", count)
+    yield lambda count: monkeypatch.setattr(elements, "COMPILED_FROM", dict.fromkeys(BITS, count))
     elements._compiled.cache_clear()
 
 
@@ -160,7 +160,7 @@ import sys, numpy as np
 from paramserver.client.gradients import Scan, prepare, write
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-for size, dtype, exact in ((1 << 17, "bfloat16", True), (1 << 17, "float32", True), (1 << 20, "float32", False)):
+for size, dtype, exact in ((1 << 17, "bfloat16", True), (1 << 19, "float32", True), (1 << 20, "float32", False)):
     layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [size]}}}))
     gradient = prepare(layout, {"w": np.ones(size, np.float32)}, dtype=dtype)
     body = np.empty(gradient.body_bytes(gradient.selection.parts), np.uint8)

@@ -8,8 +8,11 @@ import numpy as np
 
 from paramserver.types import F32, ITEMSIZE, AnyArray
 
-COMPILED_FROM: Final = 1 << 18
-"""Elements of a gradient from which on the first push may wait for numba: below, NumPy takes about a millisecond."""
+COMPILED_FROM: Final = {"float32": 1 << 20, "float16": 1 << 18, "bfloat16": 1 << 18}
+"""By dtype the elements of a gradient from which on the first push may wait for numba, which takes a second or two.
+
+Below, NumPy takes no more than about a millisecond for a push.
+"""
 
 Encoder: TypeAlias = Callable[[F32, AnyArray], float]
 """Writes 1-D, contiguous values as elements of a dtype (bfloat16 as uint16) and returns the sum of their squares, in
@@ -21,9 +24,8 @@ def encoder(dtype: str, elements: int) -> Encoder | None:
 
     What decides does not change while a program runs, so the same gradient gets the same norm to the last bit.
     """
-    if elements < COMPILED_FROM or dtype not in ("float32", "float16", "bfloat16"):
-        return None
-    return _compiled(dtype)
+    least = COMPILED_FROM.get(dtype)
+    return None if least is None or elements < least else _compiled(dtype)
 
 
 @cache
