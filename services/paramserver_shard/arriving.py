@@ -1,7 +1,11 @@
-"""One push by frame while it arrives: each part is checked as soon as it is whole."""
+"""One push by frame while it arrives: each part is checked as soon as it is whole, or when it is applied.
+
+Where a push is applied at once, its elements are looked at then: one way through the memory in place of two.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, cast
 
@@ -50,6 +54,9 @@ class Arriving:
         self.size: Final = sum(sizes)
         self._with_crc = here and (frame.push_id is not None or frame.key is not None)
         self._staged = frame.codec is not None and frame.codec.stage is not None
+        self._later = here and not self._staged and known.spec.consistency.immediate
+        """Whether whole partitions are looked at when they are applied."""
+        self._coding: Coding = cast(DType, frame.dtype) if frame.codec is None else frame.codec.coding
         self._threads = threads
         self._apart = frame.slot is None and apart(sizes)
         self._made: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
@@ -69,6 +76,9 @@ class Arriving:
             self._check(share)
 
     def _check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
+        if self._later and all(self._is_later(index) for index, _ in pieces):
+            self._made.append([self._unseen(index, data) for index, data in pieces])
+            return
         work = partial(self._parts_of, pieces)
         if sum(data.size for _, data in pieces) <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
             self._made.append(work())
@@ -77,8 +87,17 @@ class Arriving:
         future.add_done_callback(_seen)  # a push that breaks off is never asked for its parts
         self._made.append(future)
 
+    def _is_later(self, index: int) -> bool:
+        codec = self.frame.codec
+        return self.frame.parts[index].ranges is None and (codec is None or not codec.whole)
+
+    def _unseen(self, index: int, data: AnyArray) -> PushPart:
+        part = self.frame.parts[index]
+        data = data.view(NUMPY_DTYPE[self._coding])
+        return PushPart(part.partition, data, self._coding, None, True, None, part.base, self._apart)
+
     async def parts(self) -> tuple[PushPart, ...]:
-        """The parts, each tested for finite values and, if need be, with its checksum.
+        """The parts, each tested for finite values and, if need be, with its checksum; or `crc` None.
 
         A second stage is undone; int8 and topk stay as they are, for the kernels to decode.
         Raises RequestError (`invalid_encoding`).
@@ -89,8 +108,7 @@ class Arriving:
         return [self._part(index, data) for index, data in pieces]
 
     def _part(self, index: int, data: AnyArray) -> PushPart:
-        frame, codec, part = self.frame, self.frame.codec, self.frame.parts[index]
-        coding: Coding = cast(DType, frame.dtype) if codec is None else codec.coding
+        frame, codec, part, coding = self.frame, self.frame.codec, self.frame.parts[index], self._coding
         size = self.known.layout.partition_size(part.partition)
         count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
         if codec is not None and codec.stage is not None:
@@ -102,6 +120,12 @@ class Arriving:
         ranges = None if part.ranges is None or count == size else tuple(part.ranges)
         finite, crc = checked(data, coding, ranges or ((0, size),) if self._with_crc else None)
         return PushPart(part.partition, data, coding, crc, finite, ranges, part.base, self._apart)
+
+
+def look(part: PushPart) -> PushPart:
+    """A part of a whole partition that nobody has looked at, with its checksum and whether it is finite."""
+    finite, crc = checked(part.data, part.dtype, ((0, part.data.size),))
+    return replace(part, finite=finite, crc=crc)
 
 
 def checked(data: AnyArray, coding: Coding, ranges: Sequence[Range] | None) -> tuple[bool, int]:

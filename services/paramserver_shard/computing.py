@@ -8,7 +8,7 @@ import numpy as np
 from paramserver import kernels
 from paramserver.core.shard_io import AssignTask, PartitionState, Task, TaskResult, UpdateTask
 from paramserver.types import F32, AnyArray
-from paramserver.wire.tensor import to_f32
+from paramserver.wire.tensor import slice_crc, to_f32
 from paramserver_shard.buffers import BufferPool
 
 T = TypeVar("T")
@@ -56,9 +56,10 @@ def _update(task: UpdateTask, pool: BufferPool, spare: F32 | None) -> TaskResult
     fits = spare is not None and spare.dtype == np.float32 and spare.size == size
     values = spare if spare is not None and fits else pool.take(size, shared=True, after=state.values)
     slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
+    crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # it is in the cache for what follows
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
-        return TaskResult(None)
-    return TaskResult(PartitionState(values, slots, task.counts))
+        return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
+    return TaskResult(PartitionState(values, slots, task.counts), crc)
 
 
 def _assign(task: AssignTask, pool: BufferPool) -> TaskResult:

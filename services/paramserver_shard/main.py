@@ -33,6 +33,7 @@ from paramserver_node.server import (
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
+from paramserver_shard.arriving import look
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
@@ -152,7 +153,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()], shown)
     scripts = ScriptRunner(redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
-    runtime = Runtime(ShardCore(), directory, pool, store, Journal(redis, scripts), group)
+    runtime = Runtime(ShardCore(look), directory, pool, store, Journal(redis, scripts), group)
     memory = Memory(limit_of(settings.memory_limit))
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory)
     runtime.peers = membership

@@ -1,5 +1,8 @@
 """Computing an update: results in memory that nobody else has need of."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from paramserver.core.layout import Layout
@@ -7,6 +10,7 @@ from paramserver.core.shard_io import PartitionState, UpdateTask
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import Basis, single_task
 from paramserver.types import ModelKey, PartitionKey
+from paramserver.wire.tensor import slice_crc
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.computing import compute
 
@@ -44,3 +48,21 @@ def test_spent_gradients_take_the_next_results(spend: bool) -> None:
         if not spend:
             assert task.direct is not None
             assert (task.direct[0] == -1.0).all()
+
+
+def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
+    """The result has the gradient's checksum; of one that is not finite it says so, apart from a result that is not."""
+    pool = BufferPool()
+    looked = [replace(task, look=True) for task in tasks(pool, spend=False)]
+    for task, result in zip(looked, compute(looked, pool), strict=True):
+        assert task.direct is not None
+        assert result.crc == slice_crc("float32", ((0, COUNT),), task.direct[0])
+    bad, huge = looked[0].direct, looked[1].direct
+    assert bad is not None
+    assert huge is not None
+    bad[0][COUNT - 1], huge[0][0], looked[1].state.values[0] = np.nan, -3e38, 3e38
+    assert [(r.state is None, r.bad_gradient) for r in compute(looked[:3], pool)] == [
+        (True, True),
+        (True, False),
+        (False, False),
+    ]

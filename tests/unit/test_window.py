@@ -1,14 +1,18 @@
 """The memory of accepted pushes: windows of push ids and idempotency keys."""
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver import limits
+from paramserver.core.spec import ModelSpec
 from paramserver.core.window import PushMemory, Seen
 from paramserver.errors import FencedError, PsError
+from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PushId
 
 
@@ -116,3 +120,26 @@ def test_windows_start_small_and_are_bounded() -> None:
 
     assert memory.epoch("w") is None
     assert memory.epoch("other 0") == 1
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("consistency", [{"mode": "async"}, {"mode": "sync"}, {"mode": "buffered", "count": 3}])
+def test_content_counts_whenever_it_is_looked_at(consistency: dict[str, Any], index: int) -> None:
+    """An id that comes again with other content is refused, and NaN too, whether a part comes looked at or not."""
+    driver = ShardDriver()
+    shape = {"name": "m", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 2}
+    driver.serve(ModelSpec.parse(shape | {"consistency": consistency}), workers={"r/w": (1, 0)})
+    gradient, ident = np.ones(4, np.float32), PushId("r/w", 1, 0)
+
+    done = driver.push({index: gradient}, ident, clock=0)
+    again = driver.push({index: gradient.copy()}, ident, clock=0)
+    other = driver.replies[driver.submit({index: 2 * gradient}, ident, clock=0)]
+    bad = driver.replies[driver.submit({index: np.full(4, np.nan, np.float32)}, PushId("r/w", 1, 1), clock=0)]
+
+    assert (done.duplicate, again.duplicate) == (False, True)
+    assert (again.version, again.state) == (done.version, done.state)
+    assert isinstance(other, PsError)
+    assert other.code == "id_reused"
+    assert isinstance(bad, PsError)
+    assert bad.code == "non_finite"
+    assert f"partition {index} " in bad.detail

@@ -1,6 +1,6 @@
 """Whether a push or an assignment may be taken up at all: its content and its worker; pure checks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 
 import numpy as np
@@ -104,6 +104,11 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
         want = size if part.ranges is None else _elements(part.ranges, size, part.partition)
         if part.data.size != want:
             raise problem("invalid_shape", f"partition {part.partition}: {part.data.size} elements came, not {want}")
+    check_finite(parts)
+
+
+def check_finite(parts: Iterable[PushPart] | Iterable[AssignPart]) -> None:
+    """Raises RequestError (`non_finite`) naming the first part that is not."""
     for part in parts:
         if not part.finite:
             raise problem("non_finite", f"partition {part.partition} holds NaN or infinity", hint="nothing was changed")

@@ -6,7 +6,7 @@ by the state of that moment and returns what is to be computed; `finish` makes t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paramserver import limits
@@ -46,6 +46,9 @@ class Shard(Protocol):
     """Commits and flushes that changed nothing because their result was not finite."""
 
     durability: Durability
+
+    def look(self, part: PushPart) -> PushPart:
+        """The part, with what is in its elements."""
 
     def reply(self, request: Request, outcome: Outcome) -> None:
         """Answer a request."""
@@ -129,10 +132,12 @@ class PushOperation(Operation):
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)
             shard.durability.admit(self.level, sum(part.data.nbytes for part in event.parts))
+        immediate = spec.consistency.immediate
+        if not immediate or any(p.memory.holds(event.push_id, event.key) for p in self.partitions):
+            event = self._looked_at(shard)
         pairs = list(zip(self.partitions, event.parts, strict=True))
-        self._seen = [p.memory.judge(event.push_id, event.key, part.crc) for p, part in pairs]
+        self._seen = [p.memory.judge(event.push_id, event.key, part.crc or 0) for p, part in pairs]
         self._fresh = [pair for pair, seen in zip(pairs, self._seen, strict=True) if seen is None]
-        immediate = mode in ("async", "ssp") or (mode == "buffered" and spec.consistency.count == 1)
         state: PushState = "applied" if immediate else "staged" if mode == "sync" else "buffered"
         if not self._fresh:
             self._reply(shard, state, now)
@@ -152,6 +157,7 @@ class PushOperation(Operation):
                     factor,
                     rate,
                     spend=part.owned and p.spec.ack == "applied",  # else the journal has need of it
+                    look=part.crc is None,
                 )
                 for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
             ]
@@ -165,12 +171,21 @@ class PushOperation(Operation):
         self._reply(shard, state, now)
         return ()
 
+    def _looked_at(self, shard: Shard) -> PushReceived:
+        """The push, of which everything is known; raises RequestError (`non_finite`)."""
+        if any(part.crc is None for part in self.event.parts):
+            parts = tuple(part if part.crc is not None else shard.look(part) for part in self.event.parts)
+            admission.check_finite(parts)
+            self.event = replace(self.event, parts=parts)
+        return self.event
+
     def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
         """Keep one part until its clock commits, or until its partition's buffer is applied."""
         event, rule = self.event, p.spec.consistency
         sync = rule.mode == "sync"
         clock = event.clock if sync and event.clock is not None else -1
         late = sync and clock < p.clock and rule.late == "drop"
+        assert part.crc is not None
         p.memory.record(event.push_id, event.key, part.crc, p.version, late)
         worker, epoch, seq = "", 0, p.arrivals
         if event.push_id is not None:
@@ -198,18 +213,28 @@ class PushOperation(Operation):
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         if any(r.state is None for r in results):
-            bad = [p.index for (p, _), r in zip(self._fresh, results, strict=True) if r.state is None]
-            error = problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
-            self.refuse(shard, error)
+            self.refuse(shard, self._not_finite(results))
             return
         for i, ((p, part), result) in enumerate(zip(self._fresh, results, strict=True)):
             assert result.state is not None
+            if part.crc is None:
+                part = replace(part, crc=result.crc)
+            assert part.crc is not None
             p.memory.record(self.event.push_id, self.event.key, part.crc, p.version + 1)
             shard.flip(p, result.state, now)
             if p.level:
                 head = push_head(self.event, part, p.version, *self._numbers[i])
                 shard.durability.executed(p, "push", head, (part.data,))
         self._reply(shard, "applied", now)
+
+    def _not_finite(self, results: Sequence[TaskResult]) -> PsError:
+        pairs = list(zip(self._fresh, results, strict=True))
+        try:
+            admission.check_finite([replace(part, finite=False) for (_, part), r in pairs if r.bad_gradient])
+        except PsError as error:
+            return error
+        bad = [p.index for (p, _), r in pairs if r.state is None]
+        return problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
 
     def refuse(self, shard: Shard, error: PsError) -> None:
         shard.reply(self.event.request, error)

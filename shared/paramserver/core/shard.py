@@ -43,6 +43,7 @@ from paramserver.core.shard_io import (
     PartitionLoaded,
     PartitionState,
     PullReceived,
+    PushPart,
     PushReceived,
     Reply,
     Report,
@@ -69,7 +70,9 @@ _RETRY_S = 1.0
 class ShardCore:
     """Owns one shard's partitions.  Mutated only through :meth:`handle`."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[PushPart], PushPart] | None = None) -> None:
+        """`look` gives a part with its checksum and whether it is finite; needed where parts come without."""
+        self._look = look
         self.models: dict[str, ServedModel] = {}
         self.map_epoch = 0
         self.held_bytes = 0
@@ -437,6 +440,10 @@ class ShardCore:
 
     def _perform(self, effect: Effect) -> None:
         self._effects.append(effect)
+
+    def look(self, part: PushPart) -> PushPart:
+        assert self._look is not None, "parts come with their checksums"
+        return self._look(part)
 
     def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
         """The values of these (partition, version) if a pull would be answered with just those now."""

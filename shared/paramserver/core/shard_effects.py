@@ -60,6 +60,8 @@ class UpdateTask:
     divisor: float = 1.0
     spend: bool = False
     """Nobody needs `direct` once this task is done: its memory may take another task's result."""
+    look: bool = False
+    """Nobody has looked at `direct` yet: its checksum is part of the result."""
 
 
 @dataclass(frozen=True, slots=True)

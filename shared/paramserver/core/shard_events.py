@@ -171,10 +171,11 @@ class PushPart:
     It is kept until the push is applied or dropped: its memory must not be used again before the core lets go of it."""
     dtype: Coding
     """A codec only where `ranges` is None."""
-    crc: int
-    """`wire.tensor.slice_crc(dtype, ranges, data)`, with ranges ((0, size),) for a whole partition."""
+    crc: int | None
+    """`wire.tensor.slice_crc(dtype, ranges, data)`, with ranges ((0, size),) for a whole partition.  None: nobody has
+    looked at the elements yet; who computes the update does, while they are in the cache."""
     finite: bool
-    """Whether all elements are finite, tested by the runtime in the same pass as the checksum."""
+    """Whether all elements are finite, as far as is known."""
     ranges: tuple[Range, ...] | None = None
     """Relative to the partition, sorted and disjoint; None: the whole partition."""
     base: tuple[int, int] | None = None
@@ -284,6 +285,10 @@ class TaskResult:
 
     state: PartitionState | None
     """None: a value that was to be written is not finite."""
+    crc: int | None = None
+    """The gradient's, where the task says to look."""
+    bad_gradient: bool = False
+    """The gradient itself is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

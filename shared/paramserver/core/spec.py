@@ -285,6 +285,11 @@ class ConsistencySpec:
         "buffered": ("count", "interval_ms"),
     }
 
+    @property
+    def immediate(self) -> bool:
+        """Whether each push is applied by itself, at once."""
+        return self.mode in ("async", "ssp") or (self.mode == "buffered" and self.count == 1)
+
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
         r = Reader(data, where, errors)

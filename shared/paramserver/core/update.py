@@ -66,13 +66,19 @@ def single_task(
     rate: float,
     *,
     spend: bool = False,
+    look: bool = False,
 ) -> UpdateTask:
-    """One push applied by itself, at that learning rate; `spend`: nobody needs `data` afterwards."""
+    """One push applied by itself, at that learning rate; `spend`: nobody needs `data` afterwards; `look`: its checksum
+    is wanted, for `data` of a whole partition.
+    """
     touched = ranges or ((0, basis.size),)
     steps, counts = basis.steps(touched, scale, rate)
     optimizer = basis.spec.optimizer
     if ranges is None or ranges == ((0, basis.size),):
-        return UpdateTask(basis.key, basis.state, optimizer, tuple(steps), tuple(counts), (data, dtype), spend=spend)
+        direct = (data, dtype)
+        return UpdateTask(
+            basis.key, basis.state, optimizer, tuple(steps), tuple(counts), direct, spend=spend, look=look
+        )
     pieces, at = [], 0
     for start, stop in ranges:
         pieces.append(Piece(start, stop, ((data[at : at + stop - start], dtype, 1.0),)))

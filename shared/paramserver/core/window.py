@@ -62,6 +62,10 @@ class Window:
         version = self._versions[slot]
         return Seen(version, False) if version >= 0 else Seen(~version, True)
 
+    def holds(self, seq: int) -> bool:
+        """Whether that seq is one of those remembered, so that its content counts."""
+        return self._seqs[seq & (len(self._seqs) - 1)] == seq > self.highest - limits.WINDOW
+
     def record(self, seq: int, crc: int, version: int, late: bool) -> None:
         """Remember an accepted push that `judge` has called new."""
         self.highest = max(self.highest, seq)
@@ -117,6 +121,13 @@ class PushMemory:
                 raise problem("id_reused", "that Idempotency-Key was accepted with other content")
             return Seen(seen[1], False)
         return None
+
+    def holds(self, push_id: PushId | None, key: str | None) -> bool:
+        """Whether `judge` compares the content of such a push with an earlier one's."""
+        if push_id is not None:
+            window = self._windows.get(push_id.worker)
+            return window is not None and window.epoch == push_id.epoch and window.holds(push_id.seq)
+        return key is not None and _digest(key) in self._keys
 
     def record(self, push_id: PushId | None, key: str | None, crc: int, version: int, late: bool = False) -> None:
         """Remember a push that was accepted, with the version it is answered with."""

@@ -155,8 +155,10 @@ def perform(task: Task) -> TaskResult:
     for piece in task.pieces:
         kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     new = tuple(np.empty_like(s) for s in state.slots)
-    fine = kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, new)
-    return TaskResult(PartitionState(values, new, task.counts) if fine else None)
+    crc = slice_crc(dtype, ((0, values.size),), gradient) if task.look else None
+    if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, new):
+        return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
+    return TaskResult(PartitionState(values, new, task.counts), crc)
 
 
 def push_part(
@@ -168,9 +170,16 @@ def push_part(
     base: tuple[int, int] | None = None,
     dtype: DType = "float32",
 ) -> PushPart:
-    """A part as the service makes it, with its checksum and the test for finite values."""
-    finite = bool(kernels.all_finite(data, dtype))
-    return PushPart(partition, data, dtype, slice_crc(dtype, ranges or ((0, size),), data), finite, ranges, base)
+    """A part as the service makes it; the elements of every second one, if it is whole, nobody has looked at yet."""
+    crc, finite = slice_crc(dtype, ranges or ((0, size),), data), bool(kernels.all_finite(data, dtype))
+    seen = ranges is not None or partition % 2 == 1
+    return PushPart(partition, data, dtype, crc if seen else None, finite or not seen, ranges, base)
+
+
+def look(part: PushPart) -> PushPart:
+    """What the service does where a part has to be looked at before it is applied."""
+    crc = slice_crc(part.dtype, ((0, part.data.size),), part.data)
+    return replace(part, crc=crc, finite=bool(kernels.all_finite(part.data, part.dtype)))
 
 
 Pullable = dict[PartitionKey, tuple[F32, tuple[int, int, int]]]
@@ -205,7 +214,7 @@ class ShardDriver:
     store: SnapshotShelf = field(default_factory=SnapshotShelf)
     eager: bool = True
     """Complete every effect as soon as it comes."""
-    core: ShardCore = field(default_factory=ShardCore)
+    core: ShardCore = field(default_factory=lambda: ShardCore(look))
     now: float = 100.0
     pending: list[Effect] = field(default_factory=list)
     """Loads, jobs, snapshots and journals that are under way."""

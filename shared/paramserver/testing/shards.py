@@ -13,7 +13,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S
 from paramserver.testing.nodes import Node
 from paramserver.testing.schedulers import Document, SimScheduler
-from paramserver.testing.shard_driver import check_superseded, perform, pullable
+from paramserver.testing.shard_driver import check_superseded, look, perform, pullable
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
 from paramserver.types import ModelKey, PartitionKey, Token
@@ -34,7 +34,7 @@ class SimShard(Node):
 
     def start(self) -> None:
         """Join with nothing owned."""
-        self.core = ShardCore()
+        self.core = ShardCore(look)
         self.epoch = 0
         self.term = 0
         """The highest term that a document told."""
