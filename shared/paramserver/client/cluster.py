@@ -8,6 +8,7 @@ the others goes to the URL the client was given, whose node hands it on.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -47,6 +48,11 @@ class ModelMap:
     addresses: Mapping[str, tuple[str, ...]]
     """Base URLs each shard advertises."""
     document: Mapping[str, Any] = field(repr=False)
+
+    @cached_property
+    def in_use(self) -> tuple[str, ...]:
+        """The shards that own something: every call looks at them, of thousands of partitions only at its own."""
+        return tuple(sorted({owner for owner in self.owners if owner is not None}))
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any]) -> "ModelMap":
@@ -172,8 +178,8 @@ class Cluster:
 
     def _due(self, held: ModelMap, now: float) -> bool:
         """Whether some address is to be tried: a new one, or one that was silent, if none answers or it is nearer."""
-        for owner in set(held.owners):
-            states = {a: self._known.get(a) for a in held.addresses.get(owner or "", ())}
+        for owner in held.in_use:
+            states = {a: self._known.get(a) for a in held.addresses.get(owner, ())}
             reached = any(s is not None and s.answers for s in states.values())
             for address, s in states.items():
                 if s is None:
@@ -187,11 +193,11 @@ class Cluster:
         """Try every address of the owners whose way is not known yet, all at once."""
         now = deadline.clock()
         found: dict[str, str] = {}
-        for owner in set(held.owners):
-            for address in held.addresses.get(owner or "", ()):
+        for owner in held.in_use:
+            for address in held.addresses.get(owner, ()):
                 known = self._known.get(address)
                 if known is None or (not known.answers and known.again_at is not None and known.again_at <= now):
-                    found[address] = owner or ""
+                    found[address] = owner
         if not found:
             return
         wait_s = max(0.05, min(PROBE_S, deadline.left_s() / 2))
@@ -202,7 +208,7 @@ class Cluster:
             tries = before.tries if before else 0
             again_at = None if answers or tries >= len(_TRY_AGAIN_S) else deadline.clock() + _TRY_AGAIN_S[tries]
             self._known[address] = _Address(answers, tries + 1, again_at)
-        silent = sorted({s for s in set(held.owners) if s and not self._direct(held, s)})
+        silent = [s for s in held.in_use if not self._direct(held, s)]
         if silent and not self._told:
             self._told = True
             log.warning(

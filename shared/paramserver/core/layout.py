@@ -1,5 +1,6 @@
 """Where each parameter lies in a model's flat vector, and where that vector is cut into partitions."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,11 +90,9 @@ class Layout:
         A partition that is touched whole has the one range (0, its size).
         """
         out: dict[int, list[Range]] = {}
-        bounds, i = self.bounds, 0
+        bounds = self.bounds
         for start, stop in ranges:
-            while bounds[i + 1] <= start:
-                i += 1
-            j = i
+            j = bisect_right(bounds, start) - 1
             while j < len(bounds) - 1 and bounds[j] < stop:
                 lo, hi = max(start, bounds[j]) - bounds[j], min(stop, bounds[j + 1]) - bounds[j]
                 held = out.setdefault(j, [])

@@ -54,13 +54,15 @@ class SnapshotPlan:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
     def first(self, partition: Partition) -> None:
-        """The partition has values that are in memory alone: uploaded ones cannot be drawn again, so it is due at once.
+        """The partition has its first values, in memory alone.
 
-        In sync they are the cut to which a recovery before the first commit goes back.
+        Those that were set cannot be drawn again, so it is due at once; drawn ones are stored once they have changed,
+        or thousands of partitions would each be written to say what their settings say.  In sync they are the cut to
+        which a recovery before the first commit goes back.
         """
         if partition.spec.consistency.mode == "sync":
             self.cut(partition)
-        else:
+        elif partition.lsn or partition.level:
             self.soon(partition)
 
     def soon(self, partition: Partition, *, fsync: bool = False) -> None:

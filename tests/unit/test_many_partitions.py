@@ -1,0 +1,156 @@
+"""A call costs by the partitions it touches, not by those that the model has: steps are counted, nothing is timed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver.client import transfer
+from paramserver.client.calls import Deadline
+from paramserver.client.cluster import Cluster
+from paramserver.core.shard_io import AssignPart, SetReceived, StoreSnapshot
+from paramserver.core.spec import ModelSpec
+from paramserver.limits import PARTITIONS_MAX, SNAPSHOT_INTERVAL_S
+from paramserver.testing.shard_driver import ShardDriver
+from paramserver.types import PushId
+
+from .test_client_transfer import Now, Shards, drive, terms
+
+WIDTH = 4
+STEPS_MAX = 64
+"""More than a search by halves through all partitions takes, a few times over; far less than a walk through them."""
+EDGES = pytest.mark.parametrize("index", [0, PARTITIONS_MAX // 2, PARTITIONS_MAX - 1])
+
+
+class Looks:
+    """How many elements of the sequences and mappings under watch were looked at."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def sequence(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        looks = self
+
+        class Watched(tuple[Any, ...]):
+            def __getitem__(self, index: Any) -> Any:
+                looks.count += 1
+                return super().__getitem__(index)
+
+            def __iter__(self) -> Iterator[Any]:
+                for value in super().__iter__():
+                    looks.count += 1
+                    yield value
+
+        return Watched(values)
+
+    def mapping(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        looks = self
+
+        class Watched(dict[Any, Any]):
+            def __getitem__(self, key: Any) -> Any:
+                looks.count += 1
+                return super().__getitem__(key)
+
+            def __iter__(self) -> Iterator[Any]:
+                looks.count += len(self)
+                return super().__iter__()
+
+            def values(self) -> Any:
+                looks.count += len(self)
+                return super().values()
+
+            def items(self) -> Any:
+                looks.count += len(self)
+                return super().items()
+
+        return Watched(values)
+
+
+class Wide(Shards):
+    """One parameter over as many partitions as there can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        params = {"w": {"shape": [PARTITIONS_MAX * WIDTH]}}
+        self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": PARTITIONS_MAX})
+        self.layout = type(self.layout)(self.spec)
+        self.flat = np.arange(self.layout.size, dtype=np.float32)
+        self.versions = [0] * PARTITIONS_MAX
+        self.owners = ["a" if i % 2 == 0 else "b" for i in range(PARTITIONS_MAX)]
+
+
+@EDGES
+def test_a_client_looks_at_the_partitions_of_a_call_alone(index: int) -> None:
+    """What it knows of the others is not walked through, whether the call is for the first of them or the last."""
+    shards, now, cluster, looks = Wide(), Now(), Cluster(("http://given:1",)), Looks()
+    ranges = {"w": [(index * WIDTH, (index + 1) * WIDTH)]}
+
+    def call(seq: int) -> None:
+        grads = {"w": np.ones(WIDTH, np.float32)}
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads, terms(seq), ranges=ranges), shards, now)
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now), ranges=ranges), shards, now)
+
+    call(1)  # the map is fetched, and what follows from it once is made
+    held = cluster._maps["m"]
+    object.__setattr__(held, "owners", looks.sequence(held.owners))
+    held.layout.__dict__["bounds"] = looks.sequence(held.layout.bounds)
+    call(2)
+
+    assert shards.versions[index] == 2
+    assert 0 < looks.count < STEPS_MAX
+
+
+@EDGES
+def test_a_shard_looks_at_the_partitions_of_a_request_alone(index: int) -> None:
+    """A push, its duplicate and a pull of one partition of thousands."""
+    driver, looks = ShardDriver(), Looks()
+    driver.serve(wide())
+    (model,) = driver.core.models.values()
+    model.partitions = looks.mapping(model.partitions)
+    model.layout.__dict__["bounds"] = looks.sequence(model.layout.bounds)
+
+    for _ in range(2):
+        driver.push({index: np.ones(WIDTH, np.float32)}, PushId("w", 1, 0))
+    driver.pull(index)
+
+    assert driver.values(index) == [1.0] * WIDTH
+    assert looks.count < STEPS_MAX
+
+
+def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:
+    """Thousands of snapshots of a new model would stand in the way of its first minute; only what changes is stored."""
+    driver = ShardDriver()
+    driver.eager = False
+    driver.serve(wide())
+    driver.settle()
+    driver.advance(SNAPSHOT_INTERVAL_S + 1.0)
+    assert driver.pending == []
+
+    driver.submit({7: np.ones(WIDTH, np.float32)})
+    driver.settle()
+    driver.advance(SNAPSHOT_INTERVAL_S + 0.1)
+    (store,) = driver.pending
+    assert isinstance(store, StoreSnapshot)
+    assert store.capture.key.index == 7
+
+
+def test_first_values_that_were_set_are_stored_at_once() -> None:
+    """Nobody could draw them again; the partitions beside them are what their settings say."""
+    driver = ShardDriver()
+    view = driver.serve(wide(8), ready=False)
+    part = AssignPart(3, np.full(WIDTH, 5.0, np.float32), "float32", finite=True)
+    driver.send(SetReceived(90, "m", (part,)))
+    driver.eager = False
+
+    driver.send(replace(view, ready=True))
+
+    (store,) = driver.pending
+    assert isinstance(store, StoreSnapshot)
+    assert store.capture.key.index == 3
+
+
+def wide(count: int = PARTITIONS_MAX) -> ModelSpec:
+    params = {"w": {"shape": [count * WIDTH]}}
+    return ModelSpec.parse({"name": "m", "params": params, "optimizer": {"name": "sum"}, "partitions": count})
