@@ -81,7 +81,10 @@ def _check_plain(value: Any) -> None:
     open_values = [value]
     while open_values:
         v = open_values.pop()
-        if isinstance(v, dict):
+        if type(v) is int:  # nearly all there is in a heartbeat, which comes every second
+            if not -(1 << 63) <= v < 1 << 64:
+                raise problem("malformed", "an integer does not fit 64 bits")
+        elif isinstance(v, dict):
             if not all(isinstance(k, str) for k in v):
                 raise problem("malformed", "the keys of an object must be strings")
             open_values += [*v, *v.values()]
@@ -92,10 +95,7 @@ def _check_plain(value: Any) -> None:
                 v.encode()
             except UnicodeEncodeError:
                 raise problem("malformed", "a string holds half of a surrogate pair") from None
-        elif isinstance(v, int):
-            if not -(1 << 63) <= v < 1 << 64:
-                raise problem("malformed", "an integer does not fit 64 bits")
-        elif not (v is None or isinstance(v, float)):
+        elif not (v is None or isinstance(v, bool | float)):
             raise problem("malformed", f"a {type(v).__name__} has no place in this body")
 
 

@@ -258,10 +258,10 @@ class ShardDesk:
 
 def _row(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
     if (
-        not isinstance(row, Sequence)
+        not isinstance(row, list | tuple)
         or len(row) not in lengths
         or not isinstance(row[0], str)
-        or not all(isinstance(n, int) and not isinstance(n, bool) for n in row[1:])
+        or not all([type(n) is int for n in row[1:]])
     ):
         raise problem("invalid_field", f"{where}: each must be a list of {lengths[0]} values", where=where)
     return tuple(row)
