@@ -30,8 +30,8 @@ U8 = npt.NDArray[np.uint8]
 
 
 def _size_class(size_bytes: int) -> int:
-    """The size actually taken: one of eight steps between two powers of two, so that near sizes share memory."""
-    step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 4))
+    """The size actually taken: one of 16 steps between two powers of two, so that near sizes share memory."""
+    step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 5))
     return -(-size_bytes // step) * step
 
 
@@ -102,6 +102,21 @@ class BufferPool:
     def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
         """An uninitialised float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
         return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
+
+    def again(self, array: AnyArray, count: int) -> F32 | None:
+        """The memory of `array`, which nobody needs any more, as a float32 array of `count` elements.
+
+        None where it would not fit, or leave much of the memory unused.  The partitions of a model are not all of one
+        size, but of nearly one.
+        """
+        held = self._lent.get(_address(array))
+        lease = None if held is None else held[0]()
+        if lease is None:
+            fits = array.dtype == np.float32 and array.size == count
+            return array if fits else None
+        if not lease.size // 8 * 7 <= count * 4 <= lease.size:
+            return None
+        return lease[: count * 4].view(np.float32)
 
     def file_of(self, array: AnyArray) -> str | None:
         """The file in the shared folder that begins with this array's first element; None if there is none."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from paramserver import kernels
 from paramserver.core.shard_io import AssignTask, PartitionState, Task, TaskResult, UpdateTask
-from paramserver.types import F32, AnyArray
+from paramserver.types import AnyArray
 from paramserver.wire.tensor import slice_crc, to_f32
 from paramserver_shard.buffers import BufferPool
 
@@ -34,7 +34,7 @@ def compute(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
     The memory of a spent gradient takes the next task's result, so a push of a whole model needs no third copy of it.
     """
     results: list[TaskResult] = []
-    spare: F32 | None = None
+    spare: AnyArray | None = None
     for task in tasks:
         if isinstance(task, UpdateTask):
             results.append(_update(task, pool, spare))
@@ -44,7 +44,7 @@ def compute(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
     return tuple(results)
 
 
-def _update(task: UpdateTask, pool: BufferPool, spare: F32 | None) -> TaskResult:
+def _update(task: UpdateTask, pool: BufferPool, spare: AnyArray | None) -> TaskResult:
     state, size = task.state, task.state.values.size
     gradient: AnyArray
     if task.direct is not None:
@@ -53,8 +53,9 @@ def _update(task: UpdateTask, pool: BufferPool, spare: F32 | None) -> TaskResult
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    fits = spare is not None and spare.dtype == np.float32 and spare.size == size
-    values = spare if spare is not None and fits else pool.take(size, shared=True, after=state.values)
+    values = None if spare is None else pool.again(spare, size)
+    if values is None:
+        values = pool.take(size, shared=True, after=state.values)
     slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
     crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # it is in the cache for what follows
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):

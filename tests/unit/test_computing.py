@@ -14,9 +14,10 @@ from paramserver.wire.tensor import slice_crc
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.computing import compute
 
-COUNT = SMALL_BYTES
+COUNTS = (74 << 10, 75 << 10, 74 << 10, 75 << 10)
+"""Cuts fall on pages, so partitions of one model differ by one."""
 SPEC = ModelSpec.parse(
-    {"name": "m", "params": {"w": {"shape": [4 * COUNT]}}, "partitions": 4, "optimizer": {"name": "sgd", "lr": 1.0}}
+    {"name": "m", "params": {"w": {"shape": [sum(COUNTS)]}}, "partitions": 4, "optimizer": {"name": "sgd", "lr": 1.0}}
 )
 LAYOUT = Layout(SPEC)
 
@@ -24,8 +25,9 @@ LAYOUT = Layout(SPEC)
 def tasks(pool: BufferPool, *, spend: bool) -> list[UpdateTask]:
     """One whole push of four partitions, whose gradients lie in memory of their own."""
     out = []
-    for i in range(4):
-        values, gradient = pool.take(COUNT), pool.take(COUNT)
+    for i, count in enumerate(COUNTS):
+        assert LAYOUT.partition_size(i) == count > SMALL_BYTES // 4
+        values, gradient = pool.take(count), pool.take(count)
         values[:], gradient[:] = i, -1.0
         state = PartitionState(values, (), (0,))
         basis = Basis(PartitionKey(ModelKey("m", 1), i), state, SPEC, LAYOUT.segments[i])
