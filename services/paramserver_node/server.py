@@ -30,7 +30,10 @@ from paramserver.limits import CONNECTIONS_MAX
 from paramserver_node.settings import NodeSettings
 
 FRAME_BYTES: Final = 1 << 20
-WINDOW_BYTES: Final = 16 << 20
+STREAM_WINDOW_BYTES: Final = 2 << 20
+"""What a client may send of one body before it is read: each that is in flight takes so much besides its own memory."""
+CONNECTION_WINDOW_BYTES: Final = 2 * STREAM_WINDOW_BYTES
+"""The same of all bodies of one connection; more than one takes, so that one that waits holds up no other."""
 GRACE_S: Final = 10.0
 
 
@@ -114,8 +117,8 @@ async def serve_granian(
         http1_settings=HTTP1Settings(header_read_timeout=30_000),
         http2_settings=HTTP2Settings(
             max_frame_size=FRAME_BYTES,
-            initial_stream_window_size=WINDOW_BYTES,
-            initial_connection_window_size=WINDOW_BYTES,
+            initial_stream_window_size=STREAM_WINDOW_BYTES,
+            initial_connection_window_size=CONNECTION_WINDOW_BYTES,
             max_headers_size=64 << 10,
             max_concurrent_streams=256,
         ),
