@@ -85,18 +85,18 @@ def decode_head(stream: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
 
 def blocks_of(head: bytes, arrays: Sequence[AnyArray]) -> Iterator[bytes]:
     """The stream in pieces of at most SNAPSHOT_BLOCK_BYTES."""
-    block = bytearray()
+    block: list[memoryview] = []
+    room = SNAPSHOT_BLOCK_BYTES
     for piece in (memoryview(head), *(a.data.cast("B") for a in arrays)):
-        at = 0
-        while at < len(piece):
-            room = SNAPSHOT_BLOCK_BYTES - len(block)
-            block += piece[at : at + room]
-            at += room
-            if len(block) == SNAPSHOT_BLOCK_BYTES:
-                yield bytes(block)
-                block.clear()
+        while piece:
+            block.append(piece[:room])
+            piece = piece[room:]
+            room -= len(block[-1])
+            if not room:
+                yield b"".join(block)
+                block, room = [], SNAPSHOT_BLOCK_BYTES
     if block:
-        yield bytes(block)
+        yield b"".join(block)
 
 
 def next_block(blocks: Iterator[bytes]) -> tuple[bytes, int] | None:
