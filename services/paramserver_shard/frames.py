@@ -59,6 +59,11 @@ class FrameService:
             raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
         return self._lending.lend(size_bytes)
 
+    def take_back(self, slot: str) -> None:
+        """A client of this machine has no more use for that slot."""
+        if self._lending is not None:
+            self._lending.returned(slot)
+
     async def push(self, arriving: Arriving) -> PushDone:
         """Applies a push whose body has arrived whole, or lies in its slot."""
         frame = arriving.frame

@@ -4,7 +4,8 @@ A *lease* covers the buffers of one pull.  It ends when the client says so, at t
 then the files are removed and their memory is never handed out again, so a reader that was slower keeps its bytes.
 A *slot* is memory that a client fills and then names in a push instead of sending a body.  From that request to its
 reply the slot is the shard's.  After the reply it is the client's again, unless the push is still needed (staged,
-buffered): then it stays the shard's and the client asks for another.  A slot that nobody uses for `LEASE_S` is removed.
+buffered): then it stays the shard's and the client asks for another.  A slot that nobody uses for
+`LEASE_S` is removed; one that its client gives back serves the next client.
 All of it is bounded: a pull beyond the bound gets its values over HTTP, a slot beyond it is refused.
 
 A lease of present values stands on the board until other values take their place (`wire.board`): as long as its holder
@@ -133,6 +134,12 @@ class Lending:
         if again:
             slot.busy, slot.used_at = False, self._clock()
         else:
+            self._drop(file)
+
+    def returned(self, file: str) -> None:
+        """Its client will not write to that slot again: its memory serves another one.  Unknown ones have ended."""
+        slot = self._lent.get(file)
+        if slot is not None and not slot.busy:
             self._drop(file)
 
     def expire(self) -> None:

@@ -1,4 +1,4 @@
-"""The route by which a client on this machine gets a slot of shared memory to write a gradient into."""
+"""The routes by which a client on this machine gets a slot of shared memory to write gradients into, and returns it."""
 
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ _BODY: Final[dict[str, Any]] = {
 
 
 def router(membership: Membership, frames: FrameService) -> APIRouter:
-    """`POST /slots`."""
+    """`POST /slots`, `DELETE /slots/{slot}`."""
     routes = APIRouter(tags=["shared memory"])
 
     @routes.post(
@@ -43,5 +43,13 @@ def router(membership: Membership, frames: FrameService) -> APIRouter:
         if type(size_bytes) is not int or not 0 < size_bytes <= BODY_BYTES_MAX:
             raise problem("invalid_field", f"bytes: an integer from 1 to {BODY_BYTES_MAX}", where="bytes")
         return negotiate.respond(request, {"slot": frames.lend(size_bytes)})
+
+    @routes.delete(
+        "/slots/{slot}", status_code=204, summary="Return a slot of shared memory, never to write to it again"
+    )
+    @role("worker")
+    async def give_back(slot: str) -> Response:
+        frames.take_back(slot)
+        return Response(status_code=204)
 
     return routes

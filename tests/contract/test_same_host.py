@@ -118,6 +118,23 @@ def test_a_slot_taken_back_is_replaced(model: Model, monkeypatch: pytest.MonkeyP
     assert (model.pull().flat == 2.0).all()
 
 
+def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Model) -> None:
+    """Clients that come and go, one after the other, write into the same memory."""
+
+    def slots_after_a_push() -> set[str]:
+        with ps.connect(cluster.url) as client:
+            client.model(model.name).push(np.full(SIZE, -1.0, np.float32))
+            held = client.cluster.same_host
+            found = {f"{s.address}/{s.file}" for shard in held._shards.values() for s in shard.slots}
+        assert not held.returned()
+        return found
+
+    first = slots_after_a_push()
+    assert first
+    assert slots_after_a_push() == first
+    assert (model.pull().flat == 2.0).all()
+
+
 def test_the_asyncio_client_shares_memory_too(cluster: Nodes, model: Model) -> None:
     """`AsyncClient` pushes and pulls in the same way."""
 

@@ -74,6 +74,7 @@ SEEDS: list[tuple[str, str, Any]] = [
     ("PATCH", "/runs/r", {"state": "paused"}),
     ("POST", "/pool", {"name": "p", "allow": ["paramserver.examples"]}),
     ("POST", "/slots", {"bytes": 65536}),
+    ("DELETE", "/slots/b1", None),
     ("PUT", "/shards/none", {"state": "active"}),
     ("PUT", "/pool/p", {"epoch": 1}),
     ("GET", "/map", None),

@@ -185,6 +185,22 @@ def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, l
     assert not lending.submitted(other, 4 * COUNT).any()
 
 
+def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Lending) -> None:
+    """Its memory is lent again rather than more of it; one whose push is being applied is not given away."""
+    file = lending.lend(4 * COUNT)
+    lending.submitted(file, 4 * COUNT)
+    lending.returned(file)
+    other = lending.lend(4 * COUNT)
+    assert other != file
+    lending.answered(file, again=True)
+    taken = folder.bytes
+    for slot in (file, other, other, "b0"):
+        lending.returned(slot)
+    assert lending.slot_bytes == 0
+    assert {lending.lend(4 * COUNT), lending.lend(4 * COUNT)} == {file, other}
+    assert folder.bytes == taken
+
+
 def test_a_lying_client_is_refused(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push larger than its slot, a slot that never was, and slots beyond the bound are refused."""
     file = lending.lend(4 * COUNT)

@@ -68,7 +68,8 @@ class AsyncClient:
         return f"<AsyncClient of {', '.join(self.urls)}>"
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and give back what shards on this machine lent."""
+        await self.run(self.cluster.leave())
         await self.transport.close()
 
     async def run(self, call: Call[T]) -> T:

@@ -55,7 +55,8 @@ class Client:
         return f"<Client of {', '.join(self.urls)}>"
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and give back what shards on this machine lent."""
+        self.run(self.cluster.leave())
         self.transport.close()
 
     def run(self, call: Call[T]) -> T:

@@ -24,6 +24,8 @@ log = logging.getLogger("paramserver")
 
 PROBE_S: Final = 1.0
 """How long a shard's address may take to answer before it counts as not reachable from here."""
+LEAVE_S: Final = 1.0
+"""How long a client that is closed waits for a shard to take back what it lent."""
 _TRY_AGAIN_S: Final = (5.0, 30.0)
 """An address that does not answer is tried again after so long, twice: its shard may just be starting."""
 _LOOK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -149,6 +151,12 @@ class Cluster:
             return fresh
         kept = {s: tuple(a for a in found if not a.startswith("http:")) for s, found in fresh.addresses.items()}
         return replace(fresh, addresses=kept)
+
+    def leave(self) -> Call[None]:
+        """Give back what shards on this machine lent; without an answer they take it back by themselves later."""
+        slots = self.same_host.returned()
+        if slots:
+            yield [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
 
     def forget(self, model: str) -> None:
         """The model's map is not to be used again."""

@@ -73,9 +73,9 @@ class SameHost:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._shards: dict[str, _Shard] = {}
         self._windows = Windows()
-        self._pid = os.getpid()
         self._told = False
 
     def released(self, address: str | None) -> tuple[int, ...]:
@@ -112,6 +112,14 @@ class SameHost:
             idle = self._shard(slot.address).slots
             idle.append(slot)
             del idle[:-_SLOTS_KEPT]
+
+    def returned(self) -> list[Slot]:
+        """All idle slots, which this client has no more use for; none in a forked child, whose parent has them."""
+        with self._lock:
+            slots = [s for shard in self._shards.values() for s in shard.slots] if self._pid == os.getpid() else []
+            for shard in self._shards.values():
+                shard.slots = []
+        return slots
 
     def hold(self, leased: Sequence[Leased]) -> "Held":
         """What these leases cover, all partitions side by side."""
