@@ -11,7 +11,7 @@ manifest that is gone was there), `…:pending` (snapshots whose blocks may exis
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -25,7 +25,7 @@ from paramserver.errors import problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES, SNAPSHOT_BYTES_PER_S
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_shard.buffers import BufferPool
+from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.stored import (
     FORMAT,
@@ -137,21 +137,31 @@ class SnapshotStore:
         """
         # One at a time of each partition; how many at once in all is the caller's choice.
         async with self._writing.setdefault(key, asyncio.Lock()):
-            found = await self.manifest(key)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.mget(_key(key, "manifest"), _key(key, "saved"))
+                pipe.smembers(_key(key, "pending"))
+                (text, saved), pending = await pipe.execute()
+            found = _entries(key, text, saved)
             manifest = [e for e in found if (key, e["name"]) not in self._damaged]
             self._saves += 1  # a version may be stored twice, with other windows: never over the blocks of the first
             name = f"{version}-{token}-{self._saves}"
-            await self._sweep(key, found)
+            await self._sweep(key, found, pending)
             packed = encode_head(head, arrays)
             size = len(packed) + sum(a.nbytes for a in arrays)
             count = -(-size // SNAPSHOT_BLOCK_BYTES)
-            await self._redis.sadd(_key(key, "pending"), f"{name}:{count}")
             checksums: list[int] = []
             blocks = blocks_of(packed, arrays)
-            while (made := await asyncio.to_thread(next_block, blocks)) is not None:
+            for i in range(count):
+                # The blocks of a small partition are made sooner than a thread is woken; there are thousands of such.
+                made = next_block(blocks) if size <= SMALL_BYTES else await asyncio.to_thread(next_block, blocks)
+                assert made is not None
                 block, checksum = made
                 await self._budget.spend(len(block), urgent=urgent)
-                await self._redis.set(_key(key, f"snap:{name}:{len(checksums)}"), block)
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    if not i:  # on one way with the first block, before it
+                        pipe.sadd(_key(key, "pending"), f"{name}:{count}")
+                    pipe.set(_key(key, f"snap:{name}:{i}"), block)
+                    await pipe.execute()
                 checksums.append(checksum)
                 crash_point("shard.snapshot_block_stored")
             entry = {
@@ -198,12 +208,7 @@ class SnapshotStore:
     async def manifest(self, key: PartitionKey) -> list[dict[str, Any]]:
         """The snapshots there are, newest first; raises CorruptState if they cannot be told."""
         text, saved = await self._redis.mget(_key(key, "manifest"), _key(key, "saved"))
-        if text is not None:
-            return read_manifest(text, f"the manifest of partition {key}")
-        if saved is not None:
-            version = bytes(saved).decode(errors="replace") if isinstance(saved, bytes) else str(saved)
-            raise problem("corrupt_state", f"the manifest of partition {key} is gone; version {version} was stored")
-        return []
+        return _entries(key, text, saved)
 
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
         """A snapshot of the manifest; None where it is damaged.  Raises CorruptState for one of a newer format."""
@@ -238,10 +243,12 @@ class SnapshotStore:
             body += size
         return Stored(int(entry["version"]), int(entry["token"]), int(entry["lsn"]), head["head"], tuple(arrays))
 
-    async def _sweep(self, key: PartitionKey, manifest: Sequence[Mapping[str, Any]]) -> None:
+    async def _sweep(
+        self, key: PartitionKey, manifest: Sequence[Mapping[str, Any]], pending: Iterable[bytes | str]
+    ) -> None:
         """Deletes blocks that a writer left behind before it could switch the manifest."""
         named = {e["name"] for e in manifest}
-        for member in await self._redis.smembers(_key(key, "pending")):
+        for member in pending:
             text = member.decode() if isinstance(member, bytes) else str(member)
             name, _, count = text.rpartition(":")
             if name not in named:
@@ -251,6 +258,16 @@ class SnapshotStore:
     async def _delete_blocks(self, key: PartitionKey, name: str, count: int) -> None:
         if count:
             await self._redis.unlink(*(_key(key, f"snap:{name}:{i}") for i in range(count)))
+
+
+def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | None) -> list[dict[str, Any]]:
+    """The snapshots that a manifest names; raises CorruptState if they cannot be told."""
+    if text is not None:
+        return read_manifest(text, f"the manifest of partition {key}")
+    if saved is not None:
+        version = bytes(saved).decode(errors="replace") if isinstance(saved, bytes) else str(saved)
+        raise problem("corrupt_state", f"the manifest of partition {key} is gone; version {version} was stored")
+    return []
 
 
 def _key(key: PartitionKey, name: str) -> str:
