@@ -58,11 +58,11 @@ def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
     looked = [replace(task, look=True) for task in tasks(pool, spend=False)]
     for task, result in zip(looked, compute(looked, pool), strict=True):
         assert task.direct is not None
-        assert result.crc == slice_crc("float32", ((0, COUNT),), task.direct[0])
+        assert result.crc == slice_crc("float32", ((0, task.direct[0].size),), task.direct[0])
     bad, huge = looked[0].direct, looked[1].direct
     assert bad is not None
     assert huge is not None
-    bad[0][COUNT - 1], huge[0][0], looked[1].state.values[0] = np.nan, -3e38, 3e38
+    bad[0][-1], huge[0][0], looked[1].state.values[0] = np.nan, -3e38, 3e38
     assert [(r.state is None, r.bad_gradient) for r in compute(looked[:3], pool)] == [
         (True, True),
         (True, False),
