@@ -121,7 +121,7 @@ def test_a_shard_looks_at_the_partitions_of_a_request_alone(index: int) -> None:
 
 def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:
     """Thousands of snapshots of a new model would stand in the way of its first minute; only what changes is stored."""
-    driver = ShardDriver()
+    driver = ShardDriver(checked=False)
     driver.eager = False
     driver.serve(wide())
     driver.settle()
@@ -138,7 +138,7 @@ def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:
 
 def test_first_values_that_were_set_are_stored_at_once() -> None:
     """Nobody could draw them again; the partitions beside them are what their settings say."""
-    driver = ShardDriver()
+    driver = ShardDriver(checked=False)
     view = driver.serve(wide(8), ready=False)
     part = AssignPart(3, np.full(WIDTH, 5.0, np.float32), "float32", finite=True)
     driver.send(SetReceived(90, "m", (part,)))
