@@ -6,14 +6,17 @@ Labels are route templates, methods and statuses, never paths or names that a cl
 from typing import Final
 
 from fastapi import Response
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Gauge, disable_created_metrics, generate_latest
 
 from paramserver_node.roles import role
+from paramserver_node.tally import Count, Counter, Histogram
 
 REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status"])
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per metric that nobody reads
 
-IN_FLIGHT: Final = Gauge("paramserver_http_requests_in_flight", "Requests that are being answered")
+IN_FLIGHT: Final = Count()
+"""Requests that are being answered."""
+Gauge("paramserver_http_requests_in_flight", "Requests that are being answered").set_function(lambda: IN_FLIGHT.total)
 REQUEST_S: Final = Histogram(
     "paramserver_http_request_seconds",
     "Time from the first byte of a request to the end of its response",

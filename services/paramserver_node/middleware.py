@@ -6,13 +6,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable
-from functools import cache
-from math import inf
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
-from prometheus_client import Counter, Histogram
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +17,7 @@ from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
+from paramserver_node.patience import Patience
 
 log = logging.getLogger("paramserver.node")
 
@@ -31,8 +28,6 @@ DRAIN_S_MAX: Final = 10.0
 _ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-_INTERRUPTED: Final = -1.0
-T = TypeVar("T")
 
 _PROCESS: Final = secrets.token_hex(8)
 _NUMBERS: Final = itertools.count(1)
@@ -50,15 +45,20 @@ class NodeMiddleware:
         self.app = app
         self._guard = guard
         """None: everyone may do everything."""
+        self._patience: Patience | None = None
+        """Of the loop that serves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send)
+        loop = asyncio.get_running_loop()
+        if self._patience is None or self._patience.loop is not loop:
+            self._patience = Patience(loop)
+        exchange = _Exchange(scope, receive, send, self._patience)
         scope.setdefault("state", {})["request_id"] = exchange.request_id
         started_at = time.monotonic()
-        IN_FLIGHT.inc()
+        IN_FLIGHT.total += 1
         try:
             _check_path(scope)
             if self._guard is not None:
@@ -74,77 +74,28 @@ class NodeMiddleware:
             error = e if isinstance(e, PsError) else problem("internal", problems.OUR_BUG)
             await problems.response(Request(scope), error)(scope, exchange.receive, exchange.send)
         finally:
-            exchange.close()
-            IN_FLIGHT.dec()
+            IN_FLIGHT.total -= 1
             route: Any = scope.get("route")
             path = getattr(route, "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-            requests, seconds = _series(path, method, exchange.status)
-            requests.inc()
-            seconds.observe(time.monotonic() - started_at)
+            REQUESTS.labels(path, method, str(exchange.status)).inc()
+            REQUEST_S.labels(path).observe(time.monotonic() - started_at)
 
 
 class _Exchange:
-    """One request and its response: how far the body was read, how far the answer got.
+    """One request and its response: how far the body was read, how far the answer got."""
 
-    One timer watches over whatever the request waits for at the moment; `asyncio.timeout` around each step would cost a
-    small request a tenth of its time.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._receive, self._send = receive, send
-        self._size = _body_bytes(scope)
+    def __init__(self, scope: Scope, receive: Receive, send: Send, patience: Patience) -> None:
+        self._receive, self._send, self._patience = receive, send, patience
+        self._size, self.request_id = _told(scope)
         self._body_ended = self._size == 0
-        self._loop = asyncio.get_running_loop()
         self._reading: asyncio.Lock | None = None
-        self._began_s = self._loop.time()
+        self._began_s = patience.now()
         self._received = 0
         self._too_slow = False
-        self._waits: dict[asyncio.Task[Any], float] = {}
-        """Until when each task that reads or writes now may wait."""
-        self._watch: asyncio.TimerHandle | None = None
-        self._looks_at_s = inf
-        self.request_id: Final = _request_id(scope)
         self.status = 0
         """Of the response; 0 until it begins."""
         self.ended = False
-
-    def close(self) -> None:
-        """The request is over."""
-        if self._watch is not None:
-            self._watch.cancel()
-
-    def _look_at(self, due_s: float) -> None:
-        if due_s < self._looks_at_s:
-            self.close()
-            self._looks_at_s = due_s
-            self._watch = self._loop.call_at(due_s, self._look)
-
-    def _look(self) -> None:
-        """Interrupt what has waited too long, and look again when the next will have."""
-        self._watch, self._looks_at_s = None, inf
-        now = self._loop.time()
-        for task, due_s in self._waits.items():
-            if due_s > now:
-                self._look_at(due_s)
-            elif due_s != _INTERRUPTED:
-                self._waits[task] = _INTERRUPTED
-                task.cancel()
-
-    async def _in_time(self, step: Awaitable[T], due_s: float) -> T:
-        """What `step` gives; raises TimeoutError if it has not by then."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._waits[task] = due_s
-        self._look_at(due_s)
-        try:
-            return await step
-        except asyncio.CancelledError:
-            if self._waits[task] == _INTERRUPTED and task.uncancel() == 0:
-                raise TimeoutError from None
-            raise
-        finally:
-            del self._waits[task]
 
     async def receive(self) -> Message:
         if self._reading is None:
@@ -159,7 +110,7 @@ class _Exchange:
         """The next piece of the body; raises Unavailable (`too_slow`) for one that holds memory and does not come."""
         due_s = self._began_s + PATIENCE_S + self._received / PACE_BYTES_PER_S
         try:
-            message = await self._in_time(self._receive(), due_s)
+            message = await self._patience.within(due_s, self._receive())
         except TimeoutError:
             self._too_slow = True
             raise problem(
@@ -176,8 +127,10 @@ class _Exchange:
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
             if not self._body_ended and not self._too_slow:
                 await self._drain()
+            await self._send(message)  # which the server keeps for the first piece of the body
+            return
         try:
-            await self._in_time(self._send(message), self._loop.time() + PATIENCE_S)
+            await self._patience.within(self._patience.now() + PATIENCE_S, self._send(message))
         except TimeoutError:
             self.ended = True
             raise problem("too_slow", f"nobody has read the answer for {PATIENCE_S:g} s") from None
@@ -192,12 +145,6 @@ class _Exchange:
                     drained += len((await self.receive()).get("body", b""))
         except (TimeoutError, PsError):
             pass
-
-
-@cache
-def _series(path: str, method: str, status: int) -> tuple[Counter, Histogram]:
-    """What counts such requests; looked up once, since prometheus_client's own lookup costs more than the count."""
-    return REQUESTS.labels(path, method, str(status)), REQUEST_S.labels(path)
 
 
 def _check_path(scope: Scope) -> None:
@@ -217,22 +164,20 @@ def _check_path(scope: Scope) -> None:
         raise problem("malformed", "the path is not UTF-8") from None
 
 
-def _body_bytes(scope: Scope) -> int | None:
-    """Length of the body; None where only its end will tell."""
+def _told(scope: Scope) -> tuple[int | None, str]:
+    """(length of the body, or None where only its end will tell; the request's id).
+
+    The id is the client's `X-Request-Id` where that is a plain word, else a new one.
+    """
     size = 0 if scope["method"] in ("GET", "HEAD") else None
+    given, chunked = "", False
     for name, value in scope["headers"]:
-        if name == b"transfer-encoding":
-            return None
         if name == b"content-length":
             size = int(value) if value.isdigit() else None
-    return size
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's `X-Request-Id` where it is a plain word, else a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text: str = value.decode("latin-1")
-            if _ID.fullmatch(text):
-                return text
-    return f"{_PROCESS}-{next(_NUMBERS):x}"
+        elif name == b"transfer-encoding":
+            chunked = True
+        elif name == b"x-request-id":
+            given = value.decode("latin-1")
+    if not given or not _ID.fullmatch(given):
+        given = f"{_PROCESS}-{next(_NUMBERS):x}"
+    return None if chunked else size, given

@@ -5,15 +5,15 @@ A client on this machine names a slot of shared memory in place of a body, and t
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from paramserver.core.layout import Range
-from paramserver.core.shard_io import PullReceived, PushDone, PushReceived
+from paramserver.core.shard_io import PullReceived, PushDone, PushReceived, Request
 from paramserver.errors import PsError, problem
 from paramserver.limits import CHUNK_BYTES
 from paramserver.types import F32, ITEMSIZE, ModelKey
-from paramserver.wire.frame import Lease, PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
+from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
+from paramserver.wire.header import Lease
 from paramserver.wire.tensor import from_f32
 from paramserver_shard.arriving import Arriving, check_sizes
 from paramserver_shard.directory import Directory, KnownModel
@@ -89,26 +89,29 @@ class FrameService:
     async def _push(self, arriving: Arriving) -> PushDone:
         known, frame = arriving.known, arriving.frame
         parts = await arriving.parts()
-        command = PushReceived(
-            0,
-            frame.model,
-            parts,
-            known.key.generation,
-            frame.timeline,
-            frame.push_id,
-            frame.key,
-            frame.clock,
-            frame.weight,
-            frame.norm,
-            frame.ack,
-        )
+
+        def command(request: Request) -> PushReceived:
+            return PushReceived(
+                request,
+                frame.model,
+                parts,
+                known.key.generation,
+                frame.timeline,
+                frame.push_id,
+                frame.key,
+                frame.clock,
+                frame.weight,
+                frame.norm,
+                frame.ack,
+            )
+
         if arriving.here or frame.forwarded or frame.map_epoch is not None:
-            return await self._runtime.push(lambda request: replace(command, request=request))
+            return await self._runtime.push(command)
         # Sent through some node by a client without a map: this shard splits it.
         bad = [p.partition for p in parts if not p.finite]
         if bad:
             raise problem("non_finite", f"the gradient holds NaN or infinity in partition {bad[0]}")
-        return await self._exchange.push(known, command)
+        return await self._exchange.push(known, command(0))
 
     async def pull(self, frame: PullFrame) -> "FrameBody":
         """The values that a pull frame asks for.  Raises PsError."""

@@ -3,12 +3,13 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge
 
 from paramserver.core.shard_io import PushDone
 from paramserver.wire.frame import PushFrame
+from paramserver_node.tally import Counter, Histogram
 from paramserver_node.usage import Usage
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -44,8 +45,6 @@ JOURNAL_S: Final = Histogram(
 JOURNALED: Final = Counter("paramserver_journaled_bytes_total", "Bytes written to the journals", ["level"])
 JOURNAL_WAITING: Final = Gauge("paramserver_journal_waiting_bytes", "Bytes of journal that are not durable yet")
 _BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG)
-
-M = TypeVar("M", Counter, Histogram)
 
 INTERVAL_S: Final = 0.9
 """Rates are taken anew after so long, a little less than the time between two heartbeats."""
@@ -101,15 +100,6 @@ class _Flow:
     push_times: _Times = field(default_factory=_Times)
     pull_times: _Times = field(default_factory=_Times)
     lags: dict[str, _Lag] = field(default_factory=dict)
-    series: dict[Counter | Histogram, Any] = field(default_factory=dict)
-    states: dict[str, Counter] = field(default_factory=dict)
-
-    def of(self, metric: M) -> M:
-        """The model's own series of a metric: prometheus_client's lookup by label costs more than the counting."""
-        found: M | None = self.series.get(metric)
-        if found is None:
-            found = self.series[metric] = metric.labels(self.model)
-        return found
 
     def rates(self, now: float) -> dict[str, Any]:
         """The numbers that a heartbeat tells, over the last intervals; a new one begins."""
@@ -149,20 +139,18 @@ class Telemetry:
         self, done: PushDone, size_bytes: int, began_s: float, worker: str | None = None, lag: int | None = None
     ) -> None:
         """A push that began to arrive at `began_s` is answered now; `lag` as `frame_lag` or `name_lag` give it."""
-        now, flow = self.clock(), self._flow(done.model.name)
-        pushes = flow.states.get(done.state)
-        if pushes is None:
-            pushes = flow.states[done.state] = PUSHES.labels(flow.model, done.state)
-        pushes.inc()
-        flow.of(RECEIVED).inc(size_bytes)
-        flow.of(PUSH_S).observe(now - began_s)
+        model = done.model.name
+        now, flow = self.clock(), self._flow(model)
+        PUSHES.labels(model, done.state).inc()
+        RECEIVED.labels(model).inc(size_bytes)
+        PUSH_S.labels(model).observe(now - began_s)
         if done.duplicate:
-            flow.of(DUPLICATES).inc()
+            DUPLICATES.labels(model).inc()
         flow.pushes += 1
         flow.in_bytes += size_bytes
         flow.push_times.add(now, now - began_s)
         if lag is not None:
-            flow.of(LAG).observe(lag)
+            LAG.labels(model).observe(lag)
         if lag is not None and worker is not None:
             known = flow.lags.setdefault(worker, _Lag())
             known.at, known.total, known.count = now, known.total + lag, known.count + 1
@@ -170,9 +158,9 @@ class Telemetry:
     def pulled(self, model: str, size_bytes: int, began_s: float) -> None:
         """A pull that came at `began_s` is answered now."""
         now, flow = self.clock(), self._flow(model)
-        flow.of(PULLS).inc()
-        flow.of(SENT).inc(size_bytes)
-        flow.of(PULL_S).observe(now - began_s)
+        PULLS.labels(model).inc()
+        SENT.labels(model).inc(size_bytes)
+        PULL_S.labels(model).observe(now - began_s)
         flow.pulls += 1
         flow.out_bytes += size_bytes
         flow.pull_times.add(now, now - began_s)

@@ -1,11 +1,13 @@
 """What a shard tells of itself: rates, times and version lag, for heartbeats and for Prometheus."""
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from paramserver.core.shard_io import PartVersion, PushDone
 from paramserver.types import ModelKey, PushId, PushState
 from paramserver.wire.frame import PushFrame, PushPart
+from paramserver_node import tally
 from paramserver_node.usage import Usage
 from paramserver_shard.telemetry import RECENT_S, Telemetry, frame_lag, name_lag
 
@@ -111,3 +113,36 @@ def test_usage_counts_what_this_process_spends() -> None:
     assert usage.look()["cpu_cores"] >= 0.2
     clock.now += 1000
     assert usage.look()["cpu_cores"] < 0.2
+
+
+def test_what_is_counted_is_what_prometheus_reads() -> None:
+    """Totals and cumulative buckets under their labels; a series that is over is not read any more."""
+    counts = tally.Counter("paramserver_test_things_total", "Things", ["kind"])
+    times = tally.Histogram("paramserver_test_seconds", "Times", ["kind"], buckets=(0.1, 1, 5))
+    try:
+        counts.labels("a").inc()
+        counts.labels("a").inc(4)
+        counts.labels("b").inc()
+        counts.remove("b")
+        for seconds in (0.05, 0.1, 0.7, 5.0, 60.0):
+            times.labels("a").observe(seconds)
+        with pytest.raises(ValueError, match="labels"):
+            counts.labels("a", "b")
+        found = {
+            (s.name, s.labels.get("kind"), s.labels.get("le")): s.value
+            for family in text_string_to_metric_families(generate_latest().decode())
+            for s in family.samples
+            if s.name.startswith("paramserver_test_")
+        }
+    finally:
+        REGISTRY.unregister(counts)
+        REGISTRY.unregister(times)
+    assert found == {
+        ("paramserver_test_things_total", "a", None): 5.0,
+        ("paramserver_test_seconds_bucket", "a", "0.1"): 2.0,
+        ("paramserver_test_seconds_bucket", "a", "1.0"): 3.0,
+        ("paramserver_test_seconds_bucket", "a", "5.0"): 4.0,
+        ("paramserver_test_seconds_bucket", "a", "+Inf"): 5.0,
+        ("paramserver_test_seconds_count", "a", None): 5.0,
+        ("paramserver_test_seconds_sum", "a", None): pytest.approx(65.85),
+    }

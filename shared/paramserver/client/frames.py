@@ -5,7 +5,7 @@ from the caller's arrays; a pull's body goes chunk by chunk into the caller's ve
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -89,27 +89,31 @@ class Outgoing:
         The first call must cover the whole gradient.  With `pull` they are pushpulls, without their sinks yet.
         """
         scan = Scan(exact=held.spec.optimizer.clip_norm is not None)
-        drafts: list[tuple[str | None, PushFrame, AnyArray, int]] = []
+        drafts: list[tuple[str | None, dict[str, Any], AnyArray | None, int]] = []
         for to, parts in groups:
             slot = slots.get(to)
-            frame = self._frame(held, to, parts, pull, wait_s)
-            if slot is not None:
-                frame = replace(frame, slot=slot.file)
-            head = len(encode_header(frame.to_header()))
+            header = self._frame(held, to, parts, pull, wait_s).to_header()
             size = self._gradient.body_bytes(parts)
-            body = np.empty(head + (size if slot is None else 0), np.uint8)
-            self._gradient.write(parts, body.data[head:] if slot is None else slot.memory[:size].data, scan)
-            drafts.append((to, frame, body, head))
+            if slot is not None:
+                self._gradient.write(parts, slot.memory[:size].data, scan)
+                drafts.append((to, header | {"slot": slot.file}, None, 0))
+                continue
+            head = len(encode_header(header))
+            body = np.empty(head + size, np.uint8)
+            self._gradient.write(parts, body.data[head:], scan)
+            drafts.append((to, header, body, head))
         scan.raise_for_bad()
         if self._norm is None:
             self._norm = scan.norm
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
-        for to, frame, body, head in drafts:
-            prefix = encode_header({**frame.to_header(), "norm": self._norm})
-            assert len(prefix) == head, "a float has the same length whatever its value"
-            body[:head] = np.frombuffer(prefix, np.uint8)
-            out.append(Request("POST", path, body.data, _HEADERS, to))
+        for to, header, sent, head in drafts:
+            header["norm"] = self._norm
+            prefix = encode_header(header)
+            if sent is not None:
+                assert len(prefix) == head, "a float has the same length whatever its value"
+                sent[:head] = np.frombuffer(prefix, np.uint8)
+            out.append(Request("POST", path, prefix if sent is None else sent.data, _HEADERS, to))
         return out
 
     def _frame(

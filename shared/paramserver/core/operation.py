@@ -217,13 +217,12 @@ class PushOperation(Operation):
             return
         for i, ((p, part), result) in enumerate(zip(self._fresh, results, strict=True)):
             assert result.state is not None
-            if part.crc is None:
-                part = replace(part, crc=result.crc)
-            assert part.crc is not None
-            p.memory.record(self.event.push_id, self.event.key, part.crc, p.version + 1)
+            crc = result.crc if part.crc is None else part.crc
+            assert crc is not None
+            p.memory.record(self.event.push_id, self.event.key, crc, p.version + 1)
             shard.flip(p, result.state, now)
             if p.level:
-                head = push_head(self.event, part, p.version, *self._numbers[i])
+                head = push_head(self.event, replace(part, crc=crc), p.version, *self._numbers[i])
                 shard.durability.executed(p, "push", head, (part.data,))
         self._reply(shard, "applied", now)
 

@@ -8,7 +8,8 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
+from weakref import WeakKeyDictionary
 
 from paramserver import limits
 from paramserver.core.layout import Layout, Range
@@ -106,7 +107,19 @@ def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = N
 
     Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_range`).
     """
-    ranges = ranges or {}
+    if names is None and not ranges:
+        whole = _WHOLE.get(layout)
+        if whole is None:
+            whole = _WHOLE[layout] = _selected(layout, None, {})
+        return whole
+    return _selected(layout, names, ranges or {})
+
+
+_WHOLE: Final[WeakKeyDictionary[Layout, Selection]] = WeakKeyDictionary()
+"""Of each layout in use all elements: what nearly every pull and push is of."""
+
+
+def _selected(layout: Layout, names: Names | None, ranges: Ranges) -> Selection:
     chosen = set(matched(layout, list(ranges)))  # also finds wrong names
     ranged = {n: _checked(layout, n, ranges[n]) for n in layout.by_name if n in ranges}
     if names is not None:

@@ -1,6 +1,7 @@
 """What callers use: arguments are checked, specs become tables of numbers, and the compiled loops are called."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import inf, sqrt
 from threading import Lock
 from typing import Any, Final
@@ -163,10 +164,15 @@ def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
             return s.scale, clip, decay, lr, 0.0, 0.0
 
 
+@lru_cache(maxsize=256)
 def _tables(
-    o: OptimizerSpec, steps: Sequence[SegmentStep], size: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Spans to step and their numbers; equal numbers share a row, and neighbours that do become one span."""
+    o: OptimizerSpec, steps: tuple[SegmentStep, ...], size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Spans to step, their numbers, and the constants; equal numbers share a row, and neighbours that do become one
+    span.
+
+    Push after push they are often the same, and making them costs a small one more than the step.
+    """
     spans: list[tuple[int, int, int]] = []
     rows: list[tuple[float, ...]] = []
     known: dict[tuple[float | None, ...], int] = {}
@@ -195,6 +201,7 @@ def _tables(
     return (
         np.array(spans, np.int64).reshape(-1, 3),
         np.array(rows, np.float64).reshape(-1, codes.COLUMNS),
+        _constants(o),
     )
 
 
@@ -225,10 +232,10 @@ def apply(
     for a in (w_out, *slots, *slots_out):
         if a.size != size:
             raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
-    spans, table = _tables(optimizer, steps, size)
+    spans, table, constants = _tables(optimizer, tuple(steps), size)
     rest = (_NONE32,) * (3 - count)
     ok = loops.step(
-        _KINDS[optimizer.name], count, _constants(optimizer), spans, table, w, *slots, *rest,
+        _KINDS[optimizer.name], count, constants, spans, table, w, *slots, *rest,
         *views, w_out, *slots_out, *rest,
     )  # fmt: skip
     return bool(ok)

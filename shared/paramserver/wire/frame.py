@@ -10,27 +10,25 @@ offset  bytes
                body: elements, little-endian, end to end, in the order of the header's `parts`
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 import msgpack
 
 from paramserver import limits
 from paramserver.codecs.codec import Codec
-from paramserver.core.fields import MODEL_NAME
 from paramserver.core.layout import Range
-from paramserver.errors import PsError, problem
-from paramserver.types import ITEMSIZE, PushId
-from paramserver.wire.bounded import Buffer, unpack
+from paramserver.errors import problem
+from paramserver.types import PushId
+from paramserver.wire.bounded import Buffer, unpack_short
+from paramserver.wire.header import Header, Lease, count
 
 MEDIA_TYPE: Final = "application/vnd.paramserver.frame"
 MAGIC: Final = b"PS"
 FORMAT: Final = 1
 PREFIX_BYTES: Final = 8
 ALIGN: Final = 64
-Lease: TypeAlias = tuple[int, tuple[str, ...]]
-"""Its number, and the file that begins with each part's elements."""
 _CONTAINER_MAX: Final = limits.PARTITIONS_MAX
 _DEPTH_MAX: Final = 6
 
@@ -64,92 +62,12 @@ def decode_prefix(buf: Buffer) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(buf[4:8], "little")
     if len(buf) < PREFIX_BYTES + length:
         raise problem("malformed", "the frame is cut short")
-    header = unpack(
+    header = unpack_short(
         memoryview(buf)[PREFIX_BYTES : PREFIX_BYTES + length], container_max=_CONTAINER_MAX, depth_max=_DEPTH_MAX
     )
     if not isinstance(header, dict):
         raise problem("malformed", "the frame's header is not a map")
     return header, offset
-
-
-class _Header:
-    """Typed reading of a frame's header."""
-
-    def __init__(self, header: Mapping[str, Any]) -> None:
-        self.header = header
-
-    def _wrong(self, name: str, want: str) -> PsError:
-        return problem("malformed", f"frame header: {name} must be {want}, not {self.header.get(name)!r:.60}")
-
-    def take(
-        self, name: str, ok: Callable[[Any], bool], want: str, default: Any = None, *, needed: bool = False
-    ) -> Any:
-        value = self.header.get(name)
-        if value is None and not needed:
-            return default
-        if not ok(value):
-            raise self._wrong(name, want)
-        return value
-
-    def integer(self, name: str, default: Any = None, *, needed: bool = False) -> Any:
-        return self.take(name, _count, "an integer of at least 0", default, needed=needed)
-
-    def text(self, name: str, default: Any = None, *, needed: bool = False, size_max: int = 512) -> Any:
-        def ok(v: Any) -> bool:
-            return isinstance(v, str) and 0 < len(v.encode(errors="surrogatepass")) <= size_max
-
-        return self.take(name, ok, f"a string of at most {size_max} bytes", default, needed=needed)
-
-    def number(self, name: str, default: float | None = None) -> Any:
-        def ok(v: Any) -> bool:
-            return isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e38
-
-        value = self.take(name, ok, "a finite number", default)
-        return None if value is None else float(value)
-
-    def model(self) -> str:
-        ok = lambda v: isinstance(v, str) and MODEL_NAME.fullmatch(v) is not None  # noqa: E731
-        return str(self.take("model", ok, "a model's name", needed=True))
-
-    def dtype(self) -> str:
-        value = self.take("dtype", lambda v: isinstance(v, str), "a string", "float32")
-        if value not in ITEMSIZE:
-            raise problem("invalid_dtype", f"dtype {value!r:.40} is not one of {', '.join(ITEMSIZE)}")
-        return str(value)
-
-    def rows(self, name: str, width: int) -> list[list[Any]]:
-        rows = self.take(name, lambda v: isinstance(v, list), "a list", needed=True)
-        if not all(isinstance(r, list) and len(r) == width for r in rows):
-            raise self._wrong(name, f"a list of lists of {width}")
-        return list(rows)
-
-    def leases(self) -> tuple[int, ...]:
-        ok = lambda v: isinstance(v, list) and all(map(_count, v))  # noqa: E731
-        return tuple(self.take("release", ok, "a list of leases", ()))
-
-    def lease(self) -> Lease | None:
-        def ok(v: Any) -> bool:
-            return (
-                isinstance(v, list)
-                and len(v) == 2
-                and _count(v[0])
-                and isinstance(v[1], list)
-                and all(isinstance(f, str) and f.isalnum() for f in v[1])
-            )
-
-        value = self.take("lease", ok, "[number, files]")
-        return None if value is None else (value[0], tuple(value[1]))
-
-    def counts(self, name: str, width: int) -> tuple[tuple[int, ...], ...]:
-        """Rows of `width` integers each."""
-        rows = self.rows(name, width)
-        if not all(_count(v) for row in rows for v in row):
-            raise self._wrong(name, f"a list of lists of {width} integers of at least 0")
-        return tuple(tuple(row) for row in rows)
-
-
-def _count(v: Any) -> bool:
-    return isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 63
 
 
 def _ranges(value: Any) -> tuple[Range, ...] | None:
@@ -160,7 +78,7 @@ def _ranges(value: Any) -> tuple[Range, ...] | None:
     at = 0
     if isinstance(value, list) and 0 < len(value) <= limits.RANGES_PER_PUSH_MAX:
         for pair in value:
-            if not (isinstance(pair, list) and len(pair) == 2 and all(map(_count, pair)) and at <= pair[0] < pair[1]):
+            if not (isinstance(pair, list) and len(pair) == 2 and all(map(count, pair)) and at <= pair[0] < pair[1]):
                 break
             at = pair[1]
             out.append((pair[0], pair[1]))
@@ -215,10 +133,10 @@ class PullSpec:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> Self:
-        h = _Header(header)
+        h = Header(header)
         parts = []
         for p, ranges in h.rows("parts", 2):
-            if not _count(p):
+            if not count(p):
                 raise problem("malformed", f"frame header: {p!r:.20} is not a partition")
             parts.append((p, _ranges(ranges)))
         _check_parts(parts)
@@ -290,15 +208,15 @@ class PushFrame:
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> Self:
         """Raises RequestError (`malformed`, `invalid_range`, `invalid_field`, `unknown_codec`, `invalid_encoding`)."""
-        h = _Header(header)
+        h = Header(header)
         ident = [h.text("worker", size_max=limits.WORKER_NAME_BYTES_MAX), h.integer("epoch"), h.integer("seq")]
         if any(x is None for x in ident) and any(x is not None for x in ident):
             raise problem("invalid_field", "worker, epoch and seq come together or not at all")
         parts = []
         for p, base, ranges in h.rows("parts", 3):
-            if not _count(p):
+            if not count(p):
                 raise problem("malformed", f"frame header: {p!r:.20} is not a partition")
-            if base is not None and not (isinstance(base, list) and len(base) == 2 and all(map(_count, base))):
+            if base is not None and not (isinstance(base, list) and len(base) == 2 and all(map(count, base))):
                 raise problem("malformed", "frame header: a base is [version, incarnation]")
             parts.append(PushPart(p, (base[0], base[1]) if base else None, _ranges(ranges)))
         _check_parts((p.partition, p.ranges) for p in parts)
@@ -339,7 +257,7 @@ def _lent(lease: Lease | None) -> dict[str, Any]:
     return {"lease": [lease[0], list(lease[1])]} if lease else {}
 
 
-def _encoding(h: _Header, parts: Sequence[PushPart]) -> tuple[Codec | None, tuple[tuple[int, int], ...]]:
+def _encoding(h: Header, parts: Sequence[PushPart]) -> tuple[Codec | None, tuple[tuple[int, int], ...]]:
     """The codec of a push and the sizes of its parts; whether they fit their partitions is for the shard to say."""
     text = h.text("codec", size_max=32)
     if text is None:
@@ -386,7 +304,7 @@ class PullFrame:
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> Self:
         """Raises RequestError (`malformed`, `invalid_range`)."""
-        h, pull = _Header(header), PullSpec.from_header(header)
+        h, pull = Header(header), PullSpec.from_header(header)
         return cls(
             h.model(),
             pull.parts,
@@ -434,7 +352,7 @@ class PushReply:
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> Self:
         """Raises RequestError (`malformed`)."""
-        h = _Header(header)
+        h = Header(header)
         return cls(
             h.text("state", needed=True, size_max=16),
             h.header.get("duplicate") is True,
@@ -480,7 +398,7 @@ class PullReply:
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> Self:
         """Raises RequestError (`malformed`)."""
-        h = _Header(header)
+        h = Header(header)
         push = h.take("push", lambda v: isinstance(v, dict), "a map")
         return cls(
             h.model(),

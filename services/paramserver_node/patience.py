@@ -1,0 +1,55 @@
+"""How long a request may be waited for: one timer for all of them."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, Final, TypeVar
+
+LOOK_S: Final = 0.5
+"""How often it is looked who has waited too long; so much later than said somebody may be interrupted."""
+
+_INTERRUPTED: Final = -1.0
+T = TypeVar("T")
+
+
+class Patience:
+    """Interrupts tasks that have waited too long.
+
+    It looks now and then at all that wait: a timer for each wait would cost a small request a tenth of its time.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop: Final = loop
+        self._waits: dict[asyncio.Task[Any], float] = {}
+        """Until when each task may wait for what it waits for now."""
+        self._looks = False
+
+    def now(self) -> float:
+        """The loop's time, in seconds."""
+        return self.loop.time()
+
+    async def within(self, due_s: float, step: Awaitable[T]) -> T:
+        """What `step` gives; raises TimeoutError if it has not by then, in the loop's time."""
+        task = asyncio.current_task(self.loop)
+        assert task is not None
+        self._waits[task] = due_s
+        if not self._looks:
+            self._looks = True
+            self.loop.call_later(LOOK_S, self._look)
+        try:
+            return await step
+        except asyncio.CancelledError:
+            if self._waits[task] == _INTERRUPTED and task.uncancel() == 0:
+                raise TimeoutError from None
+            raise
+        finally:
+            del self._waits[task]
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        for task, due_s in self._waits.items():
+            if _INTERRUPTED < due_s <= now:
+                self._waits[task] = _INTERRUPTED
+                task.cancel()
+        self._looks = bool(self._waits)
+        if self._looks:
+            self.loop.call_later(LOOK_S, self._look)

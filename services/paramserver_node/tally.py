@@ -1,0 +1,108 @@
+"""Counters and histograms of one thread, for Prometheus.
+
+The library's own are safe between threads, which takes a lock for every number; a small request counts eight of them.
+These are for the event loop's thread, and cost a dictionary and an addition.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Final, Generic, TypeVar
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+S = TypeVar("S")
+
+
+class _Family(Collector, Generic[S]):
+    """One metric: a series for each set of label values."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
+        self.name: Final = name
+        self.documentation: Final = documentation
+        self._labels = tuple(labels)
+        self._series: dict[tuple[str, ...], S] = {}
+        REGISTRY.register(self)
+
+    def _made(self) -> S:
+        raise NotImplementedError
+
+    def labels(self, *values: str) -> S:
+        """The series of these label values, in the order of the names; raises ValueError for another number."""
+        found = self._series.get(values)
+        if found is None:
+            if len(values) != len(self._labels):
+                raise ValueError(f"{self.name} has the labels {self._labels}, not {values}")
+            found = self._series[values] = self._made()
+        return found
+
+    def remove(self, *values: str) -> None:
+        """That series is over; raises KeyError where there is none."""
+        del self._series[values]
+
+
+class Count:
+    """One number."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def inc(self, amount: int = 1) -> None:
+        """It has risen."""
+        self.total += amount
+
+
+class Counter(_Family[Count]):
+    """Numbers that only rise; `name` ends in `_total`."""
+
+    def _made(self) -> Count:
+        return Count()
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus reads."""
+        family = CounterMetricFamily(self.name, self.documentation, labels=self._labels)
+        for values, series in self._series.items():
+            family.add_metric(values, series.total)
+        yield family
+
+
+class Spread:
+    """How many values lie below each bound, and their sum."""
+
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """One more value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+
+class Histogram(_Family[Spread]):
+    """Distributions over the same bounds, which ascend."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str], *, buckets: Sequence[float]) -> None:
+        self._bounds = tuple(buckets)
+        super().__init__(name, documentation, labels)
+
+    def _made(self) -> Spread:
+        return Spread(self._bounds)
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus reads: cumulative."""
+        family = HistogramMetricFamily(self.name, self.documentation, labels=self._labels)
+        names = [*(f"{float(b)}" for b in self._bounds), "+Inf"]
+        for values, series in self._series.items():
+            below, buckets = 0, []
+            for name, count in zip(names, series.counts, strict=True):
+                below += count
+                buckets.append((name, float(below)))
+            family.add_metric(values, buckets, series.total)
+        yield family
