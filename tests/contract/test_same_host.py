@@ -279,11 +279,12 @@ def test_values_that_a_dead_shard_has_lent_are_not_the_present(tmp_path: Path) -
         model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
         model.push(np.full(SIZE, -1.0, np.float32))
         held = model.pull(copy=False)
-        ((found, _),) = [(m.held, m.origin) for m in client.cluster.present._models.values()]
-        assert found is not None
-        assert client.cluster.same_host.confirmed(found.leased)
+        (known,) = [m.found for m in client.cluster.present._models.values()]
+        assert known is not None
+        leased = known[0].leased
+        assert client.cluster.same_host.confirmed(leased)
         running.kill("shard-0")
-        assert not client.cluster.same_host.confirmed(found.leased)
+        assert not client.cluster.same_host.confirmed(leased)
         running.start_shard("shard-0")
         assert model.pull(timeout=60.0).incarnation > held.incarnation
         assert (held.flat == 1.0).all()

@@ -5,12 +5,15 @@ the leases, the next pull is answered with them and no request is made: nobody c
 """
 
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
 from paramserver.client.arrays import Origin
 from paramserver.client.same_host import Held, SameHost
 
+KEPT_MAX: Final = 8
+"""Models of which something is held; the one used least lately goes first."""
 IN_VAIN_MAX: Final = 3
 """After so many answers to pushes whose values were past before anybody pulled, few are asked for any more."""
 RARELY: Final = 16
@@ -18,8 +21,7 @@ RARELY: Final = 16
 
 @dataclass(slots=True)
 class _Model:
-    held: Held | None = None
-    origin: Origin | None = None
+    found: tuple[Held, Origin] | None = None
     unused: bool = False
     """It came with a push and was not pulled yet."""
     pulled: bool = False
@@ -34,34 +36,42 @@ class Present:
     def __init__(self, same_host: SameHost) -> None:
         self._same_host = same_host
         self._lock = threading.Lock()
-        self._models: dict[str, _Model] = {}
+        self._models: OrderedDict[str, _Model] = OrderedDict()
 
     def of(self, model: str, generation: int, timeline: int | None, min_version: int) -> tuple[Held, Origin] | None:
         """What a pull of all of that model would bring now; None where only a request can tell."""
         with self._lock:
             m = self._models.get(model)
-            if m is None or m.held is None or m.origin is None:
+            found = None if m is None else m.found
+            if m is None or found is None:
                 return None
-            held, origin = m.held, m.origin
-        fits = origin.generation == generation and origin.version >= min_version
-        if not fits or timeline not in (None, origin.timeline) or not self._same_host.confirmed(held.leased):
-            return None
-        m.pulled, m.unused, m.in_vain = True, False, 0
-        return held, origin
+            held, origin = found
+            if origin.generation != generation or not self._same_host.confirmed(held.leased):
+                m.found = None  # its lease is over, which the request that follows tells
+                return None
+            if origin.version < min_version or timeline not in (None, origin.timeline):
+                return None
+            m.pulled, m.unused, m.in_vain = True, False, 0
+            self._models.move_to_end(model)
+            return found
 
     def pulled(self, origin: Origin, held: Held) -> None:
         """A pull has brought these."""
-        with self._lock:
-            m = self._models.setdefault(origin.model, _Model())
-            m.in_vain += m.unused
-            m.held, m.origin, m.unused, m.pulled = held, origin, False, True
+        self._keep(origin, held).pulled = True
 
     def pushed(self, origin: Origin, held: Held) -> None:
         """These came with the answer to a push."""
+        self._keep(origin, held).unused = True
+
+    def _keep(self, origin: Origin, held: Held) -> _Model:
         with self._lock:
             m = self._models.setdefault(origin.model, _Model())
             m.in_vain += m.unused
-            m.held, m.origin, m.unused = held, origin, True
+            m.found, m.unused = (held, origin), False
+            self._models.move_to_end(origin.model)
+            if len(self._models) > KEPT_MAX:
+                self._models.popitem(last=False)
+            return m
 
     def wanted(self, model: str) -> bool:
         """Whether the push that is made now is to bring what it makes; to be asked once for each push."""

@@ -1,0 +1,100 @@
+"""What a client holds of its machine's shards, and when it asks for more."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from paramserver.client.arrays import Origin
+from paramserver.client.present import IN_VAIN_MAX, KEPT_MAX, RARELY, Present
+from paramserver.client.same_host import Held, Leased, SameHost
+from paramserver.client.windows import Windows
+
+
+class Shard(SameHost):
+    """Leases of which those in `present` are confirmed; `ended` are over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.present: set[int] = set()
+        self.ended: list[int] = []
+
+    def confirmed(self, leased: Sequence[Leased]) -> bool:
+        return all(lease.number in self.present for lease in leased)
+
+    def done(self, leased: Sequence[Leased]) -> None:
+        self.ended += [lease.number for lease in leased]
+
+    def lend(self, number: int) -> Held:
+        """A lease of the present values."""
+        self.present = {number}
+        return Held(self, Windows(), [Leased("unix://x/requests", number, ())], [])
+
+
+def origin(version: int, model: str = "m") -> Origin:
+    return Origin(model, 1, 0, version, 1, {0: (version, 1)})
+
+
+@pytest.fixture
+def shard() -> Shard:
+    """A shard without leases."""
+    return Shard()
+
+
+def test_what_is_confirmed_is_the_answer_and_what_is_not_is_given_back_at_once(shard: Shard) -> None:
+    """A lease that is past is over before the request that the pull then makes, so that its memory is free."""
+    present = Present(shard)
+    present.pulled(origin(3), shard.lend(1))
+    found = present.of("m", 1, None, 0)
+    assert found is not None
+    assert found[1].version == 3
+    del found
+    assert not shard.ended
+
+    shard.present = {2}
+    assert present.of("m", 1, None, 0) is None
+    assert shard.ended == [1]
+
+
+def test_only_what_the_caller_asked_for_is_an_answer(shard: Shard) -> None:
+    """Another creation, another timeline, or a version that it has not reached are asked for."""
+    present = Present(shard)
+    present.pulled(origin(3), shard.lend(1))
+    assert present.of("other", 1, None, 0) is None
+    assert present.of("m", 1, 1, 0) is None
+    assert present.of("m", 1, None, 4) is None
+    assert present.of("m", 1, 0, 3) is not None
+    assert present.of("m", 2, None, 0) is None
+
+
+def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -> None:
+    """Not before anybody has pulled, not without a pull in between, and seldom where others push meanwhile."""
+    present = Present(shard)
+    assert not present.wanted("m")
+    present.pulled(origin(0), shard.lend(1))
+    assert present.wanted("m")
+    assert not present.wanted("m")
+
+    asked = []
+    for i in range(4 * RARELY):
+        asked.append(present.wanted("m"))
+        if asked[-1]:
+            present.pushed(origin(i), shard.lend(2 * i + 2))
+        shard.present = set()
+        assert present.of("m", 1, None, 0) is None
+        present.pulled(origin(i), shard.lend(2 * i + 3))
+    assert sum(asked) <= IN_VAIN_MAX + 4
+    assert any(asked[-RARELY:])
+
+    for i in range(2 * RARELY):  # alone again
+        if present.wanted("m"):
+            present.pushed(origin(100 + i), shard.lend(1000 + i))
+        assert present.of("m", 1, None, 0) is not None
+    assert present.wanted("m")
+
+
+def test_leases_of_few_models_are_held(shard: Shard) -> None:
+    """Who reads many models holds the memory of the last ones only."""
+    present = Present(shard)
+    for i in range(3 * KEPT_MAX):
+        present.pulled(origin(0, f"m{i}"), shard.lend(i))
+    assert shard.ended == list(range(2 * KEPT_MAX))
