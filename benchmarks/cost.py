@@ -216,8 +216,8 @@ def memory(quick: bool) -> Figures:
                 _push_together(found, count, rounds)
                 peaks.append((memory_bytes(pids, "VmHWM") - base) / (4 * HELD_ELEMENTS))
         out["rows"].append([label, *peaks])
-    out["rss_one_push"] = max(row[1] for row in out["rows"])
-    out["rss_more_pushes"] = max(row[2] - row[1] for row in out["rows"])
+        out[f"rss_one_push_{way}"] = peaks[0]
+        out[f"rss_more_pushes_{way}"] = peaks[1] - peaks[0]
     return out
 
 

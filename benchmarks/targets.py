@@ -142,8 +142,10 @@ BOUNDS = (
     Bound("w3-streams", HTTP, 6000, "requests/s", requests),
 )
 LIMITS = (
-    Limit("rss_one_push", "shard RSS with one push in flight ≤ 2.5x the model (SGD)", 2.5),
-    Limit("rss_more_pushes", "each further push in flight ≤ 1x the model more", 1.0),
+    Limit("rss_one_push_same-host", "shard RSS with one push in flight, same host ≤ 2.5x the model (SGD)", 2.5),
+    Limit("rss_one_push_http2", "the same, HTTP/2", 2.5),
+    Limit("rss_more_pushes_same-host", "each further push in flight, same host ≤ 1x the model more", 1.0),
+    Limit("rss_more_pushes_http2", "the same, HTTP/2", 1.0),
     Limit("rss_growth", "shard RSS after 10,000 rounds ≤ 1.02x that before", 1.02),
     Limit("workers_ratio", "cost of a push with 1,000 workers ≤ 1.2x that with 1", 1.2),
     Limit("connections_ratio", "cost of a push with 1,000 idle connections ≤ 1.2x that with none", 1.2),

@@ -180,6 +180,7 @@ async def _serve_on(
             ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(grace_s),
+            proxy_headers=listener.family != socket.AF_UNIX,  # there is no proxy before a socket of this machine
             ssl_certfile=tls.certificate if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
