@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 from typing import Final
 
+from paramserver.wire.board import LOCK
+
 log = logging.getLogger("paramserver.shard")
 
 SOCKET: Final = "requests"
 """The socket's name within the folder."""
-_LOCK: Final = "lock"
 _HALF_MADE_S: Final = 60.0
 """A folder that is being made has no lock for a moment; older ones were left behind."""
 _SOCKET_PATH_MAX: Final = 107
@@ -66,7 +67,7 @@ class SharedFolder:
             raise OSError(f"{path} is too long for the path of a socket")
         half_made = parent / f".{path.name}"
         half_made.mkdir(mode=0o700)
-        lock = os.open(half_made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(half_made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         half_made.rename(path)
         room = os.statvfs(path)
@@ -122,7 +123,7 @@ def sweep(parent: Path) -> None:
 
 
 def _alive(path: Path) -> bool:
-    file = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

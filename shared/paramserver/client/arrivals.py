@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from paramserver.client.frames import Incoming
+from paramserver.client.frames import Incoming, leased_by
 from paramserver.client.same_host import Held, Leased, SameHost
+from paramserver.core.layout import Layout
 from paramserver.core.selection import Selection
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PullReply
@@ -12,7 +13,8 @@ from paramserver.wire.frame import PullReply
 class Arrivals:
     """The answers of one pull, in their order; a later one for the same partition counts."""
 
-    def __init__(self, same_host: SameHost) -> None:
+    def __init__(self, same_host: SameHost, layout: Layout) -> None:
+        self._layout = layout
         self._same_host = same_host
         self.held: Held | None = None
         """What was lent, where that is all there is; set by `gather`."""
@@ -22,7 +24,7 @@ class Arrivals:
     def read(self, sink: Incoming, to: str | None) -> PullReply:
         """The header of an answer that was read to its end."""
         assert sink.reply is not None
-        lease = sink.leased(to)
+        lease = leased_by(sink.reply, to, self._layout)
         if lease is not None:
             self._leased.append(lease)
         for partition, _, _ in sink.reply.parts:

@@ -5,16 +5,14 @@ import os
 import sys
 import time
 import weakref
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from paramserver.wire.board import FILE, SAID, UNTIL, WORDS, place
+from paramserver.wire.board import FILE, LOCK, SAID, UNTIL, WORDS, place
 
 if sys.platform != "win32":
     import fcntl
-
-_LOCK: Final = "lock"
 
 
 class BoardView:
@@ -24,7 +22,7 @@ class BoardView:
         self._words: Any = None
         self._lock = -1
         try:
-            self._lock = os.open(f"{folder}/{_LOCK}", os.O_RDONLY | os.O_CLOEXEC)
+            self._lock = os.open(f"{folder}/{LOCK}", os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._lock)
             file = os.open(f"{folder}/{FILE}", os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -188,12 +188,14 @@ def push_reply(response: Response) -> PushReply:
     return PushReply.from_header(header)
 
 
-def leased_by(reply: PushReply, to: str | None, layout: Layout) -> list[Leased]:
-    """The lease that came with the answer to a push; none or one."""
-    if reply.lease is None or to is None or len(reply.lease[1]) != len(reply.parts):
-        return []
-    pieces = zip((p for p, *_ in reply.parts), reply.lease[1], strict=True)
-    return [Leased(to, reply.lease[0], tuple((p, file, 4 * layout.partition_size(p)) for p, file in pieces))]
+def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layout) -> Leased | None:
+    """The lease of whole partitions as float32 that came with an answer of the shard at that address."""
+    if reply is None or reply.lease is None or to is None or len(reply.lease[1]) != len(reply.parts):
+        return None
+    number, files = reply.lease
+    partitions = [p for p, *_ in reply.parts]
+    sizes = [ITEMSIZE["float32"] * layout.partition_size(p) for p in partitions]
+    return Leased(to, number, tuple(zip(partitions, files, sizes, strict=True)))
 
 
 class Incoming:
@@ -230,16 +232,6 @@ class Incoming:
             if self._at == len(place):
                 del self._places[0]
                 self._at = 0
-
-    def leased(self, address: str | None) -> Leased | None:
-        """What the shard at that address lent in place of a body."""
-        if self.reply is None or self.reply.lease is None or address is None:
-            return None
-        number, files = self.reply.lease
-        itemsize = ITEMSIZE[self._dtype]
-        sizes = [itemsize * (self._parts[p].stop - self._parts[p].start) for p, _, _ in self.reply.parts]
-        pieces = tuple((p, f, size) for (p, _, _), f, size in zip(self.reply.parts, files, sizes, strict=True))
-        return Leased(address, number, pieces)
 
     def end(self) -> None:
         """Check that all is here; widen bfloat16."""

@@ -101,7 +101,7 @@ class SameHost:
         try:
             memory = writable(f"{_folder(address)}/{file}", size_bytes)
         except (OSError, ValueError) as error:
-            self._tell(error)
+            self.tell(error)
             return None
         return Slot(address, file, memory, self._clock())
 
@@ -149,7 +149,7 @@ class SameHost:
     def _shard(self, address: str) -> _Shard:
         return self._shards.setdefault(address, _Shard())
 
-    def _tell(self, error: Exception) -> None:
+    def tell(self, error: Exception) -> None:
         """Say once why memory is not shared."""
         if not self._told:
             self._told = True
@@ -175,7 +175,7 @@ class Held:
         try:
             values = self._windows.of(self._pieces).values()
         except (OSError, ValueError) as error:
-            self._same_host._tell(error)
+            self._same_host.tell(error)
             return None
         weakref.finalize(values, _let_go, self).atexit = False
         return values

@@ -177,8 +177,7 @@ class Transfer:
         versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
         timelines = {r.timeline for r in replies}
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.held.spec.partitions:
-            newest, oldest = max(i for _, i in versions.values()), min(v for v, _ in versions.values())
-            origin = Origin(self.held.name, self.held.generation, timelines.pop(), oldest, newest, versions)
+            origin = _origin(self.held.name, self.held.generation, timelines.pop(), versions)
             self.cluster.present.pushed(origin, held)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
@@ -248,7 +247,7 @@ def pull(
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, held, selection, deadline)
     wait_until = deadline.clock() + wait_s
-    arrivals, found = Arrivals(cluster.same_host), None
+    arrivals, found = Arrivals(cluster.same_host, held.layout), None
     replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
@@ -273,7 +272,11 @@ def pull(
         if not pending:
             found = arrivals.gather(selection, flat, view=view and out is None)
             if found is None:
-                replies, pending, arrivals = [], transfer.without_memory(arrivals), Arrivals(cluster.same_host)
+                replies, pending, arrivals = (
+                    [],
+                    transfer.without_memory(arrivals),
+                    Arrivals(cluster.same_host, held.layout),
+                )
     assert found is not None
     params = _params(selection, found, out, model, replies)
     if lendable and arrivals.held is not None:
@@ -283,11 +286,11 @@ def pull(
 
 def _lent(selection: Selection, values: AnyArray, origin: Origin, out: Params | None, *, view: bool) -> Params:
     """Values that are at hand already, as a pull hands them out."""
-    if view and out is None:
-        return Params(selection, values, origin)
-    flat = _memory(selection, "float32", out)
-    flat[...] = values
-    return out.refreshed(origin) if out is not None else Params(selection, flat, origin)
+    flat = values
+    if not view or out is not None:
+        flat = _memory(selection, "float32", out)
+        flat[...] = values
+    return _handed_out(selection, flat, out, origin)
 
 
 def push(
@@ -322,7 +325,8 @@ def push(
         good, pending = yield from transfer.settle(groups, outcomes)
         for i, response in good:
             replies.append(push_reply(response))
-            leased += leased_by(replies[-1], groups[i][0], held.layout)
+            if (lease := leased_by(replies[-1], groups[i][0], held.layout)) is not None:
+                leased.append(lease)
     if leased:
         transfer.remember(replies, leased)
     return summed(replies)
@@ -354,7 +358,7 @@ def pushpull(
     flat = _memory(selection, pull_terms.dtype, out)
     outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
     transfer = Transfer(cluster, held, selection, deadline)
-    arrivals = Arrivals(cluster.same_host)
+    arrivals = Arrivals(cluster.same_host, held.layout)
     replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
@@ -424,12 +428,14 @@ def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
 
 def _params(selection: Selection, flat: AnyArray, out: Params | None, model: str, replies: list[PullReply]) -> Params:
     versions = {p: (v, i) for r in replies for p, v, i in r.parts}
-    origin = Origin(
-        model,
-        replies[0].generation,
-        max(r.timeline for r in replies),
-        min(v for v, _ in versions.values()),
-        max(i for _, i in versions.values()),
-        versions,
-    )
+    origin = _origin(model, replies[0].generation, max(r.timeline for r in replies), versions)
+    return _handed_out(selection, flat, out, origin)
+
+
+def _handed_out(selection: Selection, flat: AnyArray, out: Params | None, origin: Origin) -> Params:
     return out.refreshed(origin) if out is not None else Params(selection, flat, origin)
+
+
+def _origin(model: str, generation: int, timeline: int, versions: Mapping[int, tuple[int, int]]) -> Origin:
+    oldest, newest = min(v for v, _ in versions.values()), max(i for _, i in versions.values())
+    return Origin(model, generation, timeline, oldest, newest, versions)

@@ -13,7 +13,7 @@ from paramserver.core.shard_io import AssignPart, PushPart, PushReceived, SetRec
 from paramserver.core.spec import ModelSpec
 from paramserver.core.watermark import LEVELS
 from paramserver.core.window import fenced
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.types import PushId
 
 _NUMBER_MAX = 1 << 53
@@ -111,7 +111,12 @@ def check_finite(parts: Iterable[PushPart] | Iterable[AssignPart]) -> None:
     """Raises RequestError (`non_finite`) naming the first part that is not."""
     for part in parts:
         if not part.finite:
-            raise problem("non_finite", f"partition {part.partition} holds NaN or infinity", hint="nothing was changed")
+            raise not_finite(part.partition)
+
+
+def not_finite(partition: int) -> PsError:
+    """The error for a part that holds NaN or infinity."""
+    return problem("non_finite", f"partition {partition} holds NaN or infinity", hint="nothing was changed")
 
 
 def _elements(ranges: tuple[Range, ...], size: int, partition: int) -> int:

@@ -227,12 +227,11 @@ class PushOperation(Operation):
         self._reply(shard, "applied", now)
 
     def _not_finite(self, results: Sequence[TaskResult]) -> PsError:
-        pairs = list(zip(self._fresh, results, strict=True))
-        try:
-            admission.check_finite([replace(part, finite=False) for (_, part), r in pairs if r.bad_gradient])
-        except PsError as error:
-            return error
-        bad = [p.index for (p, _), r in pairs if r.state is None]
+        pairs = [(p.index, r) for (p, _), r in zip(self._fresh, results, strict=True)]
+        for index, result in pairs:
+            if result.bad_gradient:
+                return admission.not_finite(index)
+        bad = [index for index, result in pairs if result.state is None]
         return problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
 
     def refuse(self, shard: Shard, error: PsError) -> None:

@@ -171,14 +171,13 @@ def push_part(
     dtype: DType = "float32",
 ) -> PushPart:
     """A part as the service makes it; the elements of every second one, if it is whole, nobody has looked at yet."""
-    crc, finite = slice_crc(dtype, ranges or ((0, size),), data), bool(kernels.all_finite(data, dtype))
-    seen = ranges is not None or partition % 2 == 1
-    return PushPart(partition, data, dtype, crc if seen else None, finite or not seen, ranges, base)
+    part = PushPart(partition, data, dtype, None, True, ranges, base)
+    return look(part, size) if ranges is not None or partition % 2 == 1 else part
 
 
-def look(part: PushPart) -> PushPart:
-    """What the service does where a part has to be looked at before it is applied."""
-    crc = slice_crc(part.dtype, ((0, part.data.size),), part.data)
+def look(part: PushPart, size: int | None = None) -> PushPart:
+    """What the service does where a part has to be looked at before it is applied; `size` is its partition's."""
+    crc = slice_crc(part.dtype, part.ranges or ((0, part.data.size if size is None else size),), part.data)
     return replace(part, crc=crc, finite=bool(kernels.all_finite(part.data, part.dtype)))
 
 

@@ -13,6 +13,8 @@ So a reader who finds its lease's number there, at a time between the first two 
 from typing import Final
 
 FILE: Final = "board"
+LOCK: Final = "lock"
+"""The file beside it that the shard's process holds locked."""
 WORDS: Final = 8192
 SAID: Final = 0
 UNTIL: Final = 1
