@@ -186,3 +186,15 @@ class Driver:
     def commits(self) -> list[Any]:
         """The commits published, in order."""
         return [d for d in self.published if d["type"] == "commit"]
+
+
+def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
+    """A synchronous model whose cut is clock 1, at clock 2 so much later, and its worker."""
+    d = Driver()
+    d.model(consistency={"mode": "sync"})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    d.now += after_s
+    d.clock(a, 2)
+    return d, a

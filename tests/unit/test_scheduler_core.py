@@ -8,7 +8,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError, Unavailable
 from paramserver.types import ModelKey
 
-from .scheduling import SPEC, Driver
+from .scheduling import SPEC, Driver, beyond_its_cut
 
 SYNC = {"consistency": {"mode": "sync"}}
 
@@ -126,13 +126,7 @@ def test_sync_goes_back_to_the_newest_cut_when_a_shard_dies() -> None:
 
 def test_a_leader_that_takes_over_after_a_rollback_makes_no_commit_for_clocks_of_before() -> None:
     """A worker joined at a later clock than the model went back to: what it had done then counts no more."""
-    d = Driver()
-    d.model(**SYNC)
-    a = d.join("a")
-    d.clock(a, 1)
-    d.beats()
-    d.now += 0.1
-    d.clock(a, 2)
+    d, a = beyond_its_cut()
     b = d.join("b")
     assert b["clock"] == 2
     d.shard("s0")

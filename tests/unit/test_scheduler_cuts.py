@@ -5,21 +5,9 @@ from typing import Any
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 
-from .scheduling import Driver
+from .scheduling import Driver, beyond_its_cut
 
 SYNC: dict[str, Any] = {"consistency": {"mode": "sync"}}
-
-
-def beyond_its_cut() -> tuple[Driver, Any]:
-    """A model whose cut is clock 1, at clock 2 a moment later, and its worker."""
-    d = Driver()
-    d.model(**SYNC)
-    a = d.join("a")
-    d.clock(a, 1)
-    d.beats()
-    d.now += 0.1
-    d.clock(a, 2)
-    return d, a
 
 
 def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
@@ -45,13 +33,7 @@ def test_a_cut_counts_once_every_partition_has_stored_it() -> None:
 
 def test_a_whole_cut_is_told_before_the_next_one_is_asked_for() -> None:
     """Shards keep two snapshots, one of them the newest whole cut, so they must know it when they store another."""
-    d = Driver()
-    d.model(**SYNC)
-    a = d.join("a")
-    d.clock(a, 1)
-    d.beats()
-    d.now += 6
-    d.clock(a, 2)
+    d, _ = beyond_its_cut(after_s=6)
     told, asked = d.published[-2:]
     assert (told["type"], told["cut"]) == ("model", 1)
     assert (asked["type"], asked["cut"]) == ("commit", True)
