@@ -81,15 +81,10 @@ class OurClient:
         if not self._sync:
             self._values = self._model.pushpull(gradient, out=self._values)
             return [self._values.flat]
-        if self._values is None:
-            self.pull()
-        assert self._values is not None
-        self._worker.push(gradient)
-        self._worker.clock()
         if self._mapped:
-            self._values = self._model.pull(copy=False, min_version=self._values.version + 1, wait_s=30.0)
+            self._values = self._worker.exchange(gradient, copy=False)
         else:
-            self._values = self._worker.pull(out=self._values)
+            self._values = self._worker.exchange(gradient, out=self._values)
         return [self._values.flat]
 
     def close(self) -> None:

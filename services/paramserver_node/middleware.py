@@ -29,9 +29,15 @@ _ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
+_LASTING: Final = "lasting"
 _PROCESS: Final = secrets.token_hex(8)
 _NUMBERS: Final = itertools.count(1)
 """Of the requests of this process; with its random name they make ids that no other gives."""
+
+
+def lasting(scope: Scope) -> None:
+    """The body of this request may come for as long as it likes: what its sender may do has been checked."""
+    scope["state"][_LASTING] = True
 
 
 class NodeMiddleware:
@@ -87,6 +93,7 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, patience: Patience) -> None:
         self._receive, self._send, self._patience = receive, send, patience
+        self._scope = scope
         self._size, self.request_id = _told(scope)
         self._body_ended = self._size == 0
         self._reading: asyncio.Lock | None = None
@@ -101,7 +108,8 @@ class _Exchange:
         if self._reading is None:
             self._reading = asyncio.Lock()
         async with self._reading:  # an endpoint may listen for a hang-up while the rest is being drained
-            message = await self._receive() if self._body_ended else await self._received_in_time()
+            patient = self._body_ended or _LASTING in self._scope["state"]
+            message = await (self._receive() if patient else self._received_in_time())
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._body_ended = True
         return message
@@ -125,7 +133,7 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
-            if not self._body_ended and not self._too_slow:
+            if not self._body_ended and not self._too_slow and _LASTING not in self._scope["state"]:
                 await self._drain()
             await self._send(message)  # which the server keeps for the first piece of the body
             return

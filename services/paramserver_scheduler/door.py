@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.client.addresses import SCHEDULERS
 from paramserver.errors import problem
+from paramserver_node import problems
 from paramserver_node.forward import HANDED_ON, Forwarder
 from paramserver_scheduler.lease import Lease
 
@@ -36,6 +37,9 @@ class Door:
             await self._app(scope, receive, send)
         elif await self._leads():
             await self._app(scope, receive, self._naming_the_others(send))
+        elif scope["path"].endswith("/clocks") and scope["path"].startswith("/internal/shards/"):
+            error = problem("no_leader", "clocks are told to the leader itself")  # a body without end is not handed on
+            await problems.response(Request(scope), error)(scope, receive, self._naming_the_others(send))
         else:
             await self._hand_on(scope, receive, send)
 

@@ -4,7 +4,7 @@ Documents are level-triggered: a reader that is too slow is cut off and hears ev
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final
 
 BACKLOG_MAX: Final = 4096
@@ -55,7 +55,7 @@ class Hub:
         self._note = note
         self._feeds: set[Feed] = set()
         self._changed = asyncio.Event()
-        self._closed = False
+        self._end = asyncio.Event()
 
     def publish(self, document: Mapping[str, Any]) -> None:
         """Give the document to every open feed."""
@@ -69,7 +69,7 @@ class Hub:
     def subscribe(self, first: list[Mapping[str, Any]]) -> Feed:
         """A new feed that begins with these documents and goes on with the next one published."""
         feed = Feed(first)
-        if self._closed:
+        if self.closed:
             feed.end()
         else:
             self._feeds.add(feed)
@@ -82,17 +82,29 @@ class Hub:
 
     async def next_change(self) -> None:
         """Returns when the next document is published or the hub closes."""
-        if not self._closed:
+        if not self.closed:
             await self._changed.wait()
+
+    async def while_open(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does that work to its end or until the hub closes; raises what it raises."""
+        working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self._end.wait())
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            working.cancel()
+            ending.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
 
     @property
     def closed(self) -> bool:
         """Whether this scheduler is stopping."""
-        return self._closed
+        return self._end.is_set()
 
     def close(self) -> None:
         """End every feed and every wait."""
-        self._closed = True
+        self._end.set()
         for feed in self._feeds:
             feed.end()
         self._feeds.clear()

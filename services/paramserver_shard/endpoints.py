@@ -103,10 +103,11 @@ class Push(_Endpoint):
 
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
         arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
-        done = await self._frames.push(arriving)
+        done, made = await self._frames.push(arriving)
         self._pushed_frame(done, arriving.frame, arriving.size, began_s)
-        reply = push_reply(done, self._frames.lease_after(arriving.frame, done))
-        await _send(send, 200 if done.state == "applied" else 202, encode_header(reply.to_header()))
+        reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
+        status = 200 if done.state == "applied" or reply.released else 202
+        await _send(send, status, encode_header(reply.to_header()))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done = await self._names.push(body, idempotency_key(request))

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paramserver.core.layout import Range
-from paramserver.core.shard_io import PullReceived, PushDone, PushReceived, Request
-from paramserver.errors import PsError, problem
+from paramserver.core.shard_io import PullDone, PullReceived, PushDone, PushReceived, Request
+from paramserver.errors import ConflictError, PsError, problem
 from paramserver.limits import CHUNK_BYTES
 from paramserver.types import F32, ITEMSIZE, ModelKey
 from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.header import Lease
 from paramserver.wire.tensor import from_f32
 from paramserver_shard.arriving import Arriving, check_sizes
+from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut
 from paramserver_shard.lending import Lending
@@ -29,12 +30,19 @@ class FrameService:
     """Pushes and pulls of whole partitions, or ranges of them, that the client has addressed itself."""
 
     def __init__(
-        self, directory: Directory, models: Models, runtime: Runtime, exchange: Exchange, lending: Lending | None = None
+        self,
+        directory: Directory,
+        models: Models,
+        runtime: Runtime,
+        exchange: Exchange,
+        clocks: ClockReports,
+        lending: Lending | None = None,
     ) -> None:
         self._directory = directory
         self._models = models
         self._runtime = runtime
         self._exchange = exchange
+        self._clocks = clocks
         self._lending = lending
 
     async def sized_push(self, header: Mapping[str, Any]) -> tuple[Arriving, Body]:
@@ -64,27 +72,54 @@ class FrameService:
         if self._lending is not None:
             self._lending.returned(slot)
 
-    async def push(self, arriving: Arriving) -> PushDone:
-        """Applies a push whose body has arrived whole, or lies in its slot."""
+    async def push(self, arriving: Arriving) -> tuple[PushDone, PullDone | None]:
+        """Applies a push whose body has arrived whole, or lies in its slot.
+
+        With the values that the commit made of it, if it ended its worker's iteration and the worker may go on.
+        """
         frame = arriving.frame
         if self._lending is not None:
             self._lending.release(frame.release)
         if frame.slot is None:
-            return await self._push(arriving)
+            return await self._ended(arriving, await self._push(arriving))
         if self._lending is None:
             raise problem("slot_gone", "this shard lends no shared memory", hint="send a body instead")
         slot = self._lending.submitted(frame.slot, arriving.size)
         again = False
         try:
             arriving.take(slot)
-            done = await self._push(arriving)
-            again = done.state == "applied"
+            done, made = await self._ended(arriving, await self._push(arriving))
+            again = done.state == "applied" or made is not None
         except PsError as error:
             again = error.status < 500  # refused for good; otherwise it may still be on its way
             raise
         finally:
             self._lending.answered(frame.slot, again=again)
-        return done
+        return done, made
+
+    async def _ended(self, arriving: Arriving, done: PushDone) -> tuple[PushDone, PullDone | None]:
+        """Reports the iteration that this push ends, if it does, and waits for its commit."""
+        frame, key = arriving.frame, done.model
+        push_id, clock, indices = frame.push_id, frame.clock, tuple(p.partition for p in frame.parts)
+        if frame.ends is None or push_id is None or clock is None or done.state != "staged" or not arriving.here:
+            return done, None
+        served = self._runtime.core.served(key)
+        if served is None or not served.at_clock(indices, clock):
+            return done, None
+        shards, wait_s = frame.ends
+        self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
+        try:
+            made = await self._runtime.pull(
+                lambda request: PullReceived(
+                    request, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1
+                )
+            )
+        except ConflictError as error:
+            if error.code != "version_not_reached":
+                raise
+            return done, None
+        # What another commit than the awaited one took, or none, is for the scheduler to explain.
+        return done, made if served.over(indices, push_id.worker, push_id.epoch, clock) else None
 
     async def _push(self, arriving: Arriving) -> PushDone:
         known, frame = arriving.known, arriving.frame
@@ -124,18 +159,25 @@ class FrameService:
         return await self._pull(known, spec, frame.timeline, split=split)
 
     async def pushpull(self, arriving: Arriving) -> tuple[PushDone, "FrameBody"]:
-        """A push, then the pull that it carries."""
+        """A push, then the pull that it carries; no values where it was to wait for a commit that did not come."""
         known, frame = arriving.known, arriving.frame
         if frame.pull is None:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
         self._check_pull(known, frame.pull)
-        done = await self.push(arriving)
-        try:
-            split = not frame.forwarded and frame.map_epoch is None
-            answer = await self._pull(known, frame.pull, frame.timeline, split=split)
-        except PsError as error:
-            raise after_push(error, done) from error
-        answer.push = push_reply(done)
+        if frame.ends is not None and {p for p, _ in frame.pull.parts} - {p.partition for p in frame.parts}:
+            raise problem("malformed", "frame header: the end of an iteration pulls what was pushed, nothing else")
+        done, made = await self.push(arriving)
+        if made is not None:
+            answer = self._body(known, frame.pull, made)
+        elif frame.ends is not None:
+            answer = FrameBody(known, frame.pull.dtype, done.timeline, ())
+        else:
+            try:
+                split = not frame.forwarded and frame.map_epoch is None
+                answer = await self._pull(known, frame.pull, frame.timeline, split=split)
+            except PsError as error:
+                raise after_push(error, done) from error
+        answer.push = push_reply(done, made)
         return done, answer
 
     async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
@@ -147,25 +189,30 @@ class FrameService:
                     request, known.key.name, indices, known.key.generation, timeline, spec.min_version, spec.wait_s
                 )
             )
-            parts = [
-                GotPart(got.partition, got.version, got.incarnation, cut(got.state.values, ranges))
-                for (_, ranges), got in zip(spec.parts, done.parts, strict=True)
-            ]
-            answer = FrameBody(known, spec.dtype, done.timeline, parts)
-            if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
-                answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)
-            return answer
+            return self._body(known, spec, done)
         wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
             known, wanted, timeline=timeline, min_version=spec.min_version, wait_s=spec.wait_s
         )
         return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
 
-    def lease_after(self, frame: PushFrame, done: PushDone) -> Lease | None:
-        """A lease of what an applied push has made, for a client that will want it next; None if it is past already."""
-        if not frame.mapped or done.state != "applied":
+    def _body(self, known: KnownModel, spec: PullSpec, done: PullDone) -> "FrameBody":
+        """What was asked for of these values, lent where it can be."""
+        got = {p.partition: p for p in done.parts}
+        parts = [
+            GotPart(index, got[index].version, got[index].incarnation, cut(got[index].state.values, ranges))
+            for index, ranges in spec.parts
+        ]
+        answer = FrameBody(known, spec.dtype, done.timeline, parts)
+        if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
+            answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)
+        return answer
+
+    def lease_after(self, frame: PushFrame, done: PushDone, made: PullDone | None) -> Lease | None:
+        """A lease of what a push has made, for a client that will want it next; None if it is past already."""
+        if not frame.mapped or (done.state != "applied" and made is None):
             return None
-        return self._lease(done.model, [(p.partition, p.version) for p in done.parts])
+        return self._lease(done.model, [(p.partition, p.version) for p in (made or done).parts])
 
     def _lease(
         self, model: ModelKey, parts: Sequence[tuple[int, int]], values: Sequence[F32] | None = None
@@ -199,18 +246,20 @@ class FrameService:
         return all(known.owners[p][0] == self._directory.shard for p in partitions)
 
 
-def push_reply(done: PushDone, lease: Lease | None = None) -> PushReply:
-    """The frame that answers a push, with a lease of what it has made."""
+def push_reply(done: PushDone, made: PullDone | None = None, lease: Lease | None = None) -> PushReply:
+    """The frame that answers a push, with a lease of what it, or the commit that it was waiting for, has made."""
+    durable = {p.partition: p.durable_version for p in done.parts}
     return PushReply(
         state=done.state,
         duplicate=done.duplicate,
-        version=done.version,
+        version=(made or done).version,
         durable_version=done.durable_version,
-        incarnation=done.incarnation,
+        incarnation=(made or done).incarnation,
         timeline=done.timeline,
-        parts=tuple((p.partition, p.version, p.incarnation, p.durable_version) for p in done.parts),
+        parts=tuple((p.partition, p.version, p.incarnation, durable[p.partition]) for p in (made or done).parts),
         late=done.late,
         lease=lease,
+        released=made is not None,
     )
 
 

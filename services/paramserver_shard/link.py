@@ -1,7 +1,7 @@
 """The way from a shard to the schedulers: requests, and the feed that tells everything."""
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
@@ -9,6 +9,7 @@ import httpx
 from paramserver.client.addresses import SCHEDULERS, named
 from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, from_document, problem
+from paramserver_shard.upload import Upload
 
 FEED_SILENCE_S: Final = 3.0
 """The feed pings each second; after so long without a word the connection counts as dead."""
@@ -21,6 +22,7 @@ class SchedulerLink:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._given = tuple(u.rstrip("/") for u in urls)
         self._urls = list(self._given)
+        self._credentials = credentials
         self._client = httpx.AsyncClient(
             headers=credentials.headers,
             verify=credentials.context(),
@@ -64,6 +66,17 @@ class SchedulerLink:
             reason = f"{self.url}: {error.detail}"
             self.turn()
         raise problem("no_leader", f"no scheduler answers ({reason})")
+
+    async def upload(self, path: str, changed: Callable[[], None]) -> Upload:
+        """A request to the scheduler in use whose body is still to be sent; raises OSError."""
+        headers = {"content-type": "application/x-ndjson"}
+        return await Upload.open(self.url + path, headers, self._credentials, changed)
+
+    def heed(self, upload: Upload) -> None:
+        """An upload is over: take up what its answer says."""
+        self._learn(upload.schedulers)
+        if upload.status == 503:
+            self.turn()
 
     def _learn(self, header: str) -> None:
         """Take up the schedulers that an answer names, behind the one in use."""

@@ -36,6 +36,7 @@ from paramserver_shard.arrays import ArrayService
 from paramserver_shard.arriving import look
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
+from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.exchange import Exchange
 from paramserver_shard.frames import FrameService
@@ -154,15 +155,15 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     scripts = ScriptRunner(redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(look), directory, pool, store, Journal(redis, scripts), group)
-    memory = Memory(limit_of(settings.memory_limit))
-    membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory)
+    memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
+    membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.peers = membership
     if board is not None and lending is not None:
         membership.announce, runtime.superseded = board.serve, lending.superseded
     models = Models(directory, link)
     exchange = Exchange(directory, runtime, PeerClient(pool, shown))
     names = NameService(models, exchange)
-    frames = FrameService(directory, models, runtime, exchange, lending)
+    frames = FrameService(directory, models, runtime, exchange, clocks, lending)
     arrays = ArrayService(models, exchange, names, link)
     reader, forwarder = FrameReader(pool), Forwarder(shown)
     services = Services(membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, access)

@@ -27,6 +27,7 @@ from paramserver.core.shard_io import (
 from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
+from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.memory import Memory
@@ -55,6 +56,7 @@ class Membership:
         runtime: Runtime,
         telemetry: Telemetry,
         memory: Memory,
+        clocks: ClockReports,
     ) -> None:
         self.name = name
         self.epoch = 0
@@ -75,6 +77,7 @@ class Membership:
         self._directory = directory
         self._runtime = runtime
         self._telemetry = telemetry
+        self._clocks = clocks
         self.memory = memory
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
@@ -155,6 +158,9 @@ class Membership:
                     member.create_task(self._heartbeats())
                     member.create_task(self._follow())
                     member.create_task(self._watch_fence())
+                    member.create_task(
+                        self._clocks.tell(self.link, f"/internal/shards/{self.name}/clocks?epoch={self.epoch}")
+                    )
             except* FencedError as errors:
                 self._disown()
                 self._check_rivals(joined_at, errors.exceptions[0])

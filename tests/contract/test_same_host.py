@@ -94,6 +94,25 @@ def test_a_synchronous_gradient_keeps_its_slot(model: Model) -> None:
         assert (worker.pull()["a"] == 10.0).all()
 
 
+def test_a_buffered_gradient_keeps_its_slot_after_a_pushpull(model: Model) -> None:
+    """What waits in a buffer stays as it was written, though its answer brought values as well."""
+    model.set(consistency=ps.Buffered(count=4, interval_ms=60_000))
+    for i in range(4):
+        model.pushpull(np.full(SIZE, -1.0 - i, np.float32))
+    assert (model.pull(min_version=1, wait_s=10.0).flat == 2.5).all()
+
+
+def test_a_gradient_whose_commit_does_not_come_keeps_its_slot(model: Model) -> None:
+    """An exchange that is not released in time leaves its gradient at the shard; the next one is written elsewhere."""
+    model.set(consistency=ps.Sync(min_workers=2))
+    with model.worker() as first, model.worker() as second:
+        with pytest.raises(ps.Unavailable, match=second.name):
+            first.exchange(np.full(SIZE, -1.0, np.float32), timeout=0.5)
+        first.push(np.full(SIZE, -2.0, np.float32))
+        second.step(np.full(SIZE, -5.0, np.float32), timeout=10.0)
+        assert (second.pull().flat == 4.0).all()
+
+
 def test_a_gradient_with_nan_is_refused_and_its_slot_serves_on(model: Model) -> None:
     """Bad values are found before anything is sent; the next push is exact."""
     bad = np.zeros(SIZE, np.float32)

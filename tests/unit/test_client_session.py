@@ -9,6 +9,7 @@ import pytest
 
 from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster
+from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
@@ -137,7 +138,7 @@ def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
 
     for _ in range(2):
         drive(session.pull(deadline()), node)
-        done = drive(session.step(GRAD, {}, deadline(), None), node)
+        done = drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
         assert done.state == "staged"
 
     assert [(f.clock, f.push_id.seq) for f in node.pushes if f.push_id] == [(0, 1), (1, 2)]
@@ -153,7 +154,7 @@ def test_async_steps_never_ask_the_scheduler() -> None:
     node.sent.clear()
 
     for i in range(9):
-        drive(session.step(GRAD, {"loss": 1.0 / (i + 1)}, deadline(), None), node)
+        drive(Iterations(session).step(GRAD, {"loss": 1.0 / (i + 1)}, deadline(), None), node)
     assert {path for _, path, _ in node.sent} == {"/livez", "/push"} or {p for _, p, _ in node.sent} == {"/push"}
     drive(session.beat(deadline()), node)
 
@@ -166,15 +167,15 @@ def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
     node = Node()
     session = opened(node)
     drive(session.pull(deadline()), node)
-    drive(session.step(GRAD, {}, deadline(), None), node)
+    drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
     drive(session.pull(deadline()), node)
     node.timeline, node.clock = 5, 0
     node.script["/push"] = [no("rolled_back", timeline=5, clock=0)]
     reports = len(node.bodies("/models/m/clock"))
 
-    dropped = drive(session.step(GRAD, {}, deadline(), None), node)
+    dropped = drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
     drive(session.pull(deadline()), node)
-    drive(session.step(GRAD, {}, deadline(), None), node)
+    drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
 
     assert dropped.state == "dropped"
     assert len(node.bodies("/models/m/clock")) == reports + 1
@@ -202,10 +203,10 @@ def test_a_rollback_at_the_clock_goes_back_to_the_clock_told() -> None:
     node = Node()
     session = opened(node)
     for _ in range(3):
-        drive(session.step(GRAD, {}, deadline(), None), node)
+        drive(Iterations(session).step(GRAD, {}, deadline(), None), node)
     node.script["/models/m/clock"] = [no("rolled_back", timeline=1, clock=1)]
 
-    assert drive(session.advance(deadline(), None), node) == 1
+    assert drive(Iterations(session).advance(deadline(), None), node) == 1
     assert (session.clock, session.timeline) == (1, 1)
 
 
@@ -248,10 +249,10 @@ def test_waiting_has_an_end_only_when_asked_for() -> None:
     node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
 
     with pytest.raises(Unavailable, match="m/w7"):
-        drive(session.advance(deadline(), 0.0), node)
+        drive(Iterations(session).advance(deadline(), 0.0), node)
 
     assert session.clock == 0
-    assert drive(session.advance(deadline(), None), node) == 1
+    assert drive(Iterations(session).advance(deadline(), None), node) == 1
 
 
 def test_stop_ends_waiting_and_tasks() -> None:
@@ -260,7 +261,7 @@ def test_stop_ends_waiting_and_tasks() -> None:
     session = opened(node)
     node.script["/models/m/clock"] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "stop"})]
 
-    drive(session.advance(deadline(), None), node)
+    drive(Iterations(session).advance(deadline(), None), node)
 
     assert drive(session.lease("train", deadline()), node) is None
     assert session.status == "stop"

@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 
 from paramserver import limits
-from paramserver.core.shard_io import Contribution, PushDone, RosterChanged, SnapshotFailed, StoreSnapshot
+from paramserver.core.shard_io import (
+    AssignPart,
+    Contribution,
+    PullDone,
+    PushDone,
+    RosterChanged,
+    SetReceived,
+    SnapshotFailed,
+    StoreSnapshot,
+)
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import FencedError, PsError
+from paramserver.errors import ConflictError, FencedError, PsError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
-from paramserver.types import F32, PushId
+from paramserver.types import F32, ModelKey, PushId
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
@@ -371,3 +380,44 @@ def test_before_the_first_commit_there_is_a_cut() -> None:
     driver.advance(1.0)
 
     assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 0), (1, 1, 0)]
+
+
+def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:
+    """`min_clock` counts commits alone: values that were assigned meanwhile make a version, but no clock."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    driver.send(SetReceived(90, "m", (AssignPart(0, ones(), "float32", True),)))
+
+    waiting = driver.ask((0,), min_clock=1, wait_s=5.0)
+    assert waiting not in driver.replies
+    driver.commit(0, listed(0, 0))
+    made = driver.outcome(waiting)
+
+    assert isinstance(made, PullDone)
+    assert (made.version, driver.values()) == (2, [2.0] * 4)
+    with pytest.raises(ConflictError, match="not yet at clock 2"):
+        driver.pull(0, min_clock=2)
+
+
+def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> None:
+    """Not where a commit left it out to be folded into a later one, nor where the scheduler has something to say."""
+    driver = ShardDriver()
+    driver.serve(spec(late="fold"), workers=ROSTER)
+    served = driver.core.served(ModelKey("m", 1))
+    assert served is not None
+    stage(driver, 0, 0, 1.0)
+    stage(driver, 1, 0, 1.0)
+    assert served.at_clock([0], 0)
+
+    driver.commit(0, listed(0, 0))
+    assert not served.at_clock([0], 0)
+    assert served.over([0], WORKERS[0], 1, 0)
+    assert not served.over([0], WORKERS[1], 1, 0)
+    driver.commit(1, listed(1, 0), asks=True)
+
+    assert not served.over([0], WORKERS[1], 1, 0)
+    assert not served.over([0], WORKERS[0], 1, 1)
+    driver.commit(2, listed(0, 2))
+    assert served.over([0], WORKERS[0], 1, 2)
+    assert not served.over([1], WORKERS[0], 1, 2), "of a partition that is not here nothing is known"

@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import AsyncIterator
+from typing import Final, TypeAlias
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect
 
 from paramserver.core import scheduler_io as io
 from paramserver.errors import problem
+from paramserver_node.middleware import lasting
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import gives, read, reply, respond, service, takes
@@ -15,6 +19,12 @@ from paramserver_scheduler.routes.feed import open_feed
 from paramserver_scheduler.routes.workers import epoch_of
 
 router = APIRouter(prefix="/internal", tags=["internal"])
+
+ClockLine: TypeAlias = tuple[
+    bodies.Id, bodies.Count, bodies.Id, bodies.Count, bodies.Count, bodies.Count, bodies.Count, bodies.Count
+]
+CLOCK_LINE: Final[TypeAdapter[ClockLine]] = TypeAdapter(ClockLine)
+LINE_BYTES_MAX: Final = 4096
 
 SHARD = {"name": "shard-0", "addresses": ["http://127.0.0.1:8701"], "version": "0.1.0"}
 BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 1, 0, 4294967297, 7, 5]], "cuts": []}
@@ -44,6 +54,49 @@ async def shard_heartbeat(request: Request, name: str) -> Response:
     b = await read(request, bodies.ShardHeartbeat)
     told = b.metrics, b.partitions, b.cuts, b.released, b.lost, b.memory, b.loads
     return await reply(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *told))
+
+
+@router.post("/shards/{name}/clocks", status_code=204, responses=gives(204, "This scheduler stops"))
+@role("node")
+async def clocks(request: Request, name: str) -> Response:
+    """Iterations that workers have ended with a push, a line each, without end.
+
+    A line is `[model, generation, worker, epoch, push number, clock, timeline, shards]`; it counts as the worker's own
+    report of that clock when all the shards that the push went to have told it.
+    """
+    epoch = _needed_epoch(request)
+    runtime = service(request).runtime
+    lasting(request.scope)
+
+    async def take() -> None:
+        rest = b""
+        try:
+            async for piece in request.stream():
+                *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) > LINE_BYTES_MAX:
+                    raise problem("malformed", f"a line is longer than {LINE_BYTES_MAX} bytes")
+                for line in lines:
+                    runtime.send(io.ClockStaged(name, epoch, *_clock(line)))
+        except ClientDisconnect:
+            pass
+
+    await runtime.hub.while_open(take())
+    return Response(status_code=204)
+
+
+def _clock(line: bytes) -> ClockLine:
+    """The members of one line; raises RequestError (`malformed`)."""
+    try:
+        return CLOCK_LINE.validate_json(line)
+    except ValidationError as e:
+        raise problem("malformed", f"no report of a clock: {line[:100]!r}") from e
+
+
+def _needed_epoch(request: Request) -> int:
+    epoch = epoch_of(request)
+    if epoch is None:
+        raise problem("malformed", "query value 'epoch' is needed")
+    return epoch
 
 
 @router.post("/shards/{name}/drain", responses=gives(200, "Its partitions move to the others", {"targets": 1}))

@@ -10,6 +10,7 @@ from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradients import Grads
+from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.tasks import EVALUATE, Task
@@ -42,6 +43,7 @@ class AsyncWorker(WorkerView):
         self._client, self._timeout = client, timeout
         silence_s = client.timeout if timeout is None else timeout
         self._session = Session(client.cluster, model, name, rank, silence_s, codec)
+        self._iterations = Iterations(self._session)
         self._heartbeat: asyncio.Task[None] | None = None
         """Owned by this object: started by `__aenter__`, cancelled and awaited by `__aexit__`."""
         self._left = False
@@ -125,7 +127,7 @@ class AsyncWorker(WorkerView):
 
     async def clock(self, *, timeout: float | None = None) -> int:
         """See `Worker.clock`."""
-        return await self._run(self._session.advance(self._deadline(timeout), timeout))
+        return await self._run(self._iterations.advance(self._deadline(timeout), timeout))
 
     async def step(
         self,
@@ -140,11 +142,33 @@ class AsyncWorker(WorkerView):
         **metrics: float | None,
     ) -> Pushed:
         """See `Worker.step`."""
-        s = self._session
         if loss is not None:
             metrics["loss"] = loss
         options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
-        return await self._run(s.step(grads, metrics, self._deadline(timeout), timeout, **options))
+        return await self._run(self._iterations.step(grads, metrics, self._deadline(timeout), timeout, **options))
+
+    async def exchange(
+        self,
+        grads: Grads,
+        *,
+        loss: float | None = None,
+        base: Params | None = None,
+        out: Params | None = None,
+        copy: bool = True,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        codec: str | None = None,
+        timeout: float | None = None,
+        **metrics: float | None,
+    ) -> Params:
+        """See `Worker.exchange`."""
+        if loss is not None:
+            metrics["loss"] = loss
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        deadline = self._deadline(timeout)
+        return await self._run(
+            self._iterations.exchange(grads, metrics, deadline, timeout, out=out, view=not copy, **options)
+        )
 
     async def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
         """See `Worker.report`."""

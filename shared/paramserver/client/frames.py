@@ -48,6 +48,8 @@ class PushTerms:
     timeline: int | None = None
     base: Any = None
     """partition -> (version, incarnation) of the values it was computed from, or None."""
+    ends_s: float | None = None
+    """sync: the push ends its worker's iteration, and so long it waits for the others; None: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Outgoing:
     def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False) -> None:
         """`mapped`: the values that the push makes are wanted next."""
         self._mapped = mapped
+        self._ends_s = terms.ends_s
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
 
@@ -90,9 +93,12 @@ class Outgoing:
         """
         scan = Scan(exact=held.spec.optimizer.clip_norm is not None)
         drafts: list[tuple[str | None, dict[str, Any], AnyArray | None, int]] = []
+        # Only where one attempt brings all of it do the shards know among them that it is whole.
+        ends_s, self._ends_s = self._ends_s, None
+        ends = None if ends_s is None else (len(groups), ends_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(held, to, parts, pull, wait_s).to_header()
+            header = self._frame(held, to, parts, pull, wait_s, ends).to_header()
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 self._gradient.write(parts, slot.memory[:size].data, scan)
@@ -117,7 +123,13 @@ class Outgoing:
         return out
 
     def _frame(
-        self, held: ModelMap, to: str | None, parts: Sequence[Part], pull: PullTerms | None, wait_s: float
+        self,
+        held: ModelMap,
+        to: str | None,
+        parts: Sequence[Part],
+        pull: PullTerms | None,
+        wait_s: float,
+        ends: tuple[int, float] | None,
     ) -> PushFrame:
         base = self._terms.base or {}
         return PushFrame(
@@ -143,6 +155,7 @@ class Outgoing:
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
             release=self._same_host.released(to),
             mapped=self._mapped and is_same_host(to),
+            ends=ends,
         )
 
 
@@ -262,6 +275,8 @@ class Incoming:
         return data
 
     def _place(self, reply: PullReply) -> None:
+        if not reply.parts and reply.push is not None:
+            return  # a commit was awaited and did not come: what is pushed is there, and the values are asked for later
         if reply.dtype != self._dtype or sorted(p[0] for p in reply.parts) != sorted(self._parts):
             raise problem("in_doubt", "the answer to a pull is not what was asked for")
         if reply.lease is not None:

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 from paramserver import limits
@@ -33,6 +33,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
+T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 MAP_AGE_S: Final = 5.0
@@ -54,11 +55,11 @@ class Session:
         silence_s: float,
         codec: Codec | None = None,
     ) -> None:
-        self._cluster, self.model = cluster, model
+        self.cluster, self.model = cluster, model
         self.silence_s = silence_s
         """How long the cluster may be silent before waiting for other workers or for a task is given up."""
         self._name, self._rank = name, rank
-        self._codec, self.feedback = codec, Feedback()
+        self.codec, self.feedback = codec, Feedback()
         self._lock = threading.Lock()
         self._joining = False
         self._points: list[tuple[int, dict[str, Any]]] = []
@@ -88,7 +89,7 @@ class Session:
 
     def join(self, deadline: Deadline) -> Call[None]:
         """Become a worker of the model, or become one again under the same id."""
-        held = yield from self._cluster.map_of(self.model, deadline)
+        held = yield from self.cluster.map_of(self.model, deadline)
         self.mode = held.spec.consistency.mode
         body: dict[str, Any] = {}
         name = self.worker or self._name
@@ -101,12 +102,12 @@ class Session:
             body["above"] = self.numbers.epoch
         path = model_path(self.model, "workers")
         try:
-            doc = yield from control(_request("POST", path, body), deadline)
+            doc = yield from control(scheduler_request("POST", path, body), deadline)
         except PsError as e:
             if not self.joined or e.code != "conflict" or "rank" not in body:
                 raise
             del body["rank"]  # somebody else has taken it meanwhile
-            doc = yield from control(_request("POST", path, body), deadline)
+            doc = yield from control(scheduler_request("POST", path, body), deadline)
         with self._lock:
             if not self.worker:
                 self.numbers = PushNumbers(str(doc["worker"]), int(doc["epoch"]))
@@ -129,7 +130,7 @@ class Session:
         try:
             yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}"
-            request = _request("DELETE", self._path() + query)
+            request = scheduler_request("DELETE", self._path() + query)
             yield from control(request, deadline)
         except PsError as e:
             log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
@@ -147,14 +148,14 @@ class Session:
         try:
             for clock, values in points[:-1]:
                 yield from self._send_metrics(values, clock, deadline)
-            doc = yield from control(_request("PUT", self._path(), body), deadline)
+            doc = yield from control(scheduler_request("PUT", self._path(), body), deadline)
         except PsError as e:
-            if not self._follows(e):
+            if not self.follows(e):
                 raise
-            yield from self._follow(e, epoch, timeline, deadline)
+            yield from self.follow(e, epoch, timeline, deadline)
             return
         self._state_sent = state
-        self._heed(doc)
+        self.heed(doc)
         now = deadline.clock()
         if now - self._looked_at > MAP_AGE_S:
             self._looked_at = now
@@ -162,8 +163,8 @@ class Session:
 
     def look(self, deadline: Deadline) -> Call[None]:
         """Fetch the model's document anew: its mode may have been changed."""
-        held = yield from self._cluster.map_of(self.model, deadline)
-        fresh = yield from self._cluster.map_of(self.model, deadline, newer_than=held)
+        held = yield from self.cluster.map_of(self.model, deadline)
+        fresh = yield from self.cluster.map_of(self.model, deadline, newer_than=held)
         self.mode = fresh.spec.consistency.mode
 
     # -------------------------------------------------------------------------------------------- values
@@ -178,6 +179,7 @@ class Session:
         dtype: str | None = None,
         min_version: int = 0,
         wait_s: float | None = None,
+        view: bool = False,
     ) -> Call[Params]:
         """The present values; in sync at least those of the commit that released this worker's clock."""
         while True:
@@ -186,7 +188,7 @@ class Session:
             wait = wait_s if wait_s is not None else (min(limits.WAIT_S_MAX, deadline.left_s()) if need else 0.0)
             try:
                 p = yield from transfer.pull(
-                    self._cluster,
+                    self.cluster,
                     self.model,
                     deadline,
                     names=names,
@@ -196,15 +198,20 @@ class Session:
                     min_version=need,
                     wait_s=wait,
                     timeline=timeline,
+                    view=view,
                 )
             except PsError as e:
-                if not self._follows(e):
+                if not self.follows(e):
                     raise
-                yield from self._follow(e, epoch, timeline, deadline)
+                yield from self.follow(e, epoch, timeline, deadline)
                 continue
-            self._pulled = (epoch, timeline)
-            self._base = {**(self._base or {}), **p.origin.versions}
+            self.goes_on_from(p, epoch, timeline)
             return p
+
+    def goes_on_from(self, values: Params, epoch: int, timeline: int) -> None:
+        """Gradients are computed from these values from now on."""
+        self._pulled = (epoch, timeline)
+        self._base = {**(self._base or {}), **values.origin.versions}
 
     def push(
         self,
@@ -217,9 +224,13 @@ class Session:
         dtype: str | None = None,
         ack: str | None = None,
         codec: str | None = None,
+        ends_s: float | None = None,
     ) -> Call[Pushed]:
-        """Push for the present clock; `dropped` if the model or the worker is no longer what it was computed for."""
-        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack)
+        """Push for the present clock; `dropped` if the model or the worker is no longer what it was computed for.
+
+        `ends_s`: it is the last push of this clock; see `PushTerms`.
+        """
+        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack, ends_s=ends_s)
         if terms is None:
             return DROPPED
         try:
@@ -235,13 +246,14 @@ class Session:
         weight: float = 1.0,
         ack: str | None = None,
         streamed: bool = False,
+        ends_s: float | None = None,
     ) -> Call[tuple[Layout, PushTerms | None]]:
         """The model's layout, and the terms of a push for the present clock, whose number the caller settles.
 
         No terms: the values that its gradient comes from were rolled back.  Raises RequestError (`invalid_field`) for a
         push in pieces (`streamed`) to an optimizer that clips by the norm of the whole.
         """
-        held = yield from self._cluster.map_of(self.model, deadline)
+        held = yield from self.cluster.map_of(self.model, deadline)
         if streamed and held.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
             raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
@@ -251,7 +263,7 @@ class Session:
             return held.layout, None
         push_id = yield from self.numbers.take(deadline)
         chosen = base if base is not None else self._base
-        return held.layout, PushTerms(push_id, self.clock, weight, ack, self.timeline, chosen)
+        return held.layout, PushTerms(push_id, self.clock, weight, ack, self.timeline, chosen, ends_s)
 
     def deliver(
         self,
@@ -265,23 +277,33 @@ class Session:
         partitions: frozenset[int] | None = None,
     ) -> Call[Pushed]:
         """Push on these terms, all of it or its share of some partitions; `dropped` as `push` says."""
-        how = codec_of(codec, dtype, self._codec)
+        how = codec_of(codec, dtype, self.codec)
         options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": how, "feedback": self.feedback}
+        pushing = transfer.push(self.cluster, self.model, deadline, grads, terms, partitions=partitions, **options)
+        done = yield from self.settled(pushing, terms, deadline)
+        if done is None:
+            return DROPPED
+        yield from self.check_mode(done, deadline)
+        return done
+
+    def settled(self, pushing: Call[T], terms: PushTerms, deadline: Deadline) -> Call[T | None]:
+        """What `pushing` gives; None where the model or the worker is no longer what it was computed for."""
         try:
-            done = yield from transfer.push(
-                self._cluster, self.model, deadline, grads, terms, partitions=partitions, **options
-            )
-            self.feedback.keep()
+            done = yield from pushing
         except PsError as e:
-            if not self._follows(e):
+            if not self.follows(e):
                 raise
             log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
-            yield from self._follow(e, terms.push_id.epoch, terms.timeline or 0, deadline)
+            yield from self.follow(e, terms.push_id.epoch, terms.timeline or 0, deadline)
             self._pulled = None
-            return DROPPED
+            return None
+        self.feedback.keep()
+        return done
+
+    def check_mode(self, done: Pushed, deadline: Deadline) -> Call[None]:
+        """Look which mode the model is in where a push was not treated as it would be in the one known."""
         if (done.state == "staged") != (self.mode == "sync"):
             yield from self.look(deadline)  # the mode was changed a moment ago
-        return done
 
     def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
         """A push and then the values; the clock stays."""
@@ -290,55 +312,16 @@ class Session:
 
     # -------------------------------------------------------------------------------------------- clocks
 
-    def advance(self, deadline: Deadline, patience_s: float | None) -> Call[int]:
-        """Report the present iteration finished and wait until the next may begin; its number.
+    def go_on(self, clock: int, epoch: int, timeline: int, min_version: int = 0) -> Call[None]:
+        """So many iterations are finished, if the session is still what it was when the last of them began.
 
-        Waiting for other workers has no end of its own unless `patience_s` is given; only a silent cluster makes it
-        raise before.  Raises Unavailable (`unavailable`) naming whom it waited for.
+        Pulls from now on have at least `min_version`.  Waits while the worker is asked to pause.
         """
-        epoch, timeline = self.numbers.epoch, self.timeline
-        done = self.clock + 1
-        give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
-        while self.mode in ("ssp", "sync"):
-            now = deadline.clock()
-            wait_s = max(0.0, min(POLL_S, give_up - now))
-            body = {
-                "worker": self.worker, "epoch": epoch, "clock": done, "timeline": timeline, "wait_s": wait_s,
-            }  # fmt: skip
-            request = _request("POST", model_path(self.model, "clock"), body, wait_s)
-            try:
-                doc = yield from control(request, Deadline(now + wait_s + self.silence_s, deadline.clock))
-            except PsError as e:
-                if not self._follows(e):
-                    raise
-                yield from self._follow(e, epoch, timeline, Deadline(now + self.silence_s, deadline.clock))
-                return self.clock
-            self._heed(doc)
-            if doc.get("released"):
-                if self.mode == "sync":
-                    self._min_version = max(self._min_version, int(doc.get("version") or 0))
-                done = max(done, int(doc.get("clock") or 0))
-                break
-            if self.status == "stop":
-                break
-            if deadline.clock() >= give_up:
-                whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
-                raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
         with self._lock:
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self.clock = done
+                self.clock = clock
+                self._min_version = max(self._min_version, min_version)
         yield from self._while_paused()
-        return self.clock
-
-    def step(
-        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
-    ) -> Call[Pushed]:
-        """Push, clock, report; the clock does not advance over a gradient that was dropped."""
-        done = yield from self.push(grads, deadline, **options)
-        if done.state != "dropped":
-            self.note(metrics)
-            yield from self.advance(deadline, patience_s)
-        return done
 
     # -------------------------------------------------------------------------------------------- tasks and metrics
 
@@ -350,15 +333,15 @@ class Session:
             wait_s = POLL_S if wait else 0.0
             body = {"worker": self.worker, "epoch": epoch, "dataset": dataset, "wait_s": wait_s}
             now = deadline.clock()
-            request = _request("POST", model_path(self.model, "tasks", "lease"), body, wait_s)
+            request = scheduler_request("POST", model_path(self.model, "tasks", "lease"), body, wait_s)
             try:
                 doc = yield from control(request, Deadline(now + wait_s + self.silence_s, deadline.clock))
             except PsError as e:
-                if not self._follows(e):
+                if not self.follows(e):
                     raise
-                yield from self._follow(e, epoch, timeline, Deadline(now + self.silence_s, deadline.clock))
+                yield from self.follow(e, epoch, timeline, Deadline(now + self.silence_s, deadline.clock))
                 continue
-            self._heed(doc)
+            self.heed(doc)
             with self._lock:  # while it waited it held nobody up, so the model may be some clocks further
                 if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
                     self.clock = max(self.clock, int(doc.get("clock") or 0))
@@ -375,7 +358,7 @@ class Session:
             body["metrics"] = dict(metrics)
         path = model_path(self.model, "tasks", task.id, "done")
         try:
-            yield from control(_request("POST", path, body), deadline)
+            yield from control(scheduler_request("POST", path, body), deadline)
         except PsError as e:
             if e.code not in ("fenced", "unknown_worker", "unknown_task"):
                 raise
@@ -404,10 +387,11 @@ class Session:
 
     # -------------------------------------------------------------------------------------------- what happens to it
 
-    def _follows(self, error: PsError) -> bool:
+    def follows(self, error: PsError) -> bool:
+        """Whether `follow` can take up what has happened."""
         return error.code in ("rolled_back", "fenced", "unknown_worker")
 
-    def _follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
+    def follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
         """Take up a rollback or join again, unless another call of this session has done so already."""
         if error.code == "rolled_back":
             with self._lock:
@@ -443,7 +427,8 @@ class Session:
             return False
         return self._pulled[1] != timeline or (self.mode == "sync" and self._pulled[0] != epoch)
 
-    def _heed(self, doc: Mapping[str, Any]) -> None:
+    def heed(self, doc: Mapping[str, Any]) -> None:
+        """Take up what the scheduler asks for in one of its answers."""
         status = doc.get("state")
         if status in ("active", "paused", "draining", "stop") and status != self.status:
             self.status = str(status)
@@ -473,13 +458,13 @@ class Session:
 
     def _send_metrics(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
         body = {"metrics": values, "worker": self.worker, "clock": clock}
-        yield from control(_request("POST", model_path(self.model, "metrics"), body), deadline)
+        yield from control(scheduler_request("POST", model_path(self.model, "metrics"), body), deadline)
 
     def _path(self) -> str:
         return model_path(self.model, "workers") + "/" + quote(self.worker, safe="")
 
 
-def _request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
+def scheduler_request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
     """A request that the scheduler answers at once or after `wait_s`, and that may be repeated."""
     return json_request(method, path, body, timeout_s=ATTEMPT_S + wait_s)
 

@@ -58,7 +58,8 @@ class Pushed:
     """`applied`; `staged` until its clock commits (sync); `buffered` until the next flush; `dropped` (workers only):
     the model went back to an earlier clock, or the worker had been given up, and nothing of it will be applied."""
     version: int
-    """The lowest version of the partitions touched; of a staged or buffered push the one before it."""
+    """The lowest version of the partitions touched; of a staged or buffered push the one before it, or where it was
+    `released` the one after it."""
     duplicate: bool
     """Whether every partition had it already from an earlier attempt."""
     durable_version: int
@@ -67,6 +68,8 @@ class Pushed:
     """The highest incarnation (ownership number) of the partitions touched."""
     late: bool = False
     """sync with `late="drop"`: its clock had been committed already, so it was discarded."""
+    released: bool = False
+    """sync: it ended its worker's iteration, whose clock has been committed."""
 
 
 class Transfer:
@@ -157,12 +160,23 @@ class Transfer:
         slots: Mapping[str | None, Slot],
         groups: list[tuple[str | None, list[Part]]],
         outcomes: list[Outcome],
+        sinks: Sequence[Incoming] = (),
     ) -> None:
-        """Slots whose push was applied or refused for good are this client's again; of others the shard has need."""
-        for (to, _), outcome in zip(groups, outcomes, strict=True):
+        """Slots whose push was applied or refused for good are this client's again; of others the shard has need.
+
+        `sinks`: of pushpulls, whose status is that of the pull.
+        """
+        for i, ((to, _), outcome) in enumerate(zip(groups, outcomes, strict=True)):
             if to in slots and isinstance(outcome, Response):
-                refused = 400 <= outcome.status < 500 and error_of(outcome).code != "slot_gone"
-                if outcome.status == 200 or refused:
+                used = outcome.status == 200
+                if used and sinks:
+                    reply = sinks[i].reply
+                    pushed = None if reply is None else reply.push
+                    used = pushed is not None and (pushed.state == "applied" or pushed.released)
+                if not used and 400 <= outcome.status < 500:
+                    error = error_of(outcome)  # one that tells of the push came after it had been accepted
+                    used = error.code != "slot_gone" and "push" not in error.members
+                if used:
                     self.cluster.same_host.keep(slots[to])
 
     def without_memory(self, arrivals: Arrivals) -> list[Part]:
@@ -310,6 +324,8 @@ def push(
     held = yield from cluster.map_of(model, deadline)
     gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback, partitions)
     whole = partitions is None and gradient.selection.size == held.layout.size
+    if not whole and terms.ends_s is not None:
+        terms = replace(terms, ends_s=None)  # what it does not touch may take the commit later
     outgoing = Outgoing(
         gradient, _based(terms, held), cluster.same_host, mapped=whole and cluster.present.wanted(model)
     )
@@ -348,12 +364,38 @@ def pushpull(
 
     The pull is of the whole model; partitions that the gradient does not touch are pulled beside it.
     """
+    options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec}
+    pushed, params = yield from exchange(cluster, model, deadline, grads, terms, out=out, **options)
+    if params is None:
+        params = yield from pull(cluster, model, deadline, out=out)
+    return pushed, params
+
+
+def exchange(
+    cluster: Cluster,
+    model: str,
+    deadline: Deadline,
+    grads: Grads,
+    terms: PushTerms,
+    *,
+    out: Params | None = None,
+    view: bool = False,
+    ranges: Ranges | None = None,
+    dtype: str | None = None,
+    codec: Codec | None = None,
+    feedback: Feedback | None = None,
+) -> Call[tuple[Pushed, Params | None]]:
+    """A push, and what the model is then where one round trip can bring it; otherwise it is still to be pulled.
+
+    It cannot for a gradient of some partitions only, and where a push ends its worker's iteration which was not
+    `released` in time.
+    """
     held = yield from cluster.map_of(model, deadline)
-    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, None)
-    if len(gradient.selection.params) < len(held.spec.params) or gradient.selection.ranged:
-        pushed = yield from push(cluster, model, deadline, grads, terms, ranges=ranges, dtype=dtype, codec=codec)
-        return pushed, (yield from pull(cluster, model, deadline, out=out))
+    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback)
     selection = gradient.selection
+    if len(selection.params) < len(held.spec.params) or selection.ranged:
+        options: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
+        return (yield from push(cluster, model, deadline, grads, terms, **options)), None
     pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
     flat = _memory(selection, pull_terms.dtype, out)
     outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
@@ -367,18 +409,20 @@ def pushpull(
         slots = yield from transfer.slots(outgoing, groups)
         bare = outgoing.requests(transfer.held, groups, slots, pull_terms, 0.0)
         outcomes = yield [_timed(replace(r, sink=s), deadline) for r, s in zip(bare, sinks, strict=True)]
-        transfer.keep_slots(slots, groups, outcomes)
+        transfer.keep_slots(slots, groups, outcomes, sinks)
         good, pending = yield from transfer.settle(groups, outcomes)
         replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
-    found = arrivals.gather(selection, flat, view=False)
-    pushed, params = (
-        summed([r.push for r in replies if r.push is not None]),
-        _params(selection, flat, out, model, replies),
-    )
+    pushed = summed([r.push for r in replies if r.push is not None])
+    if terms.ends_s is not None and not pushed.released:
+        return pushed, None
+    found = arrivals.gather(selection, flat, view=view and out is None)
     if found is None:
         transfer.without_memory(arrivals)
     if found is None or len({r.timeline for r in replies}) > 1:
-        params = yield from pull(cluster, model, deadline, out=params)
+        return pushed, None
+    params = _params(selection, found, out, model, replies)
+    if arrivals.held is not None:
+        cluster.present.pulled(params.origin, arrivals.held)
     return pushed, params
 
 
@@ -394,7 +438,8 @@ def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:
         all(r.duplicate for r in replies),
         min(r.durable_version for r in replies),
         max(r.incarnation for r in replies),
-        any(getattr(r, "late", False) for r in replies),
+        any(r.late for r in replies),
+        all(r.released for r in replies),
     )
 
 

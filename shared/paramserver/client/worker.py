@@ -10,6 +10,7 @@ from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradients import Grads
+from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
 from paramserver.client.tasks import EVALUATE, Task
@@ -47,6 +48,7 @@ class Worker(WorkerView):
         self._client, self._timeout = client, timeout
         silence_s = client.timeout if timeout is None else timeout
         self._session = Session(client.cluster, model, name, rank, silence_s, codec)
+        self._iterations = Iterations(self._session)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = -1
@@ -150,7 +152,7 @@ class Worker(WorkerView):
         Waits for the other workers in sync and ssp: for as long as it takes, or `timeout` seconds.  Raises Unavailable
         naming whom it waited for.
         """
-        return self._run(self._session.advance(self._deadline(timeout), timeout))
+        return self._run(self._iterations.advance(self._deadline(timeout), timeout))
 
     def step(
         self,
@@ -168,11 +170,40 @@ class Worker(WorkerView):
 
         Metrics travel with the heartbeat; of many steps a second only some points are kept.
         """
-        s = self._session
         if loss is not None:
             metrics["loss"] = loss
         options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
-        return self._run(s.step(grads, metrics, self._deadline(timeout), timeout, **options))
+        return self._run(self._iterations.step(grads, metrics, self._deadline(timeout), timeout, **options))
+
+    def exchange(
+        self,
+        grads: Grads,
+        *,
+        loss: float | None = None,
+        base: Params | None = None,
+        out: Params | None = None,
+        copy: bool = True,
+        weight: float = 1.0,
+        dtype: str | None = None,
+        codec: str | None = None,
+        timeout: float | None = None,
+        **metrics: float | None,
+    ) -> Params:
+        """A whole iteration in one round trip: `step`, and the values that the next one begins with.
+
+            values = worker.pull()
+            while training:
+                values = worker.exchange(gradients(values), out=values)
+
+        In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
+        """
+        if loss is not None:
+            metrics["loss"] = loss
+        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
+        deadline = self._deadline(timeout)
+        return self._run(
+            self._iterations.exchange(grads, metrics, deadline, timeout, out=out, view=not copy, **options)
+        )
 
     def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
         """Report metrics of the present clock now: `report(accuracy=0.97)`."""

@@ -109,6 +109,10 @@ class Worker(Holder):
     """Iterations finished: its clock."""
     pending: list[int] = field(default_factory=list)
     """sync: clocks reported done that are in no commit yet, ascending."""
+    ending: tuple[int, int] = (0, 0)
+    """sync: the clock, and the number of the push, that shards are reporting for it."""
+    ended_on: set[str] = field(default_factory=set)
+    """The shards that have."""
     granted: int = 0
     """sync: the clock it was last told to work on."""
     timeline: int = 0

@@ -18,7 +18,7 @@ class WaitingPull:
     model: ServedModel
     event: PullReceived
     version_until: float
-    """Until when it waits for `min_version`."""
+    """Until when it waits for `min_version` and `min_clock`."""
     load_until: float
     """Until when it waits for values to be there at all."""
     at: Partition | None = None
@@ -39,7 +39,7 @@ class WaitingPull:
         partitions = [model.owned(i, map_epoch) for i in event.parts]
         for p in partitions:
             until = self.version_until if p.state is not None and model.ready else self.load_until
-            if p.state is not None and model.ready and p.version >= event.min_version:
+            if p.state is not None and model.ready and _reached(p, event):
                 continue
             if now >= until:
                 raise self._late(p)
@@ -57,7 +57,7 @@ class WaitingPull:
             return problem("initializing", "the model's initial values are not complete")
         return problem(
             "version_not_reached",
-            f"partition {p.index} is at version {p.version}, not yet at {self.event.min_version}",
+            f"partition {p.index} is at version {p.version}, not yet at {_wanted(self.event)}",
             version=p.version,
         )
 
@@ -132,6 +132,14 @@ class PullDesk:
         _leave(pull)
         del self._waiting[pull.event.request]
         self._shard.reply(pull.event.request, outcome)
+
+
+def _reached(p: Partition, event: PullReceived) -> bool:
+    return p.version >= event.min_version and p.clock >= event.min_clock
+
+
+def _wanted(event: PullReceived) -> str:
+    return f"clock {event.min_clock}" if event.min_clock else str(event.min_version)
 
 
 def _leave(pull: WaitingPull) -> None:

@@ -59,6 +59,7 @@ class SchedulerCore:
             io.LeaveWorker: workers.leave,
             io.DrainWorker: workers.drain,
             io.ReportClock: workers.clock,
+            io.ClockStaged: workers.staged,
             io.ReportMetrics: workers.metrics,
             io.RegisterDataset: tasks.register,
             io.LeaseTask: tasks.lease,

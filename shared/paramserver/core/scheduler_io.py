@@ -45,6 +45,7 @@ from paramserver.core.scheduler_effects import Reply as Reply
 from paramserver.core.scheduler_effects import SetTokens as SetTokens
 from paramserver.core.scheduler_effects import Store as Store
 from paramserver.core.scheduler_effects import WriteCheckpoint as WriteCheckpoint
+from paramserver.core.worker_events import ClockStaged as ClockStaged
 from paramserver.core.worker_events import DrainWorker as DrainWorker
 from paramserver.core.worker_events import JoinWorker as JoinWorker
 from paramserver.core.worker_events import LeaseTask as LeaseTask
@@ -72,9 +73,9 @@ class Tick:
 Event: TypeAlias = (
     JoinShard | ShardHeartbeat | LeaveShard | SetShardState | OpenFeed | RedisEmptied | StorageChanged | CreateModel
     | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | JoinWorker
-    | WorkerHeartbeat | LeaveWorker | DrainWorker | ReportClock | ReportMetrics | RegisterDataset | LeaseTask | TaskDone
-    | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun | PatchRun | JoinPool
-    | PoolHeartbeat | LeavePool | PlaceDone | RequestGone | Tick
+    | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
+    | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
+    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | RequestGone | Tick
 )  # fmt: skip
 
 Effect: TypeAlias = Store | SetTokens | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel

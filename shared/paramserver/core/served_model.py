@@ -1,5 +1,6 @@
 """One model as a shard serves it: settings by revision, roster, commits still to come, and its partitions here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ class ServedModel:
     refused: dict[int, Partition] = field(default_factory=dict)
     """Ownerships that another one has replaced in Redis, whatever the feed still says.  Until it says who has them now
     they are kept in memory: the new one may be a renewal of this one, after Redis was emptied."""
+    asks_at: int = -1
+    """sync: the newest commit after which the scheduler had something to tell the workers."""
     cut_asked: int | None = None
     """sync: the clock at which every partition is to be stored as a cut, if it comes by there."""
     resync_at: float = 0.0
@@ -118,6 +121,8 @@ class ServedModel:
     def keep(self, commit: CommitDecided) -> None:
         """Note a commit, in whatever order they come; those that every partition has are forgotten."""
         self.clock = max(self.clock, commit.t + 1)
+        if commit.asks:
+            self.asks_at = max(self.asks_at, commit.t)
         self.commits[commit.t] = commit
         clocks = [p.clock for p in self.partitions.values() if p.state is not None]
         if len(clocks) == len(self.partitions):
@@ -126,6 +131,20 @@ class ServedModel:
                 del self.commits[t]
         while len(self.commits) > limits.QUEUED_REQUESTS_MAX:
             del self.commits[min(self.commits)]
+
+    def at_clock(self, indices: Iterable[int], clock: int) -> bool:
+        """Whether these partitions are here, all with that clock open."""
+        return all((p := self.partitions.get(i)) is not None and p.clock == clock for i in indices)
+
+    def over(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
+        """Whether what the worker pushed to these partitions for that clock is needed no more, and nobody asks for it.
+
+        Then the worker may go on without asking the scheduler.
+        """
+        held = (worker, epoch, clock)
+        return self.asks_at < clock and all(
+            (p := self.partitions.get(i)) is not None and held not in p.staged for i in indices
+        )
 
     def live(self) -> dict[str, int]:
         """worker -> epoch of the live roster."""

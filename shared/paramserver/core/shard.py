@@ -256,6 +256,7 @@ class ShardCore:
     def _roll_back(self, model: ServedModel, view: ModelView) -> None:
         model.timeline, model.clock = view.timeline, view.clock
         model.commits.clear()
+        model.asks_at = -1
         for p in model.partitions.values():
             self.held_bytes -= p.drop_staged()
             self.plan.forget(p)
@@ -277,7 +278,7 @@ class ShardCore:
             self._lines.add(settings)
 
     def _roster(self, event: RosterChanged, now: float) -> None:
-        model = self._known(event.model)
+        model = self.served(event.model)
         if model is None:
             return
         model.workers, model.live_workers = dict(event.workers), event.live_workers
@@ -287,7 +288,7 @@ class ShardCore:
             self._drop_ended(model, p)
 
     def _commit(self, event: CommitDecided, now: float) -> None:
-        model = self._known(event.model)
+        model = self.served(event.model)
         if model is None or event.timeline != model.timeline:
             return
         model.keep(event)
@@ -295,12 +296,13 @@ class ShardCore:
             self._advance(model, p, now)
 
     def _gone(self, event: ModelGone, now: float) -> None:
-        model = self._known(event.model)
+        model = self.served(event.model)
         if model is not None:
             del self.models[event.model.name]
             self._drop(model)
 
-    def _known(self, key: ModelKey) -> ServedModel | None:
+    def served(self, key: ModelKey) -> ServedModel | None:
+        """That creation of the model, to be looked at; None if this shard does not know it."""
         model = self.models.get(key.name)
         return model if model is not None and model.key == key else None
 
@@ -359,7 +361,7 @@ class ShardCore:
         self._drop_ended(model, partition)
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
-        model = self._known(key.model)
+        model = self.served(key.model)
         p = None if model is None else model.partitions.get(key.index)
         return model, p if p is not None and p.token == token else None
 
@@ -447,7 +449,7 @@ class ShardCore:
 
     def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
         """The values of these (partition, version) if a pull would be answered with just those now."""
-        model = self._known(key)
+        model = self.served(key)
         held = [None if model is None else model.partitions.get(index) for index, _ in parts]
         out = [
             p.state.values
@@ -476,7 +478,7 @@ class ShardCore:
         self.plan.changed(partition, now)
 
         def due(now: float) -> None:
-            model = self._known(partition.key.model)
+            model = self.served(partition.key.model)
             if partition.flush_at == at and not partition.held and model is not None and self._owns(model, partition):
                 self._lines.add(FlushOperation(model, [partition]))
 

@@ -45,6 +45,8 @@ class CommitDecided:
     live_workers: int
     cut: bool
     """Whether every partition is to be snapshotted right after this commit."""
+    asks: bool = False
+    """Whether the scheduler has something to tell the workers, who are to report this clock to it themselves."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], model: ModelKey) -> Self:
@@ -57,6 +59,7 @@ class CommitDecided:
             int(doc["revision"]),
             int(doc["live_workers"]),
             bool(doc["cut"]),
+            bool(doc.get("asks")),
         )
 
 
@@ -216,6 +219,8 @@ class PullReceived:
     timeline: int | None = None
     min_version: int = 0
     wait_s: float = 0.0
+    min_clock: int = 0
+    """sync: the number of commits that each partition has taken at least."""
 
 
 @dataclass(frozen=True, slots=True)

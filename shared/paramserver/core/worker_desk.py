@@ -11,6 +11,7 @@ from paramserver.core.membership import Worker, expired
 from paramserver.core.models import COMMITS_KEPT, Model, Waiter, no_member
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
+    ClockStaged,
     DrainWorker,
     JoinWorker,
     LeaveWorker,
@@ -237,6 +238,25 @@ class WorkerDesk:
         model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
         worker.parked += 1
 
+    def staged(self, e: ClockStaged, now: float) -> None:
+        model, shard = self.c.models.get(e.model), self.c.shards.get(e.shard)
+        if shard is None or not shard.alive or shard.epoch != e.shard_epoch:
+            return
+        if model is None or not model.gate.sync or (model.generation, model.timeline) != (e.generation, e.timeline):
+            return
+        worker = model.roster.workers.get(e.worker)
+        if worker is None or not worker.alive or worker.epoch != e.epoch:
+            return
+        if e.clock != model.gate.next_clock(worker) + 1:
+            return  # told already, or the others have gone on without it: it is to ask where they are
+        if worker.ending != (e.clock, e.seq):
+            worker.ending = (e.clock, e.seq)
+            worker.ended_on.clear()
+        worker.ended_on.add(e.shard)
+        if len(worker.ended_on) >= e.shards:
+            worker.timeline = e.timeline
+            self._report(model, worker, e.clock)
+
     # --- what follows from all that ---
 
     def advance(self, model: Model, now: float) -> None:
@@ -272,7 +292,7 @@ class WorkerDesk:
             model.last_commit_s = now
             model.commits.append((now, commit))
             self.c.save_commit(model, commit)
-            self.c.publish(commit.document(model.name, model.generation))
+            self.c.publish(commit.document(model.name, model.generation) | {"asks": self._asks(model)})
         else:
             self.c.again(model)
         if made:
@@ -284,6 +304,10 @@ class WorkerDesk:
             model.resting = False
             self.c.save_clock(model)
             self.c.model_changed(model)
+
+    def _asks(self, model: Model) -> bool:
+        """Whether there is something to tell the workers, which they hear when they report a clock themselves."""
+        return model.awaits_evaluation or any(self.state(w) != "active" for w in model.roster.live())
 
     def release(self, model: Model, now: float) -> None:
         """Answers those whose clock is free, those who have waited long enough, and those who are no members."""

@@ -65,6 +65,29 @@ class DrainWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockStaged:
+    """A shard has accepted a push that ends its worker's iteration, which it so reports for the worker.
+
+    It counts as the worker's own report once all the shards have said so that the push went to.  No answer: what comes
+    too late or from the past is left alone, and the worker, which waits at the shard, asks for itself after a while.
+    """
+
+    shard: str
+    shard_epoch: int
+    model: str
+    generation: int
+    worker: str
+    epoch: int
+    seq: int
+    """Of the push."""
+    clock: int
+    """Iterations finished, as in `ReportClock`."""
+    timeline: int
+    shards: int
+    """To how many the push went."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReportClock:
     """POST /models/{m}/clock: iterations finished, absolute and repeatable.
 

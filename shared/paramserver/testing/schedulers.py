@@ -256,6 +256,16 @@ class SimScheduler(Node):
         what = make(0)
         return self.call(type(what).__name__, source, take, once=isinstance(what, io.JoinShard))
 
+    def tell(self, source: str, event: io.Event) -> Call:
+        """An event that nobody waits for."""
+
+        def take(answer: Answer) -> None:
+            if self.leading:
+                self.handle(event)
+            answer(None)
+
+        return self.call(type(event).__name__, source, take)
+
     def look(self, source: str, what: str, read: Callable[[SchedulerCore], Any]) -> Call:
         """A request that only looks."""
 

@@ -382,6 +382,61 @@ class SimShard(Node):
 
         return self.call(what, source, take)
 
+    def ask_that_ends(self, source: str, what: str, event: Callable[[int], sio.PushReceived], shards: int) -> Call:
+        """A push that ends its worker's iteration on so many shards, which this one tells the scheduler."""
+
+        def take(answer: Answer) -> None:
+            if not self.serving:
+                answer(_no_contact())
+                return
+
+            def pushed(outcome: Any) -> None:
+                if isinstance(outcome, sio.PushDone):
+                    self._tell(made, outcome, shards)
+                answer(outcome)
+
+            made = event(self.number(pushed))
+            self.handle(made)
+
+        return self.call(what, source, take)
+
+    def _tell(self, push: sio.PushReceived, done: sio.PushDone, shards: int) -> None:
+        served, indices = self.core.served(done.model), [p.partition for p in push.parts]
+        assert push.push_id is not None
+        assert push.clock is not None
+        if done.state != "staged" or served is None or not served.at_clock(indices, push.clock):
+            return
+        name, i = done.model, push.push_id
+        told = (name.name, name.generation, i.worker, i.epoch, i.seq, push.clock + 1, done.timeline, shards)
+        staged = io.ClockStaged(self.name, self.epoch, *told)
+        self.world.send(self.scheduler.tell(self.name, staged), lambda answer: None)
+
+    def ask_commit(self, source: str, push: sio.PushReceived, wait_s: float) -> Call:
+        """Those partitions after the clock of that push; None where the worker is to ask the scheduler."""
+        assert push.push_id is not None
+        assert push.clock is not None
+        i, clock, indices = push.push_id, push.clock, tuple(p.partition for p in push.parts)
+
+        def take(answer: Answer) -> None:
+            def pulled(outcome: Any) -> None:
+                served = self.core.served(outcome.model) if isinstance(outcome, sio.PullDone) else None
+                if isinstance(outcome, PsError) and outcome.code == "version_not_reached":
+                    answer(None)
+                elif served is not None and not served.over(indices, i.worker, i.epoch, clock):
+                    answer(None)
+                else:
+                    answer(outcome)
+
+            if not self.serving:
+                answer(_no_contact())
+                return
+            pull = sio.PullReceived(
+                self.number(pulled), push.model, indices, timeline=push.timeline, wait_s=wait_s, min_clock=clock + 1
+            )
+            self.handle(pull)
+
+        return self.call(f"commit {clock} {indices}", source, take)
+
 
 def _no_contact() -> PsError:
     return problem("unavailable", "this shard has no contact with a scheduler or Redis")

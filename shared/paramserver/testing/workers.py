@@ -1,5 +1,6 @@
 """A simulated worker: it pushes ones, clock by clock, under ids of its own, until each has its answer."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,8 +110,13 @@ class SimWorker(SimClient):
         clock, timeline = int(me["clock"]), int(me["timeline"])
         while clock < self.sim.clocks:
             self.seq += 1
-            outcome = yield from self._push(PushId(me["worker"], me["epoch"], self.seq), clock, timeline)
-            if outcome is None:
+            ends = sync and self.sim.world.chance(0.7)
+            pushes: list[tuple[str, sio.PushReceived]] | None = [] if ends else None
+            push_id = PushId(me["worker"], me["epoch"], self.seq)
+            outcome = yield from self._push(push_id, clock, timeline, pushes)
+            if outcome is None and pushes and (yield from self._released(pushes)):
+                outcome = {"clock": clock + 1}
+            elif outcome is None:
                 outcome = yield from self._report(me, clock + 1, timeline)
             if isinstance(outcome, PsError):
                 if outcome.code != "rolled_back":
@@ -122,24 +128,35 @@ class SimWorker(SimClient):
             self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
         return True
 
-    def _push(self, push_id: PushId, clock: int, timeline: int) -> Script:
-        """One push of ones to every partition, the same id until each has answered; None, or why it cannot be."""
+    def _push(
+        self, push_id: PushId, clock: int, timeline: int, ends: list[tuple[str, sio.PushReceived]] | None = None
+    ) -> Script:
+        """One push of ones to every partition, the same id until each has answered; None, or why it cannot be.
+
+        With `ends` it ends its iteration where one attempt brings all of it; these attempts are added there.
+        """
         left = set(range(self.sim.spec.partitions))
         while left:
-            for shard, indices in (yield from self.owners(left)).items():
+            owners = yield from self.owners(left)
+            first = ends is not None and sorted(i for own in owners.values() for i in own) == sorted(
+                range(self.sim.spec.partitions)
+            )
+            for shard, indices in owners.items():
                 sizes = {i: self.layout.partition_size(i) for i in indices}
                 parts = tuple(push_part(i, np.ones(n, np.float32), n) for i, n in sizes.items())
                 for i in indices:
                     self.sim.sent.setdefault(i, set()).add(push_id)
-                done = yield self.sim.shards[shard].ask(
-                    self.name,
-                    f"push {push_id.seq} {indices}",
-                    lambda r, parts=parts: sio.PushReceived(  # type: ignore[misc]
-                        r, self.sim.spec.name, parts, timeline=timeline, push_id=push_id, clock=clock
-                    ),
-                )
+                push = sio.PushReceived(0, self.sim.spec.name, parts, None, timeline, push_id, clock=clock)
+                what, make = f"push {push_id.seq} {indices}", lambda r, push=push: replace(push, request=r)
+                node = self.sim.shards[shard]
+                if first:
+                    done = yield node.ask_that_ends(self.name, what, make, len(owners))
+                else:
+                    done = yield node.ask(self.name, what, make)
                 if isinstance(done, sio.PushDone):
                     left -= set(indices)
+                    if first and ends is not None:
+                        ends.append((shard, push))
                     for i in indices:
                         self.sim.acknowledged.setdefault(i, set()).add(push_id)
                 elif isinstance(done, PsError) and not done.retryable:
@@ -147,6 +164,18 @@ class SimWorker(SimClient):
                 elif isinstance(done, PsError):
                     yield from self.failed()
         return None
+
+    def _released(self, pushes: list[tuple[str, sio.PushReceived]]) -> Script:
+        """Whether the shards say that the clock of that push is over; what they have then is what a pull would give."""
+        pulled: list[sio.PulledPart] = []
+        for shard, push in pushes:
+            done = yield self.sim.shards[shard].ask_commit(self.name, push, 2.0)
+            if not isinstance(done, sio.PullDone):
+                return False
+            assert {p.version - 1 for p in done.parts} == {push.clock}, "another commit than the one awaited"
+            pulled += done.parts
+        self.sim.observe(self.index, pulled)
+        return len(pulled) == self.sim.spec.partitions
 
     def _report(self, me: Any, clock: int, timeline: int) -> Script:
         model = self.sim.spec.name

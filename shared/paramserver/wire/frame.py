@@ -176,6 +176,9 @@ class PushFrame:
     """Leases of shared memory that the client holds no longer."""
     mapped: bool = False
     """The client will read what this push makes: it takes a lease of it with the answer."""
+    ends: tuple[int, float] | None = None
+    """sync: the push ends its worker's iteration, on so many shards; each reports that to the scheduler and answers
+    once the clock is committed, after so many seconds at the latest."""
 
     def to_header(self) -> dict[str, Any]:
         i = self.push_id
@@ -203,6 +206,7 @@ class PushFrame:
             **encoded,
             **_shared(self.slot, self.release),
             **({"map": True} if self.mapped else {}),
+            **({"ends": list(self.ends)} if self.ends else {}),
         }
 
     @classmethod
@@ -244,6 +248,7 @@ class PushFrame:
             h.text("slot", size_max=64),
             h.leases(),
             h.header.get("map") is True,
+            h.ends(),
         )
 
 
@@ -335,6 +340,9 @@ class PushReply:
     late: bool = False
     lease: Lease | None = None
     """Of the values of `parts`, if the push asked for it and nothing has changed them since."""
+    released: bool = False
+    """The clock that the push ended is committed and its worker may go on; then `version` and `parts` are after that.
+    Otherwise the worker asks the scheduler."""
 
     def to_header(self) -> dict[str, Any]:
         return {
@@ -347,6 +355,7 @@ class PushReply:
             "parts": [list(p) for p in self.parts],
             "late": self.late,
             **_lent(self.lease),
+            **({"released": True} if self.released else {}),
         }
 
     @classmethod
@@ -363,6 +372,7 @@ class PushReply:
             tuple((a, b, c, d) for a, b, c, d in h.counts("parts", 4)),
             h.header.get("late") is True,
             h.lease(),
+            h.header.get("released") is True,
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from paramserver import limits
 from paramserver.core.fields import MODEL_NAME
 from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE
@@ -102,6 +103,24 @@ class Header:
 
         value = self.take("lease", ok, "[number, files]")
         return None if value is None else (value[0], tuple(value[1]))
+
+    def ends(self) -> tuple[int, float] | None:
+        """How many shards a push ends its worker's iteration on, and seconds to wait for the others."""
+        if "ends" not in self.header:
+            return None
+
+        def ok(v: Any) -> bool:
+            return (
+                isinstance(v, list)
+                and len(v) == 2
+                and count(v[0])
+                and isinstance(v[1], int | float)
+                and 0 < v[0] <= limits.PARTITIONS_MAX
+                and 0 <= v[1] <= limits.WAIT_S_MAX
+            )
+
+        value = self.take("ends", ok, "[shards, seconds]")
+        return None if value is None else (value[0], float(value[1]))
 
     def counts(self, name: str, width: int) -> tuple[tuple[int, ...], ...]:
         """Rows of `width` integers each."""

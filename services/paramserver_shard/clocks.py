@@ -1,0 +1,60 @@
+"""Tells the scheduler which workers have ended their iteration, where it was their push that said so.
+
+What cannot be told is let go: its worker waits at the shard for a short time only, then it asks the scheduler itself.
+"""
+
+import asyncio
+import json
+import logging
+from typing import Final
+
+from paramserver.types import ModelKey, PushId
+from paramserver_shard.link import SchedulerLink
+from paramserver_shard.upload import Upload
+
+log = logging.getLogger("paramserver.shard")
+
+RETRY_S: Final = 0.3
+
+
+class ClockReports:
+    """What is to be told.  Used by the event loop's thread alone."""
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+        self._news = asyncio.Event()
+
+    def report(self, model: ModelKey, push_id: PushId, clock: int, timeline: int, shards: int) -> None:
+        """That push, of which this shard has its part, ended its worker's iteration on so many shards."""
+        name, epoch, seq = push_id.worker, push_id.epoch, push_id.seq
+        told = (model.name, model.generation, name, epoch, seq, clock, timeline, shards)
+        self._lines.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
+        self._news.set()
+
+    async def tell(self, link: SchedulerLink, path: str) -> None:
+        """Sends what comes to that path of the scheduler in use, until cancelled."""
+        while True:
+            await self._news.wait()
+            try:
+                upload = await link.upload(path, self._news.set)
+            except OSError as error:
+                log.debug("clocks are not reported to %s: %s", link.url, error)
+                link.turn()
+            else:
+                try:
+                    await self._send(upload)
+                finally:
+                    upload.close()
+                link.heed(upload)
+            self._lines.clear()
+            self._news.clear()
+            await asyncio.sleep(RETRY_S)
+
+    async def _send(self, upload: Upload) -> None:
+        """Sends what comes until the request is over."""
+        while not upload.over:
+            self._news.clear()
+            if self._lines:
+                data, self._lines = b"".join(self._lines), []
+                upload.send(data)
+            await self._news.wait()

@@ -1,0 +1,138 @@
+"""The iterations of one worker: a push, its clock, and the values that the next one begins with.
+
+In sync one request to each shard does all three.  The last push of an iteration says so; the shards that have it tell
+the scheduler, and answer when the commit is there.  What that cannot settle (a straggler, a shard that is lost,
+something that the scheduler wants to say) is left to `advance`, which asks the scheduler for as long as it takes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paramserver.client import transfer
+from paramserver.client.arrays import Params
+from paramserver.client.calls import POLL_S, Call, Deadline
+from paramserver.client.cluster import control, model_path
+from paramserver.client.encoding import codec_of
+from paramserver.client.gradients import Grads
+from paramserver.client.session import Session, scheduler_request
+from paramserver.client.transfer import Pushed
+from paramserver.errors import PsError, problem
+
+
+class Iterations:
+    """Begins and ends the iterations of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session: Final = session
+
+    def advance(self, deadline: Deadline, patience_s: float | None) -> Call[int]:
+        """Report the present iteration finished and wait until the next may begin; its number.
+
+        Waiting for other workers has no end of its own unless `patience_s` is given; only a silent cluster makes it
+        raise before.  Raises Unavailable (`unavailable`) naming whom it waited for.
+        """
+        s = self._session
+        epoch, timeline = s.numbers.epoch, s.timeline
+        done, version = s.clock + 1, 0
+        give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
+        while s.mode in ("ssp", "sync"):
+            now = deadline.clock()
+            wait_s = max(0.0, min(POLL_S, give_up - now))
+            body = {"worker": s.worker, "epoch": epoch, "clock": done, "timeline": timeline, "wait_s": wait_s}
+            request = scheduler_request("POST", model_path(s.model, "clock"), body, wait_s)
+            try:
+                doc = yield from control(request, Deadline(now + wait_s + s.silence_s, deadline.clock))
+            except PsError as e:
+                if not s.follows(e):
+                    raise
+                yield from s.follow(e, epoch, timeline, Deadline(now + s.silence_s, deadline.clock))
+                return s.clock
+            s.heed(doc)
+            if doc.get("released"):
+                version = int(doc.get("version") or 0) if s.mode == "sync" else 0
+                done = max(done, int(doc.get("clock") or 0))
+                break
+            if s.status == "stop":
+                break
+            if deadline.clock() >= give_up:
+                whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
+                raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
+        yield from s.go_on(done, epoch, timeline, version)
+        return s.clock
+
+    def step(
+        self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
+    ) -> Call[Pushed]:
+        """Push, clock, report; the clock does not advance over a gradient that was dropped."""
+        s = self._session
+        epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
+        done = yield from s.push(grads, deadline, ends_s=self._ends_s(deadline, patience_s), **options)
+        if done.state != "dropped":
+            s.note(metrics)
+            if done.released:
+                yield from s.go_on(clock + 1, epoch, timeline)
+            else:
+                yield from self.advance(deadline, patience_s)
+        return done
+
+    def exchange(
+        self,
+        grads: Grads,
+        metrics: Mapping[str, Any],
+        deadline: Deadline,
+        patience_s: float | None,
+        *,
+        out: Params | None = None,
+        view: bool = False,
+        **options: Any,
+    ) -> Call[Params]:
+        """Push, clock, report, and the values to go on from."""
+        s = self._session
+        if s.mode == "ssp":  # the values are wanted as they are when the others have come so far
+            yield from self.step(grads, metrics, deadline, patience_s, **options)
+            return (yield from s.pull(deadline, out=out, view=view))
+        epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
+        found = yield from self._exchange(grads, deadline, self._ends_s(deadline, patience_s), out, view, **options)
+        if found is not None:
+            done, values = found
+            s.note(metrics)
+            if done.released or s.mode not in ("ssp", "sync"):
+                yield from s.go_on(clock + 1, epoch, timeline)
+                if values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
+                    s.goes_on_from(values, epoch, timeline)
+                    return values
+            else:
+                yield from self.advance(deadline, patience_s)
+        return (yield from s.pull(deadline, out=out, view=view))
+
+    def _exchange(
+        self,
+        grads: Grads,
+        deadline: Deadline,
+        ends_s: float | None,
+        out: Params | None,
+        view: bool,
+        *,
+        dtype: str | None = None,
+        codec: str | None = None,
+        **terms: Any,
+    ) -> Call[tuple[Pushed, Params | None] | None]:
+        s = self._session
+        _, agreed = yield from s.begin(deadline, ends_s=ends_s, **terms)
+        if agreed is None:
+            return None
+        options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
+        exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)
+        try:
+            found = yield from s.settled(exchanging, agreed, deadline)
+        finally:
+            s.numbers.settle(agreed.push_id)
+        if found is not None:
+            yield from s.check_mode(found[0], deadline)
+        return found
+
+    def _ends_s(self, deadline: Deadline, patience_s: float | None) -> float | None:
+        """How long the push that ends an iteration waits at the shards; None where no commit is to be waited for."""
+        if self._session.mode != "sync":
+            return None
+        return max(0.0, min(POLL_S, deadline.left_s() / 2, POLL_S if patience_s is None else patience_s / 2))

@@ -1,0 +1,165 @@
+"""A synchronous round as one request to each shard, which tell the scheduler: the same values, also through deaths."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.types import F32
+
+from .processes import Nodes, eventually, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+SIZE = 1000
+CLOCK = "/models/{m}/clock"
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two schedulers, of which tests may kill and start again either, and two shards."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2, schedulers=2) as running:
+        yield running
+
+
+def gradient(rank: int, clock: int) -> F32:
+    return np.random.default_rng([rank, clock]).normal(size=SIZE).astype(np.float32)
+
+
+def clock_requests(cluster: Nodes) -> int:
+    """How often workers have reported a clock to a scheduler, over both of them."""
+    texts = [cluster.http.get(f"{url}/metrics").text for url in cluster.urls]
+    pattern = rf'paramserver_http_requests_total{{method="POST",route="{re.escape(CLOCK)}"[^}}]*}} ([0-9.e+]+)'
+    return sum(int(float(n)) for text in texts for n in re.findall(pattern, text))
+
+
+def train(cluster: Nodes, rounds: int, round_of: Callable[[ps.Worker, ps.Params, F32], ps.Params], name: str) -> F32:
+    """Both workers train that long; the values at the end, which both see."""
+    ends: list[F32] = []
+
+    def work(rank: int) -> None:
+        with ps.connect(",".join(cluster.urls)) as client, client.model(name).worker(rank=rank) as w:
+            values = w.pull()
+            for clock in range(rounds):
+                values = round_of(w, values, gradient(rank, clock))
+                assert values.version == clock + 1
+            ends.append(values.flat.copy())
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORKERS)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(ends) == WORKERS
+    assert ends[0].tobytes() == ends[1].tobytes()
+    return ends[0]
+
+
+def made(cluster: Nodes) -> str:
+    name = unique("m")
+    with ps.connect(cluster.url) as client:
+        optimizer, rule = ps.Adam(lr=0.01), ps.Sync(min_workers=WORKERS)
+        client.create_model(name, {"w": np.zeros(SIZE, np.float32)}, optimizer=optimizer, consistency=rule)
+    return name
+
+
+def in_one(w: ps.Worker, values: ps.Params, gradient: F32) -> ps.Params:
+    return w.exchange({"w": gradient}, out=values)
+
+
+def in_three(w: ps.Worker, values: ps.Params, gradient: F32) -> ps.Params:
+    w.push({"w": gradient})
+    w.clock()
+    return w.pull(out=values)
+
+
+def in_two(w: ps.Worker, values: ps.Params, gradient: F32) -> ps.Params:
+    w.step({"w": gradient})
+    return w.pull(out=values)
+
+
+def test_one_request_makes_the_same_bits_as_three(cluster: Nodes) -> None:
+    """Push, clock and pull one by one, a step and a pull, or an exchange: not a bit of difference after 20 rounds."""
+    ends = {train(cluster, 20, way, made(cluster)).tobytes() for way in (in_one, in_two, in_three)}
+
+    assert len(ends) == 1
+
+
+def test_a_round_asks_the_scheduler_nothing(cluster: Nodes) -> None:
+    """Of 60 rounds of two workers a few report their clocks themselves at most, as where a shard has just connected."""
+    name = made(cluster)
+    before = clock_requests(cluster)
+
+    train(cluster, 60, in_one, name)
+
+    assert clock_requests(cluster) - before < 12
+
+
+def test_the_training_outlives_the_leader(cluster: Nodes) -> None:
+    """kill -9 of whoever leads, in the middle of the rounds: every clock is the mean of both gradients all the same."""
+    calm = train(cluster, 60, in_one, made(cluster))
+    started = threading.Event()
+
+    def beginning(w: ps.Worker, values: ps.Params, gradient: F32) -> ps.Params:
+        if values.version == 20:
+            started.set()
+        return in_one(w, values, gradient)
+
+    def kill() -> None:
+        started.wait(60)
+        active = [n for n in cluster.get("/status")["nodes"] if n["role"] == "scheduler" and n["state"] == "active"]
+        index = cluster.urls.index(active[0]["addresses"][0])
+        cluster.kill(f"scheduler-{index}" if index else "scheduler")
+        killed.append(index)
+
+    killed: list[int] = []
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        end = train(cluster, 60, beginning, made(cluster))
+    finally:
+        started.set()
+        killer.join()
+        for index in killed:
+            cluster.start_scheduler(index)
+
+    assert killed
+    assert end.tobytes() == calm.tobytes()
+
+
+def test_what_the_scheduler_asks_of_a_worker_is_heard_in_the_next_round(cluster: Nodes) -> None:
+    """A commit says that there is something to hear; then clocks are reported to the scheduler, which tells it."""
+    name = unique("m")
+    with ps.connect(cluster.url) as client:
+        model = client.create_model(name, {"w": (SIZE,)}, consistency=ps.Sync())
+        with model.worker() as w:
+            for _ in range(3):
+                w.exchange({"w": np.ones(SIZE)})
+            cluster.post(f"/models/{name}/workers/{w.name}/drain")
+            w.exchange({"w": np.ones(SIZE)})
+            assert w.draining
+
+
+def test_reports_are_checked(cluster: Nodes) -> None:
+    """Lines that are none, a shard without an epoch, and a scheduler that does not lead."""
+    path = "/internal/shards/shard-0/clocks"
+
+    def refused(url: str, body: bytes) -> tuple[int, str]:
+        answer = cluster.http.post(url, content=body)
+        return answer.status_code, answer.json()["code"]
+
+    def leads(url: str) -> bool:
+        return cluster.http.post(f"{url}{path}?epoch=1", content=b"").status_code == 204
+
+    leading = eventually(lambda: [u for u in cluster.urls if leads(u)], what="a leader")
+    (standing_by,) = set(cluster.urls) - set(leading)
+    assert refused(f"{leading[0]}{path}?epoch=1", b"[1, 2]\n") == (400, "malformed")
+    assert refused(f"{leading[0]}{path}?epoch=1", b"x" * 5000) == (400, "malformed")
+    assert refused(f"{leading[0]}{path}", b"") == (400, "malformed")
+    assert refused(f"{standing_by}{path}?epoch=1", b"") == (503, "no_leader")
+    unknown = b'["none", 1, "none/w0", 1, 1, 1, 0, 1]\n'
+    assert cluster.http.post(f"{leading[0]}{path}?epoch=1", content=unknown).status_code == 204

@@ -1,0 +1,173 @@
+"""A worker's iterations as pure calls: what one round trip settles, and when the scheduler is asked after all."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver.client.calls import Deadline, Outcome, Request, Response
+from paramserver.client.iterations import Iterations
+from paramserver.client.session import Session
+from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_prefix, encode_header
+
+from .test_client_session import GRAD, Node, deadline, drive, no, opened
+
+CLOCK = "/models/m/clock"
+
+
+class Shard(Node):
+    """A node whose shard waits for commits: `released` says whether they come in time."""
+
+    def __init__(self, mode: str = "sync") -> None:
+        super().__init__(mode)
+        self.released = True
+        self.lost: list[Outcome] = []
+        """Answers to pushpulls in place of the usual ones."""
+
+    def __call__(self, request: Request) -> Outcome:
+        if request.path not in ("/push", "/pushpull") or self.script.get(request.path):
+            return super().__call__(request)
+        header, _ = decode_prefix(bytes(request.body or b""))
+        frame = PushFrame.from_header(header)
+        self.pushes.append(frame)
+        released = self.released and frame.ends is not None
+        self.version += released or self.mode != "sync"
+        state = "staged" if self.mode == "sync" else "applied"
+        push = PushReply(state, False, self.version, 0, 1, self.timeline, [(0, self.version, 1, 0)], released=released)
+        if request.path == "/push":
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(push.to_header()))
+        whole = released or self.mode != "sync"
+        parts = [(0, self.version, 1)] if whole else []
+        values = PullReply("m", 1, self.timeline, self.version, 1, "float32", parts, push)
+        assert request.sink is not None
+        request.sink.begin()
+        body = np.full(4 if whole else 0, self.version, "<f4").tobytes()
+        request.sink.feed(memoryview(encode_header(values.to_header()) + body))
+        request.sink.end()
+        return self.lost.pop(0) if self.lost else Response(200, {})
+
+
+def iterations(node: Node) -> tuple[Session, Iterations]:
+    session = opened(node)
+    return session, Iterations(session)
+
+
+def test_a_released_step_asks_nobody_else() -> None:
+    """One push for each clock, which says on how many shards it ends it; the scheduler hears of it from them."""
+    node = Shard()
+    session, its = iterations(node)
+
+    for _ in range(3):
+        assert drive(its.step(GRAD, {}, deadline(), None), node).released
+
+    assert [(f.clock, f.ends and f.ends[0]) for f in node.pushes] == [(0, 1), (1, 1), (2, 1)]
+    assert node.bodies(CLOCK) == []
+    assert session.clock == 3
+
+
+def test_an_exchange_brings_the_values_of_its_commit() -> None:
+    """No pull and no clock besides; the next push says which versions its gradient comes from."""
+    node = Shard()
+    session, its = iterations(node)
+
+    first = drive(its.exchange(GRAD, {}, deadline(), None), node)
+    second = drive(its.exchange(GRAD, {}, deadline(), None, out=first), node)
+
+    assert second is first
+    assert (second.version, second.flat.tolist()) == (2, [2.0] * 4)
+    assert (node.pulls, node.bodies(CLOCK)) == ([], [])
+    assert [p.base for p in node.pushes[1].parts] == [(1, 1)]
+    assert session.clock == 2
+
+
+def test_a_clock_that_is_not_released_in_time_is_reported_and_waited_for() -> None:
+    """The push is there and is not sent again; the values are pulled once the scheduler lets the worker go on."""
+    node = Shard()
+    session, its = iterations(node)
+    node.released = False
+
+    drive(its.exchange(GRAD, {}, deadline(), None), node)
+    drive(its.step(GRAD, {}, deadline(), None), node)
+
+    assert [b["clock"] for b in node.bodies(CLOCK)] == [1, 2]
+    assert [f.min_version for f in node.pulls] == [1]
+    assert [f.push_id.seq for f in node.pushes if f.push_id] == [1, 2]
+    assert session.clock == 2
+
+
+def test_only_a_first_attempt_ends_an_iteration() -> None:
+    """Where parts had to be sent again the shards cannot tell between them what is whole: the worker reports it."""
+    node = Shard()
+    session, its = iterations(node)
+    node.lost = [no("unavailable")]
+
+    drive(its.exchange(GRAD, {}, deadline(), None), node)
+
+    assert [f.ends is not None for f in node.pushes] == [True, False]
+    assert [b["clock"] for b in node.bodies(CLOCK)] == [1]
+    assert session.clock == 1
+
+
+def test_a_gradient_of_some_partitions_ends_nothing() -> None:
+    """A commit that the shards of other partitions still have to take must not be overtaken by a pull from them."""
+    node = Shard()
+    _, its = iterations(node)
+    two = {"name": "m", "params": {"v": {"shape": [4]}, "w": {"shape": [4]}}, "partitions": 1}
+    node.spec = type(node.spec).parse(two | {"consistency": {"mode": "sync"}})
+    _, its = iterations(node)
+
+    drive(its.step(GRAD, {}, deadline(), None), node)
+
+    assert [f.ends for f in node.pushes] == [None]
+    assert len(node.bodies(CLOCK)) == 1
+
+
+@pytest.mark.parametrize("mode", ["async", "buffered"])
+def test_without_clocks_an_exchange_is_a_pushpull(mode: str) -> None:
+    """Nobody is waited for, and the scheduler is not asked."""
+    node = Shard(mode)
+    session, its = iterations(node)
+
+    values = drive(its.exchange(GRAD, {}, deadline(), None), node)
+
+    assert values.flat.tolist() == [1.0] * 4
+    assert ([f.ends for f in node.pushes], node.bodies(CLOCK)) == ([None], [])
+    assert session.clock == 1
+
+
+def test_in_ssp_the_values_are_pulled_after_the_clock() -> None:
+    """What the others have pushed while this worker was held up belongs to them."""
+    node = Shard("ssp")
+    _, its = iterations(node)
+
+    drive(its.exchange(GRAD, {}, deadline(), None), node)
+
+    paths = [p for _, p, _ in node.sent if p in (CLOCK, "/pull")]
+    assert paths == [CLOCK, "/pull"]
+
+
+def test_a_rollback_while_waiting_for_the_commit_drops_the_gradient() -> None:
+    """The exchange gives the values of the earlier clock, to go on from there."""
+    node = Shard()
+    session, its = iterations(node)
+    drive(its.exchange(GRAD, {}, deadline(), None), node)
+    node.timeline, node.version = 4, 0
+    node.script["/pushpull"] = [no("rolled_back", timeline=4, clock=0)]
+
+    values = drive(its.exchange(GRAD, {}, deadline(), None), node)
+
+    assert (session.clock, session.timeline, values.version) == (0, 4, 0)
+    assert node.bodies(CLOCK) == []
+
+
+def test_it_waits_at_the_shard_for_no_longer_than_its_caller_would() -> None:
+    """Of `timeout` half is left for the scheduler to say whom the worker waits for."""
+    node = Shard()
+    _, its = iterations(node)
+
+    drive(its.step(GRAD, {}, Deadline.after(1.0), 1.0), node)
+    drive(its.step(GRAD, {}, deadline(), None), node)
+
+    waits: list[Any] = [f.ends and f.ends[1] for f in node.pushes]
+    assert 0.0 < waits[0] <= 0.5
+    assert waits[1] == 2.0

@@ -1,0 +1,140 @@
+"""The scheduler's core where shards report the end of an iteration for a worker, with the push that ended it."""
+
+from typing import Any
+
+import pytest
+
+from paramserver.core import scheduler_io as io
+
+from .scheduling import Driver
+
+SYNC: dict[str, Any] = {"consistency": {"mode": "sync"}}
+
+
+def told(
+    d: Driver, worker: Any, shard: str, *, clock: int = 1, seq: int = 1, shards: int = 2, other: Any = None
+) -> None:
+    """That shard has its part of the push that ends the worker's iteration."""
+    model = d.core.read.model("m")
+    said = {
+        "shard": shard,
+        "shard_epoch": d.shards[shard],
+        "model": "m",
+        "generation": model["generation"],
+        "worker": worker["worker"],
+        "epoch": worker["epoch"],
+        "seq": seq,
+        "clock": clock,
+        "timeline": model["timeline"],
+        "shards": shards,
+    }
+    d.do(io.ClockStaged(**said | (other or {})))
+
+
+def test_a_clock_counts_when_every_shard_of_its_push_has_told_it() -> None:
+    """One of two shards is not enough, however often it says so; then the commit comes without a request."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+
+    told(d, a, "s0")
+    told(d, a, "s0")
+    assert d.commits() == []
+    told(d, a, "s1")
+
+    assert [(c["t"], c["contributions"]) for c in d.commits()] == [(0, [["m/a", 1, 0, 0, 1.0]])]
+    told(d, a, "s0", clock=2, seq=2, shards=1)
+    assert [c["t"] for c in d.commits()] == [0, 1]
+
+
+def test_it_waits_for_the_others_as_any_report() -> None:
+    """The commit lists those who reported themselves and those for whom a shard did."""
+    d = Driver()
+    d.model(**SYNC)
+    a, b = d.join("a"), d.join("b")
+
+    told(d, a, "s0", shards=1)
+    assert d.commits() == []
+    waiting = d.clock(b, 1)
+
+    assert [c[0] for c in d.commits()[0]["contributions"]] == ["m/a", "m/b"]
+    assert d.result(waiting)["released"]
+
+
+def test_parts_of_two_pushes_do_not_make_one() -> None:
+    """A shard that has an earlier push of the clock may not have the one that its worker sent in its place."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+
+    told(d, a, "s0", seq=1)
+    told(d, a, "s1", seq=2)
+    assert d.commits() == []
+    told(d, a, "s0", seq=2)
+
+    assert len(d.commits()) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"shard_epoch": 9}, {"generation": 9}, {"timeline": 9}, {"epoch": 9}, {"worker": "m/z"}, {"clock": 2},
+     {"clock": 0}, {"model": "z"}, {"shard": "s9"}],
+)  # fmt: skip
+def test_what_is_not_of_the_present_is_left_alone(other: dict[str, Any]) -> None:
+    """Another incarnation of the shard, model or worker, another timeline or another clock: nothing happens."""
+    d = Driver()
+    d.model(**SYNC)
+    a = d.join("a")
+
+    told(d, a, "s0", shards=1, other=other)
+
+    assert d.commits() == []
+
+
+def test_a_shard_that_was_given_up_reports_nothing_any_more() -> None:
+    """What it has staged is nobody's: its partitions are with another shard, which does not have it."""
+    d = Driver()
+    d.model(**SYNC, ack="journaled")
+    a = d.join("a")
+    epoch = d.shards["s1"]
+    for _ in range(8):
+        d.now += 1
+        d.beat("s0")
+        d.ask(lambda n: io.WorkerHeartbeat(n, "m", a["worker"], a["epoch"]))
+        d.do(io.Tick())
+
+    told(d, a, "s1", shards=1, other={"shard_epoch": epoch})
+
+    assert d.commits() == []
+
+
+def test_modes_without_clocks_leave_it_alone() -> None:
+    """A report that was under way when the model left sync changes nothing."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+
+    told(d, a, "s0", shards=1)
+
+    assert d.core.read.worker("m", a["worker"], d.now)["clock"] == 0
+
+
+def test_a_commit_says_that_workers_are_to_ask() -> None:
+    """As long as one of them is asked to finish, or an evaluation waits, they report their clocks themselves."""
+    d = Driver()
+    d.model(**SYNC)
+    a, b = d.join("a"), d.join("b")
+
+    def step(clock: int) -> bool:
+        for w in (a, b):
+            told(d, w, "s0", clock=clock, seq=clock, shards=1)
+        return bool(d.commits()[-1]["asks"])
+
+    assert not step(1)
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    assert step(2)
+    task = d.result(d.lease(a, "evaluate"))["task"]
+    d.ask(lambda n: io.TaskDone(n, "m", a["worker"], a["epoch"], task["id"], {"accuracy": 1.0}))
+    assert not step(3)
+    d.ask(lambda n: io.DrainWorker(n, "m", b["worker"]))
+    assert step(4)
