@@ -24,8 +24,11 @@ def shares(items: Sequence[T], threads: int) -> list[Sequence[T]]:
 
 
 def task_elements(task: Task) -> int:
-    """Elements a task reads of its partition, which is what its time goes by."""
-    return task.state.values.size
+    """Elements a task reads, which is what its time goes by."""
+    size = task.state.values.size
+    if isinstance(task, UpdateTask) and task.direct is None:
+        size += sum((piece.stop - piece.start) * len(piece.parts) for piece in task.pieces)
+    return size
 
 
 def compute(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:

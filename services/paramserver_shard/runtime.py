@@ -5,6 +5,7 @@ holds; a failure that nobody foresaw ends the group and so the process, which is
 """
 
 import asyncio
+import itertools
 import logging
 import os
 from collections import deque
@@ -42,7 +43,6 @@ from paramserver.core.shard_io import (
     SnapshotStored,
     StoreSnapshot,
     Task,
-    TaskResult,
     Tick,
     WorkerAnswered,
 )
@@ -180,6 +180,7 @@ class Runtime:
                 if self.core.superseded:
                     self.superseded(self.core.superseded)
                     self.core.superseded.clear()  # their memory is free now
+                self._apply([e for e in effects if isinstance(e, Apply)])
                 for effect in effects:
                     self._perform(effect)
         finally:
@@ -212,11 +213,6 @@ class Runtime:
                     if isinstance(outcome, PushDone):
                         crash_point("shard.before_reply")
                     future.set_result(outcome)
-            case Apply(job, tasks):
-                if sum(map(task_elements, tasks)) <= INLINE_ELEMENTS_MAX:
-                    self._apply_here(job, tasks)
-                else:
-                    self._spawn(self._apply(job, tasks))
             case LoadPartition():
                 self._spawn(self._load(effect))
             case StoreSnapshot():
@@ -243,6 +239,14 @@ class Runtime:
         """Runs `work` in a compute thread, from now on."""
         return self._loop.run_in_executor(self._executor, work)
 
+    def _apply(self, jobs: Sequence[Apply]) -> None:
+        """Computes what one event has made due: all partitions of a commit together, if they are worth a thread."""
+        if sum(task_elements(task) for job in jobs for task in job.tasks) > INLINE_ELEMENTS_MAX:
+            self._spawn(self._apply_beside(jobs))
+            return
+        for job in jobs:
+            self._apply_here(job.job, job.tasks)
+
     def _apply_here(self, job: int, tasks: tuple[Task, ...]) -> None:
         crash_point("shard.before_apply")
         try:
@@ -252,11 +256,12 @@ class Runtime:
             # A job without a result would hold its partitions for ever; a new process starts from their snapshots.
             self._spawn(_end(error))
 
-    async def _apply(self, job: int, tasks: tuple[Task, ...]) -> None:
-        chunks = shares(tasks, self.threads)
+    async def _apply_beside(self, jobs: Sequence[Apply]) -> None:
+        chunks = shares([task for job in jobs for task in job.tasks], self.threads)
         done = await asyncio.gather(*(self.offload(partial(compute, chunk, self.pool)) for chunk in chunks))
-        results: tuple[TaskResult, ...] = tuple(result for chunk in done for result in chunk)
-        self.feed(Applied(job, results))
+        results = iter([result for chunk in done for result in chunk])
+        for job in jobs:
+            self.feed(Applied(job.job, tuple(itertools.islice(results, len(job.tasks)))))
 
     async def _load(self, effect: LoadPartition) -> None:
         key, token = effect.key, effect.token
