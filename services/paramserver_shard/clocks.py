@@ -33,6 +33,7 @@ class ClockReports:
 
     async def tell(self, link: SchedulerLink, path: str) -> None:
         """Sends what comes to that path of the scheduler in use, until cancelled."""
+        self._lines.clear()  # what an earlier membership had is not this one's
         while True:
             await self._news.wait()
             try:

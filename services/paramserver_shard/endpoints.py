@@ -5,7 +5,7 @@ says, is refused without a trace.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgpack
@@ -24,11 +24,11 @@ from paramserver.limits import (
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
-    PushFrame,
     encode_header,
 )
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
+from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import Account, account
 from paramserver_shard.membership import Membership
@@ -89,9 +89,15 @@ class _Endpoint:
         """Answers a JSON or msgpack body."""
         raise NotImplementedError
 
-    def _pushed_frame(self, done: PushDone, frame: PushFrame, size_bytes: int, began_s: float) -> None:
-        worker = frame.push_id.worker if frame.push_id is not None else None
-        self._telemetry.pushed(done, size_bytes, began_s, worker, frame_lag(done, frame))
+    def _counted(self, arriving: Arriving, began_s: float) -> Callable[[PushDone], None]:
+        """Counts that push when it is accepted, however long a commit is then waited for."""
+
+        def accepted(done: PushDone) -> None:
+            frame = arriving.frame
+            worker = frame.push_id.worker if frame.push_id is not None else None
+            self._telemetry.pushed(done, arriving.size, began_s, worker, frame_lag(done, frame))
+
+        return accepted
 
     def _pushed_names(self, done: PushDone, request: Request, body: Any, began_s: float) -> None:
         lag = name_lag(done, body.get("base_version"))
@@ -103,8 +109,7 @@ class Push(_Endpoint):
 
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
         arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
-        done, made = await self._frames.push(arriving)
-        self._pushed_frame(done, arriving.frame, arriving.size, began_s)
+        done, made = await self._frames.push(arriving, self._counted(arriving, began_s))
         reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
         status = 200 if done.state == "applied" or reply.released else 202
         await _send(send, status, encode_header(reply.to_header()))
@@ -138,8 +143,7 @@ class PushPull(_Endpoint):
 
     async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
         arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
-        done, answer = await self._frames.pushpull(arriving)
-        self._pushed_frame(done, arriving.frame, arriving.size, began_s)
+        answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
         await _send_body(send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 

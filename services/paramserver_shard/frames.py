@@ -4,12 +4,12 @@ Values go out in chunks of at most 1 MiB, straight from the immutable version, s
 A client on this machine names a slot of shared memory in place of a body, and takes a lease in place of values.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import PullDone, PullReceived, PushDone, PushReceived, Request
-from paramserver.errors import ConflictError, PsError, problem
+from paramserver.errors import PsError, problem
 from paramserver.limits import CHUNK_BYTES
 from paramserver.types import F32, ITEMSIZE, ModelKey
 from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
@@ -72,8 +72,8 @@ class FrameService:
         if self._lending is not None:
             self._lending.returned(slot)
 
-    async def push(self, arriving: Arriving) -> tuple[PushDone, PullDone | None]:
-        """Applies a push whose body has arrived whole, or lies in its slot.
+    async def push(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> tuple[PushDone, PullDone | None]:
+        """Applies a push whose body has arrived whole, or lies in its slot, and tells `accepted` of it.
 
         With the values that the commit made of it, if it ended its worker's iteration and the worker may go on.
         """
@@ -81,30 +81,35 @@ class FrameService:
         if self._lending is not None:
             self._lending.release(frame.release)
         if frame.slot is None:
-            return await self._ended(arriving, await self._push(arriving))
+            return await self._to_its_end(arriving, accepted)
         if self._lending is None:
             raise problem("slot_gone", "this shard lends no shared memory", hint="send a body instead")
         slot = self._lending.submitted(frame.slot, arriving.size)
         again = False
         try:
             arriving.take(slot)
-            done, made = await self._ended(arriving, await self._push(arriving))
+            done, made = await self._to_its_end(arriving, accepted)
             again = done.state == "applied" or made is not None
         except PsError as error:
-            again = error.status < 500  # refused for good; otherwise it may still be on its way
+            # Refused for good; otherwise it may still be on its way, or was accepted before.
+            again = error.status < 500 and "push" not in error.members
             raise
         finally:
             self._lending.answered(frame.slot, again=again)
         return done, made
 
-    async def _ended(self, arriving: Arriving, done: PushDone) -> tuple[PushDone, PullDone | None]:
-        """Reports the iteration that this push ends, if it does, and waits for its commit."""
+    async def _to_its_end(
+        self, arriving: Arriving, accepted: Callable[[PushDone], None]
+    ) -> tuple[PushDone, PullDone | None]:
+        """The push, and where it ends an iteration the commit of that, which is reported for its worker."""
+        done = await self._push(arriving)
+        accepted(done)
         frame, key = arriving.frame, done.model
         push_id, clock, indices = frame.push_id, frame.clock, tuple(p.partition for p in frame.parts)
         if frame.ends is None or push_id is None or clock is None or done.state != "staged" or not arriving.here:
             return done, None
         served = self._runtime.core.served(key)
-        if served is None or not served.at_clock(indices, clock):
+        if served is None or not served.stages(indices, push_id.worker, push_id.epoch, clock):
             return done, None
         shards, wait_s = frame.ends
         self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
@@ -114,10 +119,10 @@ class FrameService:
                     request, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1
                 )
             )
-        except ConflictError as error:
-            if error.code != "version_not_reached":
-                raise
-            return done, None
+        except PsError as error:
+            if error.code == "version_not_reached":
+                return done, None
+            raise after_push(error, done) from error
         # What another commit than the awaited one took, or none, is for the scheduler to explain.
         return done, made if served.over(indices, push_id.worker, push_id.epoch, clock) else None
 
@@ -158,7 +163,7 @@ class FrameService:
         split = not frame.forwarded and frame.map_epoch is None
         return await self._pull(known, spec, frame.timeline, split=split)
 
-    async def pushpull(self, arriving: Arriving) -> tuple[PushDone, "FrameBody"]:
+    async def pushpull(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> "FrameBody":
         """A push, then the pull that it carries; no values where it was to wait for a commit that did not come."""
         known, frame = arriving.known, arriving.frame
         if frame.pull is None:
@@ -166,7 +171,7 @@ class FrameService:
         self._check_pull(known, frame.pull)
         if frame.ends is not None and {p for p, _ in frame.pull.parts} - {p.partition for p in frame.parts}:
             raise problem("malformed", "frame header: the end of an iteration pulls what was pushed, nothing else")
-        done, made = await self.push(arriving)
+        done, made = await self.push(arriving, accepted)
         if made is not None:
             answer = self._body(known, frame.pull, made)
         elif frame.ends is not None:
@@ -178,7 +183,7 @@ class FrameService:
             except PsError as error:
                 raise after_push(error, done) from error
         answer.push = push_reply(done, made)
-        return done, answer
+        return answer
 
     async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
         """`split`: partitions of other shards are fetched; otherwise they are refused with 421."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -111,6 +112,34 @@ def test_a_gradient_whose_commit_does_not_come_keeps_its_slot(model: Model) -> N
         first.push(np.full(SIZE, -2.0, np.float32))
         second.step(np.full(SIZE, -5.0, np.float32), timeout=10.0)
         assert (second.pull().flat == 4.0).all()
+
+
+def test_partitions_that_move_while_a_commit_is_awaited_keep_their_gradients(cluster: Nodes, model: Model) -> None:
+    """Six rounds, each with a move between the two workers' pushes: every commit is the mean of both."""
+    model.set(consistency=ps.Sync(min_workers=2))
+    rounds, ends = 6, []
+
+    def train(rank: int) -> None:
+        with ps.connect(cluster.url) as client, client.model(model.name).worker(rank=rank) as worker:
+            for i in range(rounds):
+                if rank:  # the other one waits at the shards by now
+                    state = "draining" if i % 2 == 0 else "active"
+                    cluster.call("PUT", "/shards/shard-1", {"state": state}, status=200)
+                    eventually(lambda: moved(empty=i % 2 == 0), what="the move")  # noqa: B023
+                values = worker.exchange(np.full(SIZE, -1.0 - i - 2.0 * rank, np.float32))
+            ends.append(values.flat.copy())
+
+    def moved(*, empty: bool) -> bool:
+        owned = [p["shard"] for p in cluster.get(f"/models/{model.name}")["partitions"]]
+        return owned.count("shard-1") == (0 if empty else 2)
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+    assert [(e.min(), e.max()) for e in ends] == [(27.0, 27.0)] * 2  # the sum of i + 2
 
 
 def test_a_gradient_with_nan_is_refused_and_its_slot_serves_on(model: Model) -> None:

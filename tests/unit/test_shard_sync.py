@@ -408,10 +408,11 @@ def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> N
     assert served is not None
     stage(driver, 0, 0, 1.0)
     stage(driver, 1, 0, 1.0)
-    assert served.at_clock([0], 0)
+    assert served.stages([0], WORKERS[0], 1, 0)
+    assert not served.stages([0], WORKERS[2], 1, 0)
 
     driver.commit(0, listed(0, 0))
-    assert not served.at_clock([0], 0)
+    assert not served.stages([0], WORKERS[1], 1, 0), "its clock is over, though it is still held"
     assert served.over([0], WORKERS[0], 1, 0)
     assert not served.over([0], WORKERS[1], 1, 0)
     driver.commit(1, listed(1, 0), asks=True)

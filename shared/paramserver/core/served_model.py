@@ -132,9 +132,10 @@ class ServedModel:
         while len(self.commits) > limits.QUEUED_REQUESTS_MAX:
             del self.commits[min(self.commits)]
 
-    def at_clock(self, indices: Iterable[int], clock: int) -> bool:
-        """Whether these partitions are here, all with that clock open."""
-        return all((p := self.partitions.get(i)) is not None and p.clock == clock for i in indices)
+    def stages(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
+        """Whether all these partitions are here and hold what the worker pushed for that clock, which is still open."""
+        held = (worker, epoch, clock)
+        return all((p := self.partitions.get(i)) is not None and p.clock == clock and held in p.staged for i in indices)
 
     def over(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
         """Whether what the worker pushed to these partitions for that clock is needed no more, and nobody asks for it.

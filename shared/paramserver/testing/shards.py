@@ -404,9 +404,10 @@ class SimShard(Node):
         served, indices = self.core.served(done.model), [p.partition for p in push.parts]
         assert push.push_id is not None
         assert push.clock is not None
-        if done.state != "staged" or served is None or not served.at_clock(indices, push.clock):
+        i = push.push_id
+        if done.state != "staged" or served is None or not served.stages(indices, i.worker, i.epoch, push.clock):
             return
-        name, i = done.model, push.push_id
+        name = done.model
         told = (name.name, name.generation, i.worker, i.epoch, i.seq, push.clock + 1, done.timeline, shards)
         staged = io.ClockStaged(self.name, self.epoch, *told)
         self.world.send(self.scheduler.tell(self.name, staged), lambda answer: None)
