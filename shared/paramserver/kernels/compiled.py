@@ -418,20 +418,29 @@ def add(
     first: Any, out: Any, g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, start: int, weight: float
 ) -> None:
     """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns in place of adding."""
-    scratch = np.empty(BLOCK, np.float32)
     factor = np.float32(weight)
+    if code == F32_CODE:
+        g = g32[start : start + out.size]
+        if first:
+            for i in range(out.size):
+                out[i] = factor * g[i]
+        else:
+            for i in range(out.size):
+                out[i] = out[i] + factor * g[i]
+        return
+    scratch = np.empty(BLOCK, np.float32)
     at = 0
     while at < out.size:
         end = min(at + BLOCK, out.size)
-        g = scratch[: end - at]
-        _load(g32, g64, g16, g8, places, code, start + at, g)
+        block = scratch[: end - at]
+        _load(g32, g64, g16, g8, places, code, start + at, block)
         o = out[at:end]
         if first:
-            for i in range(g.size):
-                o[i] = factor * g[i]
+            for i in range(block.size):
+                o[i] = factor * block[i]
         else:
-            for i in range(g.size):
-                o[i] = o[i] + factor * g[i]
+            for i in range(block.size):
+                o[i] = o[i] + factor * block[i]
         at = end
 
 
