@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from typing import Final
 
 from fastapi import FastAPI
@@ -22,6 +23,9 @@ OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login")
 OWN_UNDER: Final = ("/static/", "/internal/checkpoints/")
 """Paths that each scheduler answers for itself, leading or not."""
 
+WITHOUT_END: Final = re.compile("/internal/shards/[^/]+/clocks")
+"""Requests whose body does not end, so that they cannot be handed on."""
+
 
 class Door:
     """The ASGI app around a scheduler's routes."""
@@ -37,8 +41,8 @@ class Door:
             await self._app(scope, receive, send)
         elif await self._leads():
             await self._app(scope, receive, self._naming_the_others(send))
-        elif scope["path"].endswith("/clocks") and scope["path"].startswith("/internal/shards/"):
-            error = problem("no_leader", "clocks are told to the leader itself")  # a body without end is not handed on
+        elif WITHOUT_END.fullmatch(scope["path"]):
+            error = problem("no_leader", "this scheduler does not lead; the leader takes it itself")
             await problems.response(Request(scope), error)(scope, receive, self._naming_the_others(send))
         else:
             await self._hand_on(scope, receive, send)

@@ -46,6 +46,7 @@ class ClockReports:
                     await self._send(upload)
                 finally:
                     upload.close()
+                log.info("clocks.unreported scheduler=%s status=%d: workers report their own", link.url, upload.status)
                 link.heed(upload)
             self._lines.clear()
             self._news.clear()

@@ -109,6 +109,9 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
         held = client.run(client.cluster.map_of("over-tls", client.deadline(5.0)))
         ways = {client.cluster.route(held, i) for i in range(4)}
         assert ways == set(closed.shards)
+        model.set(consistency=ps.Sync())
+        with model.worker() as worker:  # the shards report its clocks, under TLS and with a token like all they say
+            eventually(lambda: worker.step({"w": np.ones(300_000, np.float32)}).released, what="a clock so reported")
     plain = PlainTransport(Credentials.of(token, authority / "ca.pem"))
     answer = plain.send(Request("GET", "/models/over-tls"), closed.url)
     assert isinstance(answer, Response), answer

@@ -324,21 +324,15 @@ def _sum(w: Any, g: Any, out: Any) -> Any:
 
 
 @_part
-def _copy(a: Any, out: Any) -> None:
-    for i in range(a.size):
-        out[i] = a[i]
-
-
-@_part
 def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
     """Elements [a, b) of values and slots, unchanged."""
-    _copy(w[a:b], out[a:b])
+    out[a:b] = w[a:b]
     if slots > 0:
-        _copy(s0[a:b], o0[a:b])
+        o0[a:b] = s0[a:b]
     if slots > 1:
-        _copy(s1[a:b], o1[a:b])
+        o1[a:b] = s1[a:b]
     if slots > 2:
-        _copy(s2[a:b], o2[a:b])
+        o2[a:b] = s2[a:b]
 
 
 @_jit
@@ -413,6 +407,16 @@ def step(
     return worst < _INF_BITS
 
 
+@_part
+def _add(first: Any, g: Any, factor: Any, out: Any) -> None:
+    if first:
+        for i in range(g.size):
+            out[i] = factor * g[i]
+    else:
+        for i in range(g.size):
+            out[i] = out[i] + factor * g[i]
+
+
 @_jit
 def add(
     first: Any, out: Any, g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, start: int, weight: float
@@ -420,27 +424,15 @@ def add(
     """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns in place of adding."""
     factor = np.float32(weight)
     if code == F32_CODE:
-        g = g32[start : start + out.size]
-        if first:
-            for i in range(out.size):
-                out[i] = factor * g[i]
-        else:
-            for i in range(out.size):
-                out[i] = out[i] + factor * g[i]
+        _add(first, g32[start : start + out.size], factor, out)
         return
     scratch = np.empty(BLOCK, np.float32)
     at = 0
     while at < out.size:
         end = min(at + BLOCK, out.size)
-        block = scratch[: end - at]
-        _load(g32, g64, g16, g8, places, code, start + at, block)
-        o = out[at:end]
-        if first:
-            for i in range(block.size):
-                o[i] = factor * block[i]
-        else:
-            for i in range(block.size):
-                o[i] = o[i] + factor * block[i]
+        g = scratch[: end - at]
+        _load(g32, g64, g16, g8, places, code, start + at, g)
+        _add(first, g, factor, out[at:end])
         at = end
 
 
