@@ -198,7 +198,7 @@ def _wait(probe: Callable[[], bool], within_s: float = 60.0) -> None:
     while not probe():
         if time.monotonic() > deadline:
             raise RuntimeError("the transfers did not begin")
-        time.sleep(0.05)
+        time.sleep(0.05)  # the other process tells nobody how far it is; each probe is a request of its own
 
 
 def memory(quick: bool) -> Figures:

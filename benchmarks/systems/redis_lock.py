@@ -88,7 +88,7 @@ class RedisLock:
             while serving_pid(port) != process.pid:
                 if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError("the Redis server did not start")
-                time.sleep(0.02)
+                time.sleep(0.02)  # a server does not tell when it is ready, it only answers then
             base = memory_bytes([process.pid], "VmRSS")
             with redis.Redis(port=port) as client:
                 client.set(VALUES, work.initial().tobytes())

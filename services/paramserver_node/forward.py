@@ -1,6 +1,5 @@
 """Hands a request on to another node, streaming both ways: the one-address rule."""
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.client.transport import trusting
 from paramserver.errors import problem
+from paramserver_node.race import hung_up, race
 
 MARK: Final = "x-paramserver-forwarded"
 """Set on what a shard sends on to another node: the receiver must not forward it again."""
@@ -156,16 +156,9 @@ class _Answer(Response):
         self.raw_headers = [(k.encode(), v.encode("latin-1")) for k, v in _kept(list(upstream.headers.items()))]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pumping = asyncio.ensure_future(self._pump(send))
-        gone = asyncio.ensure_future(_hung_up(receive))
         try:
-            await asyncio.wait({pumping, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if pumping.done():
-                pumping.result()
+            await race(self._pump(send), hung_up(receive))
         finally:
-            pumping.cancel()
-            gone.cancel()
-            await asyncio.gather(pumping, gone, return_exceptions=True)
             await self._stream.__aexit__(None, None, None)
 
     async def _pump(self, send: Send) -> None:
@@ -177,11 +170,6 @@ class _Answer(Response):
                 piece = bytes(view[at : at + _CHUNK_BYTES_MAX])
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _text(value: bytes) -> str:

@@ -18,6 +18,7 @@ from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.patience import Patience
+from paramserver_node.stream import BODY, Feed
 
 log = logging.getLogger("paramserver.node")
 
@@ -43,8 +44,8 @@ def lasting(scope: Scope) -> None:
 class NodeMiddleware:
     """Outermost ASGI layer of a node.
 
-    A response that ends before its request's body was read would be lost by the shard's server, so what the endpoint
-    left is read (and dropped) before the response begins.
+    A response that ends before its request's body was read is lost to a client that sends before it listens, so what
+    the endpoint left is read (and dropped) before the response begins.
     """
 
     def __init__(self, app: ASGIApp, guard: Guard | Neighbours | None = None) -> None:
@@ -93,6 +94,9 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, patience: Patience) -> None:
         self._receive, self._send, self._patience = receive, send, patience
+        extensions = scope.get("extensions", {})
+        if BODY in extensions:
+            self._into, extensions[BODY] = extensions[BODY], self.into
         self._scope = scope
         self._size, self.request_id = _told(scope)
         self._body_ended = self._size == 0
@@ -114,16 +118,37 @@ class _Exchange:
             self._body_ended = True
         return message
 
+    async def into(self, feed: Feed) -> bool:
+        """Hands on the rest of the body as it arrives; whether it was whole.  Raises as `_received_in_time` does."""
+
+        def counted(data: memoryview) -> None:
+            self._received += len(data)
+            feed(data)
+
+        while True:
+            try:
+                whole: bool = await self._patience.within(self._due_s(), self._into(counted))
+                break
+            except TimeoutError:
+                if self._due_s() <= self._patience.now():
+                    raise self._slow() from None
+        self._body_ended = True
+        return whole
+
+    def _due_s(self) -> float:
+        """When the next bytes must be here."""
+        return self._began_s + PATIENCE_S + self._received / PACE_BYTES_PER_S
+
+    def _slow(self) -> PsError:
+        self._too_slow = True
+        return problem("too_slow", f"after {PATIENCE_S:g} s only {self._received} bytes of the body are here")
+
     async def _received_in_time(self) -> Message:
         """The next piece of the body; raises Unavailable (`too_slow`) for one that holds memory and does not come."""
-        due_s = self._began_s + PATIENCE_S + self._received / PACE_BYTES_PER_S
         try:
-            message = await self._patience.within(due_s, self._receive())
+            message = await self._patience.within(self._due_s(), self._receive())
         except TimeoutError:
-            self._too_slow = True
-            raise problem(
-                "too_slow", f"after {PATIENCE_S:g} s only {self._received} bytes of the body are here"
-            ) from None
+            raise self._slow() from None
         self._received += len(message.get("body", b""))
         if self._received == self._size:
             message["more_body"] = False  # else the server would be asked once more, only to say so

@@ -1,6 +1,6 @@
-"""The HTTP servers behind one small door: granian for shards (HTTP/1.1 and HTTP/2 on one port), uvicorn for schedulers.
+"""How a node serves: uvicorn, with HTTP/1.1 of its own and our HTTP/2 on one port (see `either`).
 
-Both run in the caller's own process and event loop, and stop when `stop` is set: no new connection is taken, requests
+It runs in the caller's own process and event loop, and stops when `stop` is set: no new connection is taken, requests
 in flight are finished within `grace_s`.
 """
 
@@ -20,20 +20,13 @@ from pathlib import Path
 from typing import Final, NoReturn, Self
 
 import uvicorn
-from granian.constants import Interfaces, SSLProtocols
-from granian.http import HTTP1Settings, HTTP2Settings
-from granian.server.embed import Server as GranianServer
 from starlette.types import ASGIApp
 
 from paramserver.errors import problem
 from paramserver.limits import CONNECTIONS_MAX
+from paramserver_node.either import Either
 from paramserver_node.settings import NodeSettings
 
-FRAME_BYTES: Final = 1 << 20
-STREAM_WINDOW_BYTES: Final = 2 << 20
-"""What a client may send of one body before it is read: each that is in flight takes so much besides its own memory."""
-CONNECTION_WINDOW_BYTES: Final = 2 * STREAM_WINDOW_BYTES
-"""The same of all bodies of one connection; more than one takes, so that one that waits holds up no other."""
 GRACE_S: Final = 10.0
 
 
@@ -98,48 +91,6 @@ def stop_on_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(s, stop.set)
 
 
-async def serve_granian(
-    app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, tls: Tls | None = None, grace_s: float = GRACE_S
-) -> None:
-    """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.  Raises CannotListen."""
-    _raise_file_limit()
-    # granian shares its port with whoever else wants it so (SO_REUSEPORT): two shards would each get half the requests.
-    _listener(host, port).close()
-    server = GranianServer(
-        app,
-        address=host,
-        port=port,
-        interface=Interfaces.ASGINL,
-        websockets=False,
-        log_enabled=False,
-        backlog=1024,
-        backpressure=CONNECTIONS_MAX,  # of connections, idle ones too; left alone it is the backlog
-        http1_settings=HTTP1Settings(header_read_timeout=30_000),
-        http2_settings=HTTP2Settings(
-            max_frame_size=FRAME_BYTES,
-            initial_stream_window_size=STREAM_WINDOW_BYTES,
-            initial_connection_window_size=CONNECTION_WINDOW_BYTES,
-            max_headers_size=64 << 10,
-            max_concurrent_streams=256,
-        ),
-        ssl_cert=tls.certificate if tls else None,
-        ssl_key=tls.key if tls else None,
-        ssl_protocol_min=SSLProtocols.tls12,
-    )
-    serving = asyncio.ensure_future(server.serve())
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
-            server.stop()  # type: ignore[no-untyped-call]  # granian publishes no types for it
-        await asyncio.wait_for(serving, grace_s)
-    except TimeoutError:
-        pass  # what is still in flight after the grace is cut off
-    finally:
-        stopping.cancel()
-        serving.cancel()
-
-
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its own signal handling: the process decides."""
 
@@ -149,15 +100,26 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def serve_uvicorn(
-    app: ASGIApp, host: str, port: int, stop: asyncio.Event, *, tls: Tls | None = None, grace_s: float = GRACE_S
+async def serve_tcp(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    stop: asyncio.Event,
+    *,
+    tls: Tls | None = None,
+    proxied: bool = False,
+    grace_s: float = GRACE_S,
 ) -> None:
-    """Serve HTTP/1.1 until `stop`.  Raises CannotListen."""
-    await _serve_on(_listener(host, port), app, stop, tls, grace_s)
+    """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.  Raises CannotListen.
+
+    `proxied`: what a proxy of this machine says of its client is believed.
+    """
+    _raise_file_limit()
+    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied)
 
 
 async def serve_unix(app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
-    """Serve HTTP/1.1 on a Unix socket until `stop`; raises OSError if there can be none at that path."""
+    """Serve on a Unix socket until `stop`; raises OSError if there can be none at that path."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
@@ -165,22 +127,29 @@ async def serve_unix(app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: f
     except OSError:
         listener.close()
         raise
-    await _serve_on(listener, app, stop, None, grace_s)
+    await _serve_on(listener, app, stop, grace_s)
 
 
 async def _serve_on(
-    listener: socket.socket, app: ASGIApp, stop: asyncio.Event, tls: Tls | None, grace_s: float
+    listener: socket.socket,
+    app: ASGIApp,
+    stop: asyncio.Event,
+    grace_s: float,
+    tls: Tls | None = None,
+    *,
+    proxied: bool = False,
 ) -> None:
     server = _Uvicorn(
         uvicorn.Config(
             app,
+            http=Either,
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(grace_s),
-            proxy_headers=listener.family != socket.AF_UNIX,  # there is no proxy before a socket of this machine
+            proxy_headers=proxied,
             ssl_certfile=tls.certificate if tls else None,
             ssl_keyfile=tls.key if tls else None,
         )
@@ -205,7 +174,8 @@ def _raise_file_limit() -> None:
 def leave(code: int = 0) -> NoReturn:
     """End the process at once, its work done and its logs written.
 
-    granian's native threads may still be letting go of Python objects; an interpreter that finalizes under them aborts.
+    Native threads (of HTTP clients, of kernels) may still be letting go of Python objects; an interpreter that
+    finalizes under them aborts.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,6 +1,5 @@
 """What every request meets first: a leader serves it, one that stands by hands it on to the leader, streamed."""
 
-import asyncio
 import logging
 import re
 from typing import Final
@@ -15,6 +14,7 @@ from paramserver.client.addresses import SCHEDULERS
 from paramserver.errors import problem
 from paramserver_node import problems
 from paramserver_node.forward import HANDED_ON, Forwarder
+from paramserver_node.race import race
 from paramserver_scheduler.lease import Lease
 
 log = logging.getLogger("paramserver.scheduler")
@@ -88,16 +88,7 @@ class Door:
                 # Half an answer is out: it is left incomplete, so that the server cuts the connection.
                 log.info("door.leader_broke_off path=%s %s", scope["path"], e)
 
-        handing = asyncio.ensure_future(hand_on())
-        succeeded = asyncio.ensure_future(self._lease.succeeded(leader))
-        try:
-            await asyncio.wait({handing, succeeded}, return_when=asyncio.FIRST_COMPLETED)
-            if handing.done():
-                handing.result()
-            elif not begun:  # a leader that stands still holds what it was handed
-                code = "no_leader" if scope["method"] in ("GET", "HEAD") else "in_doubt"
-                raise problem(code, "another scheduler has taken over before the leader answered")
-        finally:
-            handing.cancel()
-            succeeded.cancel()
-            await asyncio.gather(handing, succeeded, return_exceptions=True)
+        handed = await race(hand_on(), self._lease.succeeded(leader))
+        if handed is None and not begun:  # a leader that stands still holds what it was handed
+            code = "no_leader" if scope["method"] in ("GET", "HEAD") else "in_doubt"
+            raise problem(code, "another scheduler has taken over before the leader answered")

@@ -1,7 +1,6 @@
 """Between HTTP and the core: reads a control request's body, waits for the core's reply, writes it out."""
 
-import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from time import monotonic
@@ -15,6 +14,7 @@ from paramserver.core.reading import Reading
 from paramserver.errors import problem
 from paramserver_node import negotiate
 from paramserver_node.forward import Forwarder
+from paramserver_node.race import hung_up
 from paramserver_scheduler import bodies
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
@@ -114,26 +114,7 @@ async def read_optional(request: Request, kind: type[B]) -> B:
 async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:
     """The core's answer to the event of this request; given up when the client hangs up."""
     negotiate.check_accept(request)
-    return await service(request).runtime.ask(make, lambda: _hung_up(request))
-
-
-async def until_gone(request: Request, wait: Coroutine[Any, Any, None]) -> None:
-    """Returns when `wait` does; raises Unavailable when the client hangs up before."""
-    waiting, gone = asyncio.ensure_future(wait), asyncio.ensure_future(_hung_up(request))
-    try:
-        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            raise problem("unavailable", "the client has gone")
-        waiting.result()
-    finally:
-        waiting.cancel()
-        gone.cancel()
-        await asyncio.gather(waiting, gone, return_exceptions=True)
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    return await service(request).runtime.ask(make, lambda: hung_up(request.receive))
 
 
 async def reply(

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final
 
+from paramserver_node.race import race
+
 BACKLOG_MAX: Final = 4096
 """Documents a feed may lie behind."""
 PING_S: Final = 1.0
@@ -87,15 +89,7 @@ class Hub:
 
     async def while_open(self, work: Coroutine[Any, Any, None]) -> None:
         """Does that work to its end or until the hub closes; raises what it raises."""
-        working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self._end.wait())
-        try:
-            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            working.cancel()
-            ending.cancel()
-            await asyncio.gather(working, ending, return_exceptions=True)
+        await race(work, self._end.wait())
 
     @property
     def closed(self) -> bool:

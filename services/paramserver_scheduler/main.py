@@ -19,7 +19,7 @@ from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
-from paramserver_node.server import CannotListen, Tls, first_cause, serve_uvicorn, spare_imports, stop_on_signals
+from paramserver_node.server import CannotListen, Tls, first_cause, serve_tcp, spare_imports, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -165,7 +165,9 @@ async def serve(settings: SchedulerSettings) -> None:
         async with asyncio.TaskGroup() as group:
             # It listens before it looks for the lease: its place is its own by then.
             serving = group.create_task(
-                serve_uvicorn(served(http, lease, forwarder, access), settings.host, settings.port, stop, tls=tls)
+                serve_tcp(
+                    served(http, lease, forwarder, access), settings.host, settings.port, stop, tls=tls, proxied=True
+                )
             )
             if http.state.login is not None:
                 at = (settings.page_url or lease.url) + http.state.login.link()

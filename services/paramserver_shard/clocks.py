@@ -6,22 +6,22 @@ What cannot be told is let go: its worker waits at the shard for a short time on
 import asyncio
 import json
 import logging
-from typing import Final
+from collections import deque
 
+from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import ModelKey, PushId
-from paramserver_shard.link import SchedulerLink
+from paramserver_shard.link import RETRY_S, SchedulerLink
 from paramserver_shard.upload import Upload
 
 log = logging.getLogger("paramserver.shard")
-
-RETRY_S: Final = 0.3
 
 
 class ClockReports:
     """What is to be told.  Used by the event loop's thread alone."""
 
     def __init__(self) -> None:
-        self._lines: list[bytes] = []
+        self._lines: deque[bytes] = deque(maxlen=QUEUED_REQUESTS_MAX)
+        """One for each push that waits here; more is let go, the oldest first, and such a worker asks the scheduler."""
         self._news = asyncio.Event()
 
     def report(self, model: ModelKey, push_id: PushId, clock: int, timeline: int, shards: int) -> None:
@@ -57,6 +57,6 @@ class ClockReports:
         while not upload.over:
             self._news.clear()
             if self._lines:
-                data, self._lines = b"".join(self._lines), []
-                upload.send(data)
+                upload.send(b"".join(self._lines))
+                self._lines.clear()
             await self._news.wait()

@@ -4,7 +4,6 @@ A body is read to its end before anything is answered, and one that breaks off, 
 says, is refused without a trace.
 """
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -28,9 +27,10 @@ from paramserver.wire.frame import (
 )
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
+from paramserver_node.race import while_there
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
-from paramserver_shard.inflight import Account, account
+from paramserver_shard.inflight import account
 from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
 from paramserver_shard.receiving import Body, FrameReader
@@ -67,21 +67,20 @@ class _Endpoint:
                 self._membership.check_serving()  # this process may have been stopped since the request came
             await send(message)
 
-        opened = account(scope)
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == MEDIA_TYPE.encode():
-                    await self.by_frame(receive, checked, opened, began_s)
+                    await self.by_frame(scope, receive, checked, began_s)
                     return
                 break
         request = Request(scope, receive)
         negotiate.check_accept(request)
-        opened.grow(min(_length(request), JSON_BODY_BYTES_MAX))
+        account(scope).grow(min(_length(request), JSON_BODY_BYTES_MAX))
         body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
         response = await self.by_name(request, body, began_s)
         await response(scope, receive, checked)
 
-    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
+    async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         """Answers a frame with a frame."""
         raise NotImplementedError
 
@@ -107,8 +106,8 @@ class _Endpoint:
 class Push(_Endpoint):
     """POST /push"""
 
-    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
-        arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
+    async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
+        arriving, _ = await self._reader.read(scope, receive, self._frames.sized_push)
         done, made = await self._frames.push(arriving, self._counted(arriving, began_s))
         reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
         status = 200 if done.state == "applied" or reply.released else 202
@@ -125,8 +124,8 @@ class Pull(_Endpoint):
 
     paramserver_role = "reader"
 
-    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
-        frame, _ = await self._reader.read(receive, _sized_pull, opened)
+    async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
+        frame, _ = await self._reader.read(scope, receive, _sized_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         await _send_body(send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
@@ -141,8 +140,8 @@ class Pull(_Endpoint):
 class PushPull(_Endpoint):
     """POST /pushpull"""
 
-    async def by_frame(self, receive: Receive, send: Send, opened: Account, began_s: float) -> None:
-        arriving, _ = await self._reader.read(receive, self._frames.sized_push, opened)
+    async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
+        arriving, _ = await self._reader.read(scope, receive, self._frames.sized_push)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
         await _send_body(send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
@@ -156,23 +155,7 @@ class PushPull(_Endpoint):
 
 async def _while_there(receive: Receive, wait_s: object, work: Coroutine[Any, Any, T]) -> T:
     """What `work` gives; one that may wait is given up when the client hangs up, and raises Unavailable."""
-    if not wait_s:
-        return await work
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise problem("unavailable", "the client has gone")
-        return working.result()
-    finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return await (while_there(receive, work) if wait_s else work)
 
 
 async def _sized_pull(header: dict[str, Any]) -> tuple[PullFrame, Body]:
@@ -194,7 +177,7 @@ async def _send_body(send: Send, status: int, answer: FrameBody) -> None:
         await send(message)
 
 
-def _messages(chunks: Iterator[bytes], size: int) -> Iterator[Message]:
+def _messages(chunks: Iterator[bytes | memoryview], size: int) -> Iterator[Message]:
     for chunk in chunks:
         size -= len(chunk)
         yield {"type": "http.response.body", "body": chunk, "more_body": size > 0}

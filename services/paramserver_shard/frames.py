@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paramserver.core.layout import Range
-from paramserver.core.shard_io import PullDone, PullReceived, PushDone, PushReceived, Request
+from paramserver.core.shard_io import PartVersion, PullDone, PulledPart, PullReceived, PushDone, PushReceived, Request
 from paramserver.errors import PsError, problem
 from paramserver.limits import CHUNK_BYTES
 from paramserver.types import F32, ITEMSIZE, ModelKey
@@ -16,6 +16,7 @@ from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, Pu
 from paramserver.wire.header import Lease
 from paramserver.wire.tensor import from_f32
 from paramserver_shard.arriving import Arriving, check_sizes
+from paramserver_shard.buffers import SMALL_BYTES
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart, cut
@@ -253,15 +254,17 @@ class FrameService:
 
 def push_reply(done: PushDone, made: PullDone | None = None, lease: Lease | None = None) -> PushReply:
     """The frame that answers a push, with a lease of what it, or the commit that it was waiting for, has made."""
-    durable = {p.partition: p.durable_version for p in done.parts}
+    now = made or done
+    parts: Sequence[PulledPart | PartVersion] = now.parts
+    pairs = zip(parts, done.parts, strict=True)  # the same partitions: a commit's were asked for in the push's order
     return PushReply(
         state=done.state,
         duplicate=done.duplicate,
-        version=(made or done).version,
+        version=now.version,
         durable_version=done.durable_version,
-        incarnation=(made or done).incarnation,
+        incarnation=now.incarnation,
         timeline=done.timeline,
-        parts=tuple((p.partition, p.version, p.incarnation, durable[p.partition]) for p in (made or done).parts),
+        parts=tuple([(p.partition, p.version, p.incarnation, pushed.durable_version) for p, pushed in pairs]),
         late=done.late,
         lease=lease,
         released=made is not None,
@@ -310,26 +313,23 @@ class FrameBody:
         """Length of the values, sent or lent."""
         return ITEMSIZE[self._dtype] * sum(piece.size for piece in self.pieces)
 
-    def chunks(self, first: bytes) -> Iterator[bytes]:
-        """`first` and the body, in pieces of 1 MiB but for the last."""
-        if self.lease is not None:
-            yield first
-            return
+    def chunks(self, first: bytes) -> Iterator[bytes | memoryview]:
+        """`first` and the body, in pieces of 1 MiB at most: the values themselves, but for small ones, put together."""
         waiting: list[bytes | memoryview] = [first]
         size = len(first)
         step = CHUNK_BYTES // ITEMSIZE[self._dtype]
-        for part in self._parts:
-            for piece in part.pieces:
-                for at in range(0, piece.size, step):
-                    data = _bytes(piece[at : at + step], self._dtype)
-                    while data:
-                        taken = data[: max(0, CHUNK_BYTES - size)]
-                        waiting.append(taken)
-                        data, size = data[len(taken) :], size + len(taken)
-                        if size >= CHUNK_BYTES:
-                            yield b"".join(waiting)
-                            waiting, size = [], 0
-        if waiting:
+        for piece in () if self.lease is not None else self.pieces:
+            for at in range(0, piece.size, step):
+                data = _bytes(piece[at : at + step], self._dtype)
+                if size and (size >= SMALL_BYTES or len(data) >= SMALL_BYTES):
+                    yield b"".join(waiting)
+                    waiting, size = [], 0
+                if len(data) >= SMALL_BYTES:
+                    yield data
+                else:
+                    waiting.append(data)
+                    size += len(data)
+        if size:
             yield b"".join(waiting)
 
 

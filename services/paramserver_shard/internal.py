@@ -18,7 +18,6 @@ from paramserver_node.roles import role
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.endpoints import ChunkedResponse
 from paramserver_shard.frames import push_reply
-from paramserver_shard.inflight import account
 from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
 from paramserver_shard.receiving import Body, FrameReader
@@ -66,7 +65,7 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
             check_frame(known, frame)
             return (known, frame), Body((frame.body_bytes(),))
 
-        (known, frame), body = await reader.read(request.receive, sized, account(request.scope))
+        (known, frame), body = await reader.read(request.scope, request.receive, sized)
         command = SetReceived(0, model, assignments(frame, body.parts[0]), known.key.generation, frame.restore)
         done = await runtime.push(lambda number: replace(command, request=number))
         membership.check_serving()

@@ -14,6 +14,8 @@ from paramserver_shard.upload import Upload
 FEED_SILENCE_S: Final = 3.0
 """The feed pings each second; after so long without a word the connection counts as dead."""
 REQUEST_S: Final = 2.0
+RETRY_S: Final = 0.3
+"""Pause before what did not answer is tried again."""
 
 
 class SchedulerLink:
@@ -69,8 +71,7 @@ class SchedulerLink:
 
     async def upload(self, path: str, changed: Callable[[], None]) -> Upload:
         """A request to the scheduler in use whose body is still to be sent; raises OSError."""
-        headers = {"content-type": "application/x-ndjson"}
-        return await Upload.open(self.url + path, headers, self._credentials, changed)
+        return await Upload.open(self.url + path, self._credentials, changed)
 
     def heed(self, upload: Upload) -> None:
         """An upload is over: take up what its answer says."""

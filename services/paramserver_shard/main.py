@@ -25,7 +25,7 @@ from paramserver_node.server import (
     CannotListen,
     Tls,
     first_cause,
-    serve_granian,
+    serve_tcp,
     serve_unix,
     spare_imports,
     stop_on_signals,
@@ -42,8 +42,8 @@ from paramserver_shard.exchange import Exchange
 from paramserver_shard.frames import FrameService
 from paramserver_shard.journal import Journal
 from paramserver_shard.lending import Lending
-from paramserver_shard.link import SchedulerLink
-from paramserver_shard.membership import RETRY_S, TERM_KEY, Membership
+from paramserver_shard.link import RETRY_S, SchedulerLink
+from paramserver_shard.membership import TERM_KEY, Membership
 from paramserver_shard.memory import Memory, limit_of
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
@@ -217,9 +217,7 @@ async def serve(settings: ShardSettings) -> None:
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
             app = make_app(shard.services)
-            serving = group.create_task(
-                serve_granian(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S)
-            )
+            serving = group.create_task(serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S))
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))

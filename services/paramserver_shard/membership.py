@@ -27,16 +27,16 @@ from paramserver.core.shard_io import (
 from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
+from paramserver_node.race import race
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
-from paramserver_shard.link import SchedulerLink
+from paramserver_shard.link import RETRY_S, SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, PARTITIONS, Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
-RETRY_S: Final = 0.3
 TERM_KEY: Final = "ps:term"
 FENCE_KEY: Final = "ps:fence"
 """Hash of the highest epoch of each shard that must not serve any more; the leader writes both."""
@@ -144,8 +144,8 @@ class Membership:
     # -- the loops
 
     async def run(self) -> None:
-        """Joins, and joins again whenever this membership ends; until it is cancelled."""
-        while True:
+        """Joins, and joins again whenever this membership ends; until it is cancelled, or serves nothing any more."""
+        while not self.closed:
             try:
                 await self._join()
             except PsError as error:
@@ -163,7 +163,8 @@ class Membership:
                     )
             except* FencedError as errors:
                 self._disown()
-                self._check_rivals(joined_at, errors.exceptions[0])
+                if not self.closed:  # else it has left: what it were given now would end with it
+                    self._check_rivals(joined_at, errors.exceptions[0])
 
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
@@ -267,7 +268,7 @@ class Membership:
         while True:
             self._resync.clear()
             try:
-                await self._follow_once()
+                await race(self._read_feed(), self._resync.wait())
             except FencedError:
                 raise
             except NotFoundError as error:
@@ -275,18 +276,6 @@ class Membership:
             except (PsError, httpx.HTTPError, ValueError) as error:
                 log.info("the feed of %s ended: %s", self.link.url, error or type(error).__name__)
             await asyncio.sleep(RETRY_S)
-
-    async def _follow_once(self) -> None:
-        reading = asyncio.ensure_future(self._read_feed())
-        waiting = asyncio.ensure_future(self._resync.wait())
-        try:
-            await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                reading.result()
-        finally:
-            for task in (reading, waiting):
-                task.cancel()
-            await asyncio.gather(reading, waiting, return_exceptions=True)
 
     async def _read_feed(self) -> None:
         async for document in self.link.feed(self.name, self.epoch):

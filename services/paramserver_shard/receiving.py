@@ -7,14 +7,15 @@ that breaks off, or is longer or shorter than its header says, is refused withou
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
 from paramserver.errors import PsError, problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, decode_prefix, header_end
+from paramserver_node.stream import BODY
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
-from paramserver_shard.inflight import Account
+from paramserver_shard.inflight import account
 
 Ready = Callable[[int, AnyArray], None]
 """Takes (index, bytes) of a part that is whole."""
@@ -89,10 +90,10 @@ class FrameReader:
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
 
-    async def read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, Body]:
+    async def read(self, scope: Scope, receive: Receive, sized: Sized[T]) -> tuple[T, Body]:
         """What `sized` makes of the header, and the body, whole.
 
-        Raises RequestError for a body that breaks off or has another length, Unavailable when `account` has no room.
+        Raises RequestError for a body that breaks off or has another length, Unavailable when there is no room for it.
         """
         ended = False
 
@@ -103,23 +104,28 @@ class FrameReader:
             return message
 
         try:
-            return await self._read(tracked, sized, account)
+            return await self._read(scope, tracked, sized)
         except PsError:
             # The answer would be lost if it came before the end of a body, however big.
             while not ended:
                 await tracked()
             raise
 
-    async def _read(self, receive: Receive, sized: Sized[T], account: Account) -> tuple[T, Body]:
+    async def _read(self, scope: Scope, receive: Receive, sized: Sized[T]) -> tuple[T, Body]:
         data, more = await _next(receive)
         while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
             chunk, more = await _next(receive)
             data += chunk
         header, offset = decode_prefix(data)
         request, body = await sized(header)
-        account.grow(body.size)
+        account(scope).grow(body.size)
         body.open(self._pool)
         body.feed(memoryview(data)[offset:])
+        into = scope.get("extensions", {}).get(BODY)
+        if more and into is not None:
+            if not await into(body.feed):
+                raise _cut_off()
+            more = False
         while more:
             chunk, more = await _next(receive)
             body.feed(chunk)
@@ -130,5 +136,9 @@ class FrameReader:
 async def _next(receive: Receive) -> tuple[bytes, bool]:
     message = await receive()
     if message["type"] == "http.disconnect":
-        raise problem("malformed", "the body was cut off")
+        raise _cut_off()
     return message.get("body", b""), bool(message.get("more_body", False))
+
+
+def _cut_off() -> PsError:
+    return problem("malformed", "the body was cut off")

@@ -48,6 +48,7 @@ class Stopping:
             await self._drain(lambda: self._beyond_cuts, monotonic() + CUT_S, alone=True)
             await self._save(began + SAVE_S)
             await self._membership.leave()
+        self._membership.close()
         self._runtime.close()
         stop.set()
 

@@ -6,7 +6,7 @@ scheduler that stops.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, Self, cast
 from urllib.parse import urlsplit
 
@@ -37,9 +37,7 @@ class Upload(asyncio.Protocol):
         self._answer = httptools.HttpResponseParser(self)
 
     @classmethod
-    async def open(
-        cls, url: str, headers: Mapping[str, str], credentials: Credentials, changed: Callable[[], None]
-    ) -> Self:
+    async def open(cls, url: str, credentials: Credentials, changed: Callable[[], None]) -> Self:
         """A request to that URL, of which the head is sent; `changed` is called when it is over.  Raises OSError."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
@@ -50,7 +48,8 @@ class Upload(asyncio.Protocol):
                 parts.port or (443 if secure else 80),
                 ssl=credentials.context() if secure else None,
             )
-        told = {"host": parts.netloc, "transfer-encoding": "chunked", **headers, **credentials.headers}
+        told = {"host": parts.netloc, "transfer-encoding": "chunked", "content-type": "application/x-ndjson"}
+        told |= credentials.headers
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items()), "", ""]
         transport.write("\r\n".join(lines).encode("latin-1"))

@@ -131,8 +131,6 @@ TASKS_PER_DATASET_MAX: Final = 100_000
 RUNS_KEPT_MAX: Final = 200
 WAITERS_MAX: Final = 8192
 """Long polls that one scheduler holds open."""
-CLOCK_REPORTS_MAX: Final = 1024
-"""Ends of workers' iterations that one request of a shard tells."""
 STATUS_EVENTS_MAX: Final = 500
 """Events of the recent past that `GET /status/events` can tell."""
 STATUS_SERIES_MAX: Final = 2048

@@ -213,11 +213,10 @@ def test_a_client_killed_with_memory_in_hand_costs_nobody_anything(cluster: Node
             process.stdout.readline()
         process.send_signal(signal.SIGKILL)
     before = model.pull()
-    assert (before.flat == before.flat[0]).all()
-    assert before.flat[0] >= 3.0
+    assert (before.flat >= 3.0).all()  # its last push may have reached one shard and not the other
     for _ in range(20):
         model.push(np.full(SIZE, -1.0, np.float32))
-    assert (model.pull().flat == before.flat[0] + 20.0).all()
+    assert (model.pull().flat == before.flat + 20.0).all()
 
 
 def test_without_a_folder_bytes_travel(cluster: Nodes, model: Model) -> None:

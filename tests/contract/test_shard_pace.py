@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paramserver.limits import MIB, PATIENCE_S
+from paramserver.wire import http2
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
 
 from .processes import Nodes, eventually, nodes, unique
@@ -36,15 +37,44 @@ def model(cluster: Nodes) -> str:
     return name
 
 
-def connect(cluster: Nodes, head: str, content: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
-    """A connection on which a request has begun; `receive_bytes`: as much is read ahead by the system."""
+def begun(cluster: Nodes, sent: bytes, receive_bytes: int | None = None) -> socket.socket:
+    """A connection on which that was sent; `receive_bytes`: as much is read ahead by the system."""
     s = socket.socket()
     if receive_bytes is not None:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     s.settimeout(60)
     s.connect(("127.0.0.1", cluster.shard_ports["shard-0"]))
-    s.sendall(f"{head}\r\nhost: x\r\n".encode() + content)
+    s.sendall(sent)
     return s
+
+
+def connect(cluster: Nodes, head: str, content: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
+    """A connection on which a request has begun."""
+    return begun(cluster, f"{head}\r\nhost: x\r\n".encode() + content, receive_bytes)
+
+
+def connect2(
+    cluster: Nodes, method: str, path: str, body: bytes = b"", receive_bytes: int | None = None
+) -> socket.socket:
+    """The same over HTTP/2; the server may send whatever it likes."""
+    head = [
+        (":method", method),
+        (":scheme", "http"),
+        (":authority", "x"),
+        (":path", path),
+        ("content-type", MEDIA_TYPE),
+    ]
+    block = http2.encoded([(k.encode(), v.encode()) for k, v in head])
+    ends = 0 if body else http2.END_STREAM
+    return begun(
+        cluster,
+        http2.PREFACE
+        + http2.settings({http2.INITIAL_WINDOW_SIZE: http2.WINDOW_MAX})
+        + http2.word(0, http2.WINDOW_UPDATE, http2.WINDOW_MAX - http2.WINDOW_BYTES)
+        + http2.frame(http2.HEADERS, http2.END_HEADERS | ends, 1, block)
+        + (http2.frame(http2.DATA, 0, 1, body) if body else b""),
+        receive_bytes,
+    )
 
 
 def gauge(cluster: Nodes, name: str) -> float:
@@ -63,8 +93,8 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
     began = time.monotonic()
     with ExitStack() as stack:
         stalled, trickled, json = (
-            stack.enter_context(closing(connect(cluster, "POST /push HTTP/1.1", begun)))
-            for begun in (framed, framed, typed)
+            stack.enter_context(closing(connect(cluster, "POST /push HTTP/1.1", sent)))
+            for sent in (framed, framed, typed)
         )
         reader = stack.enter_context(closing(connect(cluster, f"GET /pull/{model}/w HTTP/1.1", b"\r\n", 64 << 10)))
         waiting = [stalled, trickled, json]
@@ -91,6 +121,30 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
         assert read < ELEMENTS * 4, "the reader was cut off too"
     eventually(lambda: gauge(cluster, "paramserver_buffer_lent_bytes") <= before, what="their memory, free again")
     assert httpx.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 1]]}}).json()["version"] == 0
+
+
+def test_over_http2_they_are_cut_off_too(cluster: Nodes, model: str) -> None:
+    """Who stops in a body is told so, who reads nothing is hung up on; their memory is free again."""
+    frame = encode_header(PushFrame(model, [PushPart(i) for i in range(4)]).to_header())
+    before = gauge(cluster, "paramserver_buffer_lent_bytes")
+    with (
+        closing(connect2(cluster, "POST", "/push", frame + bytes(100_000))) as stalled,
+        closing(connect2(cluster, "GET", f"/pull/{model}/w", receive_bytes=64 << 10)) as reader,
+    ):
+        eventually(lambda: gauge(cluster, "paramserver_http_requests_in_flight") == 3, what="both to begin")
+        others = "paramserver_http_requests_in_flight"
+        eventually(lambda: gauge(cluster, others) == 1, within_s=3 * PATIENCE_S, what="both to be cut off")
+        told = b""
+        while b"too_slow" not in told:
+            told += stalled.recv(4096)
+        read = 0
+        try:
+            while chunk := reader.recv(1 << 20):
+                read += len(chunk)
+        except ConnectionError:
+            pass
+        assert read < ELEMENTS * 4
+    eventually(lambda: gauge(cluster, "paramserver_buffer_lent_bytes") <= before, what="their memory, free again")
 
 
 def test_a_body_may_be_slow_but_not_too_slow(cluster: Nodes, model: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,23 @@ def test_a_stopping_shard_leaves_at_once(cluster: Nodes) -> None:
     assert process.returncode == 0
     try:
         assert cluster.get("/map")["shards"].get("shard-1", {"alive": False})["alive"] is False
+    finally:
+        cluster.start_shard("shard-1")
+        eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)
+
+
+def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
+    """Its last request takes as long as it may; meanwhile it is nobody, whom nothing could be given to be lost with."""
+    process, log = cluster.processes["shard-1"], cluster.folder / "shard-1.log"
+    with socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-1"])) as unfinished:
+        unfinished.sendall(
+            b"POST /push HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        )
+        eventually(lambda: "in_flight 2.0" in httpx.get(f"{url(cluster, 1)}/metrics").text, what="the request to begin")
+        process.send_signal(signal.SIGTERM)
+        process.wait(15)
+    try:
+        assert "joined as" not in log.read_text().rpartition("told to stop")[2]
     finally:
         cluster.start_shard("shard-1")
         eventually(lambda: cluster.get("/map")["shards"]["shard-1"]["alive"], within_s=40)

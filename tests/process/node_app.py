@@ -1,4 +1,4 @@
-"""A small node for tests of the servers and of forwarding: `node_app.py granian|uvicorn PORT [UPSTREAM,...]`.
+"""A small node for tests of the servers and of forwarding: `node_app.py PORT [UPSTREAM,...]`.
 
 With upstreams it hands everything on to the first that answers; without, it answers itself.
 """
@@ -16,7 +16,7 @@ from starlette.responses import StreamingResponse
 from paramserver_node import problems
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.server import leave, serve_granian, serve_uvicorn, stop_on_signals
+from paramserver_node.server import leave, serve_tcp, stop_on_signals
 
 PULL_BYTES = 5_000_000
 
@@ -96,7 +96,7 @@ def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None
         return await forwarder.forward(request, upstreams, mark=True, code="no_leader")
 
 
-async def main(server: str, port: int, upstreams: list[str]) -> None:
+async def main(port: int, upstreams: list[str]) -> None:
     """Serves until SIGTERM, then says so."""
     stop = asyncio.Event()
     stop_on_signals(stop)
@@ -107,12 +107,11 @@ async def main(server: str, port: int, upstreams: list[str]) -> None:
         handing_on(app, forwarder, upstreams)
     else:
         answering(app)
-    serve = serve_granian if server == "granian" else serve_uvicorn
-    await serve(NodeMiddleware(app), "127.0.0.1", port, stop, grace_s=5.0)
+    await serve_tcp(NodeMiddleware(app), "127.0.0.1", port, stop, grace_s=5.0)
     await forwarder.aclose()
     print("stopped in order", flush=True)
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",") if len(sys.argv) > 3 else []))
+    uvloop.run(main(int(sys.argv[1]), sys.argv[2].split(",") if len(sys.argv) > 2 else []))
     leave()

@@ -1,4 +1,4 @@
-"""The two HTTP servers and forwarding, each in a process of its own."""
+"""The server and forwarding, each node in a process of its own."""
 
 import signal
 import socket
@@ -20,19 +20,18 @@ from .cluster import eventually
 pytestmark = pytest.mark.process
 
 APP = Path(__file__).with_name("node_app.py")
-SERVERS = ("granian", "uvicorn")
 
 
 class Node:
     """One process of `node_app.py`."""
 
-    def __init__(self, server: str, *args: str) -> None:
+    def __init__(self, *args: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=20.0)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(APP), server, str(self.port), *args],
+            [sys.executable, "-P", str(APP), str(self.port), *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -52,10 +51,10 @@ class Node:
 
 
 @contextmanager
-def node(server: str, *args: str) -> Iterator[Node]:
-    running = Node(server, *args)
+def node(*args: str) -> Iterator[Node]:
+    running = Node(*args)
     try:
-        eventually(running.listens, what=f"{server} to listen")
+        eventually(running.listens, what="it to listen")
         yield running
     finally:
         running.http.close()
@@ -65,22 +64,21 @@ def node(server: str, *args: str) -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[Node]:
-    """A granian node that answers itself."""
-    with node("granian") as running:
+    """A node that answers itself."""
+    with node() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def front(upstream: Node) -> Iterator[Node]:
-    """A uvicorn node that hands on to an address where nobody is, then to `upstream`."""
-    with node("uvicorn", f"http://127.0.0.1:1,{upstream.url}") as running:
+    """A node that hands on to an address where nobody is, then to `upstream`."""
+    with node(f"http://127.0.0.1:1,{upstream.url}") as running:
         yield running
 
 
-@pytest.mark.parametrize("server", SERVERS)
-def test_a_request_in_flight_is_finished_before_the_process_ends(server: str) -> None:
+def test_a_request_in_flight_is_finished_before_the_process_ends() -> None:
     """SIGTERM lets the request in flight finish, in spite of an idle connection; then the process leaves with 0."""
-    with node(server) as running, httpx.Client(base_url=running.url) as idle:
+    with node() as running, httpx.Client(base_url=running.url) as idle:
         assert idle.get("/listening").json() == 0  # leaves a kept-alive connection behind
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(running.http.get("/slow?seconds=1")))
@@ -94,10 +92,9 @@ def test_a_request_in_flight_is_finished_before_the_process_ends(server: str) ->
     assert "stopped in order" in out.splitlines()
 
 
-@pytest.mark.parametrize("server", SERVERS)
-def test_an_endless_answer_does_not_keep_the_process(server: str) -> None:
+def test_an_endless_answer_does_not_keep_the_process() -> None:
     """A stream that never ends is cut off after the grace."""
-    with node(server) as running, running.http.stream("GET", "/events") as events:
+    with node() as running, running.http.stream("GET", "/events") as events:
         pieces = events.iter_raw()
         next(pieces)
         code, out = running.stop()
@@ -106,12 +103,11 @@ def test_an_endless_answer_does_not_keep_the_process(server: str) -> None:
     assert "stopped in order" in out.splitlines()
 
 
-@pytest.mark.parametrize("server", SERVERS)
-def test_a_taken_port_is_an_error(server: str) -> None:
+def test_a_taken_port_is_an_error() -> None:
     """A second node at the same address ends at once with an error, and the first goes on."""
-    with node(server) as running:
+    with node() as running:
         second = subprocess.run(
-            [sys.executable, "-P", str(APP), server, str(running.port)], capture_output=True, text=True, timeout=30
+            [sys.executable, "-P", str(APP), str(running.port)], capture_output=True, text=True, timeout=30
         )
 
         assert second.returncode != 0
@@ -120,7 +116,7 @@ def test_a_taken_port_is_an_error(server: str) -> None:
 
 
 def test_one_port_speaks_both_versions_of_http(upstream: Node) -> None:
-    """The shard's server answers HTTP/1.1 and HTTP/2 with prior knowledge on the same port, big bodies both ways."""
+    """It answers HTTP/1.1 and HTTP/2 with prior knowledge on the same port, big bodies both ways."""
     client = SyncClientBuilder().http2_prior_knowledge().http2_max_frame_size(1 << 20).build()
     with client:
         pushed = client.post(f"{upstream.url}/push").body_bytes(bytes(3_000_000)).build().send()
@@ -188,10 +184,9 @@ def test_events_flow_and_end_with_the_client(front: Node, upstream: Node) -> Non
     eventually(lambda: upstream.http.get("/listening").json() == 0, what="the other node to be let go")
 
 
-@pytest.mark.parametrize("server", SERVERS)
-def test_a_client_that_hangs_up_in_its_body_is_no_error_of_ours(upstream: Node, server: str) -> None:
+def test_a_client_that_hangs_up_in_its_body_is_no_error_of_ours(upstream: Node) -> None:
     """The rest of the request is not waited for, and the log does not say that anything has failed."""
-    with node(server, upstream.url) as front:
+    with node(upstream.url) as front:
         with socket.create_connection(("127.0.0.1", front.port)) as client:
             client.sendall(b"POST /push HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf")
             for _ in range(20):  # while these are answered, the beginning above is read and handed on
@@ -215,7 +210,7 @@ def test_an_answer_does_not_wait_for_an_empty_last_frame(upstream: Node) -> None
 
 def test_a_node_that_dies_in_the_middle_cuts_the_answer_off(upstream: Node) -> None:
     """Half an answer is never passed off as a whole one; afterwards the front says that nobody is there."""
-    with node("granian") as dying, node("uvicorn", dying.url) as front:
+    with node() as dying, node(dying.url) as front:
         with pytest.raises(httpx.RemoteProtocolError):
             front.http.get("/die")
         answer = front.http.get("/slow?seconds=0")

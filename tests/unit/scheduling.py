@@ -10,6 +10,7 @@ from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError
 
 SPEC: dict[str, Any] = {"name": "m", "params": {"w": {"shape": [64]}}, "partitions": 4}
+EIGHT = {"partitions": 8}
 
 
 class Driver:
@@ -199,3 +200,15 @@ def beyond_its_cut(after_s: float = 0.1) -> tuple[Driver, Any]:
     d.now += after_s
     d.clock(a, 2)
     return d, a
+
+
+def wishes(d: Driver, model: str = "m") -> dict[int, int]:
+    """Partition -> number of the wish to have it handed over, as shards were told last."""
+    owners = d.document(model)["owners"]
+    return {i: o[2]["release"] for i, o in enumerate(owners) if len(o) > 2 and "release" in o[2]}
+
+
+def row(d: Driver, index: int, number: int) -> list[Any]:
+    """What the owner says once it has stored that partition as a whole."""
+    model = d.core.read.model("m")
+    return ["m", model["generation"], index, model["partitions"][index]["incarnation"], 7, number]

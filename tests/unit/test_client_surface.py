@@ -18,7 +18,7 @@ from paramserver.wire.tensor import f32_to_bf16
 
 def test_importing_is_light() -> None:
     """`import paramserver` and the client load neither kernels nor servers."""
-    heavy = "numba fastapi redis granian sklearn uvicorn torch pydantic"
+    heavy = "numba fastapi redis sklearn uvicorn torch pydantic"
     used = "ps.connect, ps.Adam, ps.AsyncClient, ps.local"
     code = f"import sys, paramserver as ps; {used}; print([m for m in {heavy.split()!r} if m in sys.modules])"
 

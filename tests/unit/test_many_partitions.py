@@ -16,7 +16,7 @@ from paramserver.limits import PARTITIONS_MAX, SNAPSHOT_INTERVAL_S
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PushId
 
-from .test_client_transfer import Now, Shards, drive, terms
+from .sharding import Now, Shards, drive, terms
 
 WIDTH = 4
 STEPS_MAX = 64

@@ -191,6 +191,16 @@ def test_wrong_runs_are_refused() -> None:
     assert len(d.core.read.runs()) == 1
 
 
+def test_runs_are_listed_newest_first() -> None:
+    """Whoever asks wants to see what happened last."""
+    d = Driver()
+    d.model()
+    d.model(name="n")
+    first = d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))["id"]
+    second = d.ask(lambda n: io.CreateRun(n, "n", "a.b:c"))["id"]
+    assert [r["id"] for r in d.core.read.runs()] == [second, first]
+
+
 def test_everything_survives_a_kill_of_the_scheduler() -> None:
     """Models, owners, workers, data, runs, members, checkpoints and evaluations are as they were told."""
     d = Driver()

@@ -1,10 +1,9 @@
-"""The shard's core, event by event: pushes, pulls, assignments, ownership, snapshots."""
+"""The shard's core, event by event: pulls, assignments, ownership, snapshots; see `test_shard_pushes`."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from paramserver import limits
 from paramserver.core.shard_io import (
@@ -12,18 +11,14 @@ from paramserver.core.shard_io import (
     CaptureReceived,
     LoadFailed,
     LoadPartition,
-    MapChanged,
     ModelGone,
-    PushDone,
     RequestGone,
-    RosterChanged,
     SetReceived,
     SnapshotFailed,
     StoreSnapshot,
-    WorkerAnswered,
 )
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import FencedError, PsError, StaleMapError, problem
+from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
 from paramserver.types import F32, PushId
 
@@ -43,223 +38,6 @@ def refused(driver: ShardDriver, request: int) -> PsError:
     outcome = driver.replies[request]
     assert isinstance(outcome, PsError)
     return outcome
-
-
-def test_a_push_is_applied_and_its_duplicate_answered_with_the_original_version() -> None:
-    """The second delivery changes nothing and quotes the version of the first, though others came since."""
-    driver = ShardDriver()
-    driver.serve(spec())
-
-    first = driver.push({0: ones()}, PushId("w", 1, 0))
-    driver.push({0: ones()}, PushId("w", 1, 1))
-    again = driver.push({0: ones()}, PushId("w", 1, 0))
-
-    assert (first.version, first.duplicate, first.state) == (1, False, "applied")
-    assert (again.version, again.duplicate) == (1, True)
-    assert driver.values() == [2.0] * 4
-
-
-def test_a_duplicate_waits_for_its_original_in_flight() -> None:
-    """Two deliveries that overlap are applied once, and both hear the same version."""
-    driver = ShardDriver()
-    driver.serve(spec())
-    driver.eager = False
-
-    first = driver.submit({0: ones()}, PushId("w", 1, 0))
-    again = driver.submit({0: ones()}, PushId("w", 1, 0))
-    assert not driver.replies
-    driver.settle()
-
-    outcomes = [driver.outcome(r) for r in (first, again)]
-    assert [(o.version, o.duplicate) for o in outcomes if isinstance(o, PushDone)] == [(1, False), (1, True)]
-    assert driver.values() == [1.0] * 4
-
-
-def test_parts_that_came_before_are_skipped_one_by_one() -> None:
-    """A push whose parts travelled in several requests is applied once on each partition."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
-    push_id = PushId("w", 1, 0)
-
-    driver.push({0: ones()}, push_id)
-    both = driver.push({0: ones(), 1: ones()}, push_id)
-    again = driver.push({0: ones(), 1: ones()}, push_id)
-
-    assert (both.duplicate, again.duplicate) == (False, True)
-    assert driver.values(0) == driver.values(1) == [1.0] * 4
-
-
-def test_a_request_runs_on_all_its_partitions_or_on_none() -> None:
-    """One part that is refused keeps every other part of the request from being applied."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
-    driver.push({1: ones()}, PushId("w", 1, 0))
-
-    with pytest.raises(PsError) as caught:
-        driver.push({0: ones(), 1: ones(value=2.0)}, PushId("w", 1, 0))
-
-    assert caught.value.code == "id_reused"
-    assert driver.values(0) == [0.0] * 4
-    assert driver.push({0: ones()}, PushId("w", 1, 0)).duplicate is False
-
-
-def test_operations_that_share_a_partition_run_in_order_of_arrival() -> None:
-    """A push of two partitions waits for both, and nobody overtakes it on either."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
-    driver.eager = False
-
-    driver.submit({0: ones()})
-    both = driver.submit({0: ones(), 1: ones()})
-    last = driver.submit({1: ones()})
-
-    assert len(driver.pending) == 1
-    driver.complete()
-    assert len(driver.pending) == 1
-    driver.complete()
-    assert both in driver.replies
-    assert last not in driver.replies
-    driver.complete()
-    assert last in driver.replies
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_remembered(value: float) -> None:
-    """The same push id may come again with finite content."""
-    driver = ShardDriver()
-    driver.serve(spec())
-
-    with pytest.raises(PsError) as caught:
-        driver.push({0: ones(value=value)}, PushId("w", 1, 0))
-
-    assert caught.value.code == "non_finite"
-    assert driver.push({0: ones()}, PushId("w", 1, 0)).version == 1
-
-
-def test_a_result_that_would_not_be_finite_is_refused_and_not_remembered() -> None:
-    """A finite gradient that overflows the values is refused on every partition of the request."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2))
-    driver.push({0: ones(value=3e38)})
-
-    with pytest.raises(PsError) as caught:
-        driver.push({0: ones(value=3e38), 1: ones()}, PushId("w", 1, 0))
-
-    assert caught.value.code == "non_finite_result"
-    assert driver.values(1) == [0.0] * 4
-    assert driver.push({0: ones(), 1: ones()}, PushId("w", 1, 0)).duplicate is False
-
-
-def test_a_range_push_moves_and_counts_only_what_it_names() -> None:
-    """Adam's step count rises only for the parameter a range push touches; other elements keep value and moments."""
-    driver = ShardDriver()
-    params = {"a": {"shape": [4]}, "b": {"shape": [4]}}
-    driver.serve(spec(params=params, optimizer={"name": "adam", "lr": 0.1}))
-
-    driver.push({0: ones(2)}, ranges={0: ((1, 3),)})
-
-    state = driver.pull(0).parts[0].state
-    assert state.steps == (1, 0)
-    assert np.allclose(state.values, [0, -0.1, -0.1, 0, 0, 0, 0, 0])
-    assert list(state.slots[0] != 0) == [False, True, True, False, False, False, False, False]
-
-
-@pytest.mark.parametrize("ranges", [(), ((1, 1),), ((2, 3), (1, 2)), ((0, 2), (1, 3)), ((3, 5),)])
-def test_ranges_that_do_not_fit_are_refused(ranges: tuple[tuple[int, int], ...]) -> None:
-    """Empty, unordered, overlapping and outlying ranges are the caller's error."""
-    driver = ShardDriver()
-    driver.serve(spec())
-
-    with pytest.raises(PsError) as caught:
-        driver.push({0: ones(sum(b - a for a, b in ranges))}, ranges={0: ranges})
-
-    assert caught.value.code == "invalid_range"
-
-
-def test_generation_timeline_and_owner_are_checked() -> None:
-    """Each kind of stale request hears what has changed."""
-    driver = ShardDriver()
-    driver.serve(spec(8, 2), timeline=3, clock=5, owned={0: 1})
-    driver.send(MapChanged(17))
-
-    with pytest.raises(FencedError) as replaced:
-        driver.push({0: ones()}, generation=0)
-    with pytest.raises(FencedError) as back:
-        driver.push({0: ones()}, timeline=2)
-    with pytest.raises(StaleMapError) as owner:
-        driver.push({0: ones(), 1: ones()})
-    with pytest.raises(PsError) as unknown:
-        driver.push({0: ones()}, generation=2)
-
-    assert (replaced.value.code, replaced.value.members) == ("model_replaced", {"generation": 1})
-    assert (back.value.code, back.value.members) == ("rolled_back", {"timeline": 3, "clock": 5})
-    assert owner.value.members == {"map_epoch": 17, "partition": 1}
-    assert unknown.value.retryable
-    assert driver.values(0) == [0.0] * 4
-
-
-def test_version_lag_scales_or_refuses() -> None:
-    """A base two versions back gives a third of the step, or 409 beyond the bound; another incarnation has no lag."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "async", "lag": "scale"}))
-    driver.push({0: ones()})
-    driver.push({0: ones()})
-
-    driver.push({0: ones(value=3.0)}, base=(0, 1))
-    other = driver.push({0: ones()}, base=(0, 99))
-
-    assert other.lag_unknown
-    assert driver.values() == [4.0] * 4
-    driver.patch({"consistency": {"lag": "reject", "lag_bound": 3}})
-    assert driver.push({0: ones()}, base=(1, 1)).version == 5
-    with pytest.raises(PsError) as caught:
-        driver.push({0: ones()}, base=(1, 1))
-    assert (caught.value.code, caught.value.members) == ("too_stale", {"lag": 4, "version": 5})
-
-
-def test_the_schedule_counts_versions_and_settings_change_in_order_of_arrival() -> None:
-    """A step schedule halves the rate by the partition's own version; a queued push sees the settings before it."""
-    driver = ShardDriver()
-    schedule = {"kind": "step", "step_size": 2, "gamma": 0.5}
-    driver.serve(spec(optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule}))
-    for _ in range(4):
-        driver.push({0: ones()})
-    assert driver.values() == [-3.0] * 4
-    driver.eager = False
-
-    driver.submit({0: ones()})
-    driver.patch({"optimizer": {"lr": 8.0}})
-    driver.submit({0: ones()})
-    driver.settle()
-
-    assert driver.values() == [-5.25] * 4
-
-
-def test_another_optimizer_starts_with_fresh_state() -> None:
-    """Values stay, slots and step counts begin anew."""
-    driver = ShardDriver()
-    driver.serve(spec(optimizer={"name": "adam", "lr": 0.1}))
-    driver.push({0: ones()})
-
-    driver.patch({"optimizer": {"name": "momentum", "lr": 1.0}})
-    driver.push({0: ones()})
-
-    state = driver.pull(0).parts[0].state
-    assert (len(state.slots), state.steps) == (1, (1,))
-    assert np.allclose(state.values, -1.1)
-
-
-def test_clipping_by_norm_needs_the_whole_gradients_norm() -> None:
-    """The frame's norm scales the push; without it the push is refused."""
-    driver = ShardDriver()
-    driver.serve(spec(optimizer={"name": "sum", "clip_norm": 1.0}))
-
-    driver.push({0: ones()}, norm=4.0, weight=2.0)
-
-    assert driver.values() == [0.5] * 4
-    with pytest.raises(PsError) as caught:
-        driver.push({0: ones()})
-    assert caught.value.code == "invalid_field"
 
 
 def test_pulls_wait_for_a_version() -> None:
@@ -461,90 +239,3 @@ def test_a_capture_is_one_moment() -> None:
 
     assert getattr(capture, "version", None) == 1
     assert getattr(capture, "state").values.tolist() == [1.0] * 4  # noqa: B009 - any outcome
-
-
-def test_ids_of_the_scheduler_are_asked_for_once() -> None:
-    """In async an unknown id with '/' is asked about; a worker that pushed before is not asked about again."""
-    driver = ShardDriver()
-    driver.serve(spec())
-
-    request = driver.submit({0: ones()}, PushId("run-1/w0", 3, 0))
-    assert request not in driver.replies
-    driver.send(WorkerAnswered(request, epoch=3, live=True))
-    assert request in driver.replies
-    driver.push({0: ones()}, PushId("run-1/w0", 3, 1))
-    stranger = driver.submit({0: ones()}, PushId("a/b", 1, 0))
-    driver.send(WorkerAnswered(stranger, epoch=None))
-    driver.send(RosterChanged(driver.view.model, {"run-1/w0": (4, 0)}, 1))  # type: ignore[union-attr]
-    old = driver.submit({0: ones()}, PushId("run-1/w0", 3, 2))
-
-    assert len(driver.asked) == 2
-    assert refused(driver, stranger).code == "reserved_worker"
-    assert refused(driver, old).code == "fenced"
-
-
-def test_ssp_takes_pushes_of_joined_workers_only() -> None:
-    """No id and a free id are refused at once; a joined one that the roster lacks is asked about."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "ssp"}), workers={"r/w0": (1, 0)})
-
-    plain, free = driver.submit({0: ones()}), driver.submit({0: ones()}, PushId("me", 1, 0))
-    asked = driver.submit({0: ones()}, PushId("r/w1", 1, 0))
-    driver.send(WorkerAnswered(asked, epoch=1, live=False))
-
-    assert driver.push({0: ones()}, PushId("r/w0", 1, 0)).version == 1
-    assert refused(driver, plain).code == refused(driver, free).code == "worker_required"
-    assert refused(driver, asked).code == "fenced"
-
-
-def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
-    """Two of three wait with the version before; the third applies the mean; the interval applies a rest."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 500}))
-
-    done = [driver.push({0: ones(value=v)}, PushId("w", 1, i)) for i, v in enumerate((1.0, 2.0, 6.0, 5.0))]
-
-    assert [(d.state, d.version) for d in done] == [("buffered", 0)] * 3 + [("buffered", 1)]
-    assert driver.push({0: ones(value=2.0)}, PushId("w", 1, 1)).duplicate
-    assert driver.values() == [3.0] * 4
-    driver.advance(0.5)
-    assert driver.values() == [8.0] * 4
-    assert driver.core.held_bytes == 0
-
-
-def test_buffered_with_a_count_of_one_is_async() -> None:
-    """Each push is applied at once and says so."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "buffered", "count": 1}))
-
-    assert driver.push({0: ones()}).state == "applied"
-
-
-def test_leaving_buffered_flushes() -> None:
-    """What is held is applied before a push under the new settings."""
-    driver = ShardDriver()
-    driver.serve(spec(consistency={"mode": "buffered", "count": 9}))
-    driver.push({0: ones()})
-    driver.push({0: ones(value=3.0)})
-
-    driver.patch({"consistency": {"mode": "async"}})
-
-    assert driver.values() == [2.0] * 4
-    assert driver.push({0: ones()}).version == 2
-
-
-def test_a_snapshot_carries_what_is_buffered() -> None:
-    """A push that a window remembers is in the values or in the buffer, also after a crash."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
-    buffered = spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
-    driver.serve(buffered)
-    driver.push({0: ones()}, PushId("w", 1, 0))
-    driver.advance(6.0)
-
-    after = ShardDriver(shelf)
-    after.serve(buffered, owned={0: 2}, source="snapshot")
-    assert after.push({0: ones()}, PushId("w", 1, 0)).duplicate
-    after.push({0: ones(value=3.0)}, PushId("w", 1, 1))
-
-    assert after.values() == [2.0] * 4

@@ -12,8 +12,9 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import problem
 from paramserver_node import negotiate
+from paramserver_node.race import while_there
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import gives, number_of, respond, service, until_gone
+from paramserver_scheduler.exchange import gives, number_of, respond, service
 from paramserver_scheduler.hub import Feed
 from paramserver_scheduler.runtime import Answer, Runtime
 
@@ -41,7 +42,7 @@ async def get_map(request: Request) -> Response:
 
         try:
             async with asyncio.timeout(wait_s):
-                await until_gone(request, newer())
+                await while_there(request.receive, newer())
         except TimeoutError:
             pass
     return respond(request, s.read.map())

@@ -103,9 +103,7 @@ def _needed_epoch(request: Request) -> int:
 @role("node")
 async def drain_shard(request: Request, name: str) -> Response:
     """A shard that was told to stop gives away what it owns; `targets`: how many others can take something."""
-    epoch = epoch_of(request)
-    if epoch is None:
-        raise problem("malformed", "query value 'epoch' is needed")
+    epoch = _needed_epoch(request)
     return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch))
 
 
@@ -113,9 +111,7 @@ async def drain_shard(request: Request, name: str) -> Response:
 @role("node")
 async def leave_shard(request: Request, name: str) -> Response:
     """A shard stops; its partitions go to the others at once."""
-    epoch = epoch_of(request)
-    if epoch is None:
-        raise problem("malformed", "query value 'epoch' is needed")
+    epoch = _needed_epoch(request)
     return await reply(request, lambda n: io.LeaveShard(n, name, epoch))
 
 

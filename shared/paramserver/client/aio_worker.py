@@ -142,10 +142,10 @@ class AsyncWorker(WorkerView):
         **metrics: float | None,
     ) -> Pushed:
         """See `Worker.step`."""
-        if loss is not None:
-            metrics["loss"] = loss
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
-        return await self._run(self._iterations.step(grads, metrics, self._deadline(timeout), timeout, **options))
+        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        return await self._run(
+            self._iterations.step(grads, told, deadline, timeout, base=base, weight=weight, dtype=dtype, codec=codec)
+        )
 
     async def exchange(
         self,
@@ -162,13 +162,11 @@ class AsyncWorker(WorkerView):
         **metrics: float | None,
     ) -> Params:
         """See `Worker.exchange`."""
-        if loss is not None:
-            metrics["loss"] = loss
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
-        deadline = self._deadline(timeout)
-        return await self._run(
-            self._iterations.exchange(grads, metrics, deadline, timeout, out=out, view=not copy, **options)
+        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        exchanging = self._iterations.exchange(
+            grads, told, deadline, timeout, out=out, view=not copy, base=base, weight=weight, dtype=dtype, codec=codec
         )
+        return await self._run(exchanging)
 
     async def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
         """See `Worker.report`."""

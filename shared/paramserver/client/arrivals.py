@@ -36,6 +36,10 @@ class Arrivals:
         """The addresses of the shards that lent something."""
         return {lease.address for lease in self._leased}
 
+    def drop(self) -> None:
+        """None of it is wanted: what was lent is over."""
+        self._same_host.done(self._leased)
+
     def gather(self, selection: Selection, flat: AnyArray, *, view: bool) -> AnyArray | None:
         """The values: `flat`, or with `view` a read-only array where all was lent; None if that cannot be mapped."""
         if not self._leased:

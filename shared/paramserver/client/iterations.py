@@ -11,12 +11,12 @@ from typing import Any, Final
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import POLL_S, Call, Deadline
-from paramserver.client.cluster import control, model_path
+from paramserver.client.cluster import model_path
 from paramserver.client.encoding import codec_of
 from paramserver.client.gradients import Grads
-from paramserver.client.session import Session, scheduler_request
+from paramserver.client.session import Session
 from paramserver.client.transfer import Pushed
-from paramserver.errors import PsError, problem
+from paramserver.errors import problem
 
 
 class Iterations:
@@ -36,18 +36,11 @@ class Iterations:
         done, version = s.clock + 1, 0
         give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
-            now = deadline.clock()
-            wait_s = max(0.0, min(POLL_S, give_up - now))
-            body = {"worker": s.worker, "epoch": epoch, "clock": done, "timeline": timeline, "wait_s": wait_s}
-            request = scheduler_request("POST", model_path(s.model, "clock"), body, wait_s)
-            try:
-                doc = yield from control(request, Deadline(now + wait_s + s.silence_s, deadline.clock))
-            except PsError as e:
-                if not s.follows(e):
-                    raise
-                yield from s.follow(e, epoch, timeline, Deadline(now + s.silence_s, deadline.clock))
+            wait_s = max(0.0, min(POLL_S, give_up - deadline.clock()))
+            body = {"clock": done, "timeline": timeline}
+            doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock)
+            if doc is None:
                 return s.clock
-            s.heed(doc)
             if doc.get("released"):
                 version = int(doc.get("version") or 0) if s.mode == "sync" else 0
                 done = max(done, int(doc.get("clock") or 0))

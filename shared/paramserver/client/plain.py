@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from paramserver.client.calls import Outcome, Request, Response
 from paramserver.client.credentials import Credentials
+from paramserver.client.direct import unreachable
 from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
@@ -50,8 +51,7 @@ class PlainTransport:
             fresh.connect()
         except OSError as e:
             reason = (e.strerror or str(e) or type(e).__name__).lower()
-            detail = f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one"
-            return problem("unreachable", detail)
+            return unreachable(url, reason)
         return self._attempt(fresh, request, url) or problem("in_doubt", f"{url} closed the connection unasked")
 
     def _attempt(self, connection: http.client.HTTPConnection, request: Request, url: str) -> Outcome | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from paramserver.client.board import BoardView
-from paramserver.client.unix import SCHEME, path_of
+from paramserver.client.direct import SCHEME, path_of
 from paramserver.client.windows import POSSIBLE, Windows, writable
 from paramserver.limits import SHARED_LEASE_S
 from paramserver.types import F32, AnyArray

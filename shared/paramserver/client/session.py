@@ -20,7 +20,7 @@ from urllib.parse import quote
 from paramserver import limits
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, Request, json_bytes, json_request
+from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Clock, Deadline, Pause, Request, json_bytes, json_request
 from paramserver.client.cluster import Cluster, control, model_path
 from paramserver.client.encoding import Feedback, codec_of
 from paramserver.client.frames import PushTerms
@@ -102,12 +102,12 @@ class Session:
             body["above"] = self.numbers.epoch
         path = model_path(self.model, "workers")
         try:
-            doc = yield from control(scheduler_request("POST", path, body), deadline)
+            doc = yield from control(_request("POST", path, body), deadline)
         except PsError as e:
             if not self.joined or e.code != "conflict" or "rank" not in body:
                 raise
             del body["rank"]  # somebody else has taken it meanwhile
-            doc = yield from control(scheduler_request("POST", path, body), deadline)
+            doc = yield from control(_request("POST", path, body), deadline)
         with self._lock:
             if not self.worker:
                 self.numbers = PushNumbers(str(doc["worker"]), int(doc["epoch"]))
@@ -130,7 +130,7 @@ class Session:
         try:
             yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}"
-            request = scheduler_request("DELETE", self._path() + query)
+            request = _request("DELETE", self._path() + query)
             yield from control(request, deadline)
         except PsError as e:
             log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
@@ -148,14 +148,14 @@ class Session:
         try:
             for clock, values in points[:-1]:
                 yield from self._send_metrics(values, clock, deadline)
-            doc = yield from control(scheduler_request("PUT", self._path(), body), deadline)
+            doc = yield from control(_request("PUT", self._path(), body), deadline)
         except PsError as e:
-            if not self.follows(e):
+            if not self._follows(e):
                 raise
-            yield from self.follow(e, epoch, timeline, deadline)
+            yield from self._follow(e, epoch, timeline, deadline)
             return
         self._state_sent = state
-        self.heed(doc)
+        self._heed(doc)
         now = deadline.clock()
         if now - self._looked_at > MAP_AGE_S:
             self._looked_at = now
@@ -201,9 +201,9 @@ class Session:
                     view=view,
                 )
             except PsError as e:
-                if not self.follows(e):
+                if not self._follows(e):
                     raise
-                yield from self.follow(e, epoch, timeline, deadline)
+                yield from self._follow(e, epoch, timeline, deadline)
                 continue
             self.goes_on_from(p, epoch, timeline)
             return p
@@ -291,10 +291,10 @@ class Session:
         try:
             done = yield from pushing
         except PsError as e:
-            if not self.follows(e):
+            if not self._follows(e):
                 raise
             log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
-            yield from self.follow(e, terms.push_id.epoch, terms.timeline or 0, deadline)
+            yield from self._follow(e, terms.push_id.epoch, terms.timeline or 0, deadline)
             self._pulled = None
             return None
         self.feedback.keep()
@@ -331,17 +331,10 @@ class Session:
             yield from self._while_paused()
             epoch, timeline = self.numbers.epoch, self.timeline
             wait_s = POLL_S if wait else 0.0
-            body = {"worker": self.worker, "epoch": epoch, "dataset": dataset, "wait_s": wait_s}
-            now = deadline.clock()
-            request = scheduler_request("POST", model_path(self.model, "tasks", "lease"), body, wait_s)
-            try:
-                doc = yield from control(request, Deadline(now + wait_s + self.silence_s, deadline.clock))
-            except PsError as e:
-                if not self.follows(e):
-                    raise
-                yield from self.follow(e, epoch, timeline, Deadline(now + self.silence_s, deadline.clock))
+            path = model_path(self.model, "tasks", "lease")
+            doc = yield from self.ask(path, {"dataset": dataset}, epoch, timeline, wait_s, deadline.clock)
+            if doc is None:
                 continue
-            self.heed(doc)
             with self._lock:  # while it waited it held nobody up, so the model may be some clocks further
                 if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
                     self.clock = max(self.clock, int(doc.get("clock") or 0))
@@ -358,7 +351,7 @@ class Session:
             body["metrics"] = dict(metrics)
         path = model_path(self.model, "tasks", task.id, "done")
         try:
-            yield from control(scheduler_request("POST", path, body), deadline)
+            yield from control(_request("POST", path, body), deadline)
         except PsError as e:
             if e.code not in ("fenced", "unknown_worker", "unknown_task"):
                 raise
@@ -387,11 +380,30 @@ class Session:
 
     # -------------------------------------------------------------------------------------------- what happens to it
 
-    def follows(self, error: PsError) -> bool:
-        """Whether `follow` can take up what has happened."""
+    def ask(
+        self, path: str, body: Mapping[str, Any], epoch: int, timeline: int, wait_s: float, clock: Clock
+    ) -> Call[Any]:
+        """The scheduler's answer, for which it may take `wait_s`; what it asks for in it is taken up.
+
+        None: the worker is not what it was in that epoch and timeline any more, which was taken up instead.
+        """
+        now = clock()
+        request = _request("POST", path, {"worker": self.worker, "epoch": epoch, **body, "wait_s": wait_s}, wait_s)
+        try:
+            doc = yield from control(request, Deadline(now + wait_s + self.silence_s, clock))
+        except PsError as e:
+            if not self._follows(e):
+                raise
+            yield from self._follow(e, epoch, timeline, Deadline(now + self.silence_s, clock))
+            return None
+        self._heed(doc)
+        return doc
+
+    def _follows(self, error: PsError) -> bool:
+        """Whether `_follow` can take up what has happened."""
         return error.code in ("rolled_back", "fenced", "unknown_worker")
 
-    def follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
+    def _follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
         """Take up a rollback or join again, unless another call of this session has done so already."""
         if error.code == "rolled_back":
             with self._lock:
@@ -427,7 +439,7 @@ class Session:
             return False
         return self._pulled[1] != timeline or (self.mode == "sync" and self._pulled[0] != epoch)
 
-    def heed(self, doc: Mapping[str, Any]) -> None:
+    def _heed(self, doc: Mapping[str, Any]) -> None:
         """Take up what the scheduler asks for in one of its answers."""
         status = doc.get("state")
         if status in ("active", "paused", "draining", "stop") and status != self.status:
@@ -458,13 +470,13 @@ class Session:
 
     def _send_metrics(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
         body = {"metrics": values, "worker": self.worker, "clock": clock}
-        yield from control(scheduler_request("POST", model_path(self.model, "metrics"), body), deadline)
+        yield from control(_request("POST", model_path(self.model, "metrics"), body), deadline)
 
     def _path(self) -> str:
         return model_path(self.model, "workers") + "/" + quote(self.worker, safe="")
 
 
-def scheduler_request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
+def _request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
     """A request that the scheduler answers at once or after `wait_s`, and that may be repeated."""
     return json_request(method, path, body, timeout_s=ATTEMPT_S + wait_s)
 

@@ -414,6 +414,7 @@ def exchange(
         replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
     pushed = summed([r.push for r in replies if r.push is not None])
     if terms.ends_s is not None and not pushed.released:
+        arrivals.drop()  # of shards that had the commit in time
         return pushed, None
     found = arrivals.gather(selection, flat, view=view and out is None)
     if found is None:

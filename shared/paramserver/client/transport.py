@@ -1,7 +1,8 @@
-"""The two drivers: they perform the requests of calls over pyreqwest, one blocking, one on asyncio.
+"""The two drivers: they perform the requests of calls, one blocking, one on asyncio.
 
-A shard's own address is spoken to in HTTP/2 with prior knowledge (1 MiB frames, 16 MiB windows); the URLs the client
-was given in HTTP/1.1, or what TLS negotiates.  Several URLs are tried in turn, beginning with the one that answered
+A shard's own address is spoken to in HTTP/2 with prior knowledge, by the blocking one over connections of our own (see
+`direct`), by the other over pyreqwest, where many requests share a connection; the URLs the client was given over
+pyreqwest in HTTP/1.1, or what TLS negotiates.  Several URLs are tried in turn, beginning with the one that answered
 last (see `addresses`).  Native errors become values: Unreachable if nothing can have arrived, InDoubt otherwise.
 """
 
@@ -22,24 +23,18 @@ from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClien
 from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.credentials import Credentials
+from paramserver.client.direct import CONNECT_S, SCHEME, DirectTransport, unreachable
 from paramserver.client.plain import PlainTransport
-from paramserver.client.unix import SCHEME, UnixTransport
 from paramserver.errors import InDoubt, PsError, problem
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseClientBuilder)
 log = logging.getLogger("paramserver")
 
-CONNECT_S: Final = 3.0
 PARALLEL_MAX: Final = 16
 """Threads of one blocking client that wait for shards at the same time."""
 _FRAME_BYTES: Final = 1 << 20
 _WINDOW_BYTES: Final = 16 << 20
-
-
-def unreachable(url: str, reason: str) -> PsError:
-    """The error of a URL where nobody answers."""
-    return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
 
 
 def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsError:
@@ -97,12 +92,11 @@ class BlockingTransport:
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
-        self._unix = UnixTransport(credentials)
+        self._shards = DirectTransport(credentials)
         self._lock = threading.Lock()
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: SyncClient | None = None
-        self._direct: SyncClient | None = None
         self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
         self._pid = -1
         self._closed = False
@@ -139,28 +133,26 @@ class BlockingTransport:
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
-            self._unix.close()
+            self._shards.close()
             if self._plain is not None:
                 self._plain.close()
             self._pool.shutdown(wait=False)
-            for client in (self._control, self._direct):
-                if client is not None:
-                    client.close()
+            if self._control is not None:
+                self._control.close()
 
     def _start(self) -> None:
         with self._lock:
             if self._pid == os.getpid():
                 return
             if self._pid != -1:  # a native client must not even be dropped in a child: its threads are the parent's
-                self._forsaken += [self._control, self._direct, self._pool]
+                self._forsaken += [self._control, self._pool]
             try:
                 urls = self._addresses.given
                 self._control = _tuned(SyncClientBuilder(), self._credentials, direct=False, urls=urls).build()
-                self._direct = _tuned(SyncClientBuilder(), self._credentials, direct=True, urls=()).build()
             except RuntimeError:  # the native runtime refuses a child whose parent had used it
                 log.info("client.plain reason=forked pid=%d", os.getpid())
                 self._plain = PlainTransport(self._credentials)
-                self._control = self._direct = None
+                self._control = None
             self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
             self._pid = os.getpid()
 
@@ -177,14 +169,13 @@ class BlockingTransport:
     def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
         if self._closed:
             return problem("unreachable", "this client is closed", hint="make another with ps.connect()")
-        if url.startswith(SCHEME):
-            return self._unix.send(request, url)
+        if direct:
+            return self._shards.send(request, url)
         if self._plain is not None:
             return self._plain.send(request, url)
-        client = self._direct if direct else self._control
-        assert client is not None
+        assert self._control is not None
         try:
-            b = client.request(request.method, url + request.path).headers(dict(request.headers))
+            b = self._control.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
             if request.body is not None:
                 b = b.body_bytes(request.body)
@@ -211,7 +202,7 @@ class AsyncTransport:
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
-        self._unix = UnixTransport(credentials)
+        self._shards = DirectTransport(credentials)
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: Client | None = None
@@ -248,7 +239,7 @@ class AsyncTransport:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        self._unix.close()
+        self._shards.close()
         if self._plain is not None:
             self._plain.close()
         for client in (self._control, self._direct):
@@ -281,7 +272,7 @@ class AsyncTransport:
         if self._closed:
             return problem("unreachable", "this client is closed", hint="make another AsyncClient")
         if url.startswith(SCHEME):
-            return await asyncio.to_thread(self._unix.send, request, url)
+            return await asyncio.to_thread(self._shards.send, request, url)
         if self._plain is not None:
             return await asyncio.to_thread(self._plain.send, request, url)
         client = self._direct if direct else self._control

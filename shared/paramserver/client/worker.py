@@ -170,10 +170,10 @@ class Worker(WorkerView):
 
         Metrics travel with the heartbeat; of many steps a second only some points are kept.
         """
-        if loss is not None:
-            metrics["loss"] = loss
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
-        return self._run(self._iterations.step(grads, metrics, self._deadline(timeout), timeout, **options))
+        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        return self._run(
+            self._iterations.step(grads, told, deadline, timeout, base=base, weight=weight, dtype=dtype, codec=codec)
+        )
 
     def exchange(
         self,
@@ -197,13 +197,11 @@ class Worker(WorkerView):
 
         In sync these are the values after the commit of this clock.  `out` and `copy` are as in `Model.pull`.
         """
-        if loss is not None:
-            metrics["loss"] = loss
-        options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
-        deadline = self._deadline(timeout)
-        return self._run(
-            self._iterations.exchange(grads, metrics, deadline, timeout, out=out, view=not copy, **options)
+        told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
+        exchanging = self._iterations.exchange(
+            grads, told, deadline, timeout, out=out, view=not copy, base=base, weight=weight, dtype=dtype, codec=codec
         )
+        return self._run(exchanging)
 
     def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
         """Report metrics of the present clock now: `report(accuracy=0.97)`."""

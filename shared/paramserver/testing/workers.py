@@ -138,9 +138,7 @@ class SimWorker(SimClient):
         left = set(range(self.sim.spec.partitions))
         while left:
             owners = yield from self.owners(left)
-            first = ends is not None and sorted(i for own in owners.values() for i in own) == sorted(
-                range(self.sim.spec.partitions)
-            )
+            first = ends is not None and sum(map(len, owners.values())) == self.sim.spec.partitions
             for shard, indices in owners.items():
                 sizes = {i: self.layout.partition_size(i) for i in indices}
                 parts = tuple(push_part(i, np.ones(n, np.float32), n) for i, n in sizes.items())

@@ -1,0 +1,342 @@
+"""HTTP/2 for uvicorn: one client's connection, on the event loop that serves.
+
+A shard's work is bodies of many megabytes.  They come through one buffer that all connections share and that stays in
+the cache, and go on from there to where they are wanted (see `stream`), copied once.  Answers go out as they are.
+
+Bounds: what a client may send before it is wanted is its windows; what it may leave unread is `UNSENT_BYTES_MAX`,
+beyond which nothing more is written; its requests, its headers, and its frames that are of no use are counted.
+"""
+
+import asyncio
+import logging
+import socket
+from typing import Any, Final
+
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
+from uvicorn.server import ServerState
+
+from paramserver.limits import PATIENCE_S
+from paramserver.wire import http2 as wire
+from paramserver.wire.http2 import Http2Error
+from paramserver_node.stream import BODY, UNREAD_BYTES_MAX, Stream, request_of
+
+log = logging.getLogger("paramserver.node")
+
+FRAME_BYTES: Final = 1 << 20
+CONNECTION_WINDOW_BYTES: Final = 8 << 20
+"""What a client may send of all its bodies; more than one of them takes, so that one that waits holds up no other."""
+STREAMS_MAX: Final = 256
+HEADER_BYTES_MAX: Final = 64 << 10
+UNSENT_BYTES_MAX: Final = 2 << 20
+"""What is handed to the transport before it has got rid of it."""
+FOLLIES_MAX: Final = 1000
+"""Frames that make work and are of no use (pings, resets, empty ones) before a client is cut off ..."""
+FOLLIES_PER_S: Final = 20.0
+"""... and how many more each second: a ping now and then is none."""
+SHORT_BYTES: Final = 4096
+"""What is copied to go with its head in one piece."""
+READ_BYTES: Final = 256 << 10
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client's HTTP/2, after the preface."""
+
+    _room = memoryview(bytearray(READ_BYTES))
+    """Of all connections: what has been read is used before anything else is."""
+
+    def __init__(self, config: Config, server: ServerState, app: ASGIApp, state: dict[str, Any]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._app, self._state, self._server = app, state, server
+        self._root_path = config.root_path
+        self._greeted = False
+        self._scanner = wire.Scanner(FRAME_BYTES, HEADER_BYTES_MAX)
+        self._requests = wire.HeaderDecoder(HEADER_BYTES_MAX, request_of)
+        self._streams: dict[int, Stream] = {}
+        self._running = 0
+        """Requests that are being answered, those that the client gave up as well."""
+        self._newest = 0
+        self._block: tuple[int, int, bytearray] | None = None
+        """A header block that goes on: its stream, its flags, what is here."""
+        self._window = CONNECTION_WINDOW_BYTES
+        """What the client may still send of all bodies."""
+        self._used = 0
+        """What it may send again, and has not been told."""
+        self._follies = 0
+        self._began_s = self.loop.time()
+        self._said = b""
+        self._stopping = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.credit = self.new_credit = wire.WINDOW_BYTES
+        """What may be sent of all answers, and of a new one."""
+        self.frame_bytes = wire.PAYLOAD_BYTES_MAX
+        """What the client takes in one frame."""
+
+    # Of the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The server's word comes first: its settings, and a window for all bodies."""
+        self.transport = transport
+        transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        connected = transport.get_extra_info("socket")
+        if connected.family != socket.AF_UNIX:  # asyncio forgets it where the listening socket was given to it
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._server.connections.add(self)  # type: ignore[arg-type]
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "2",
+            "server": get_local_addr(transport),
+            "client": get_remote_addr(transport),
+            "scheme": "https" if is_ssl(transport) else "http",
+            "root_path": self._root_path,
+        }
+        values = {
+            wire.MAX_CONCURRENT_STREAMS: STREAMS_MAX,
+            wire.INITIAL_WINDOW_SIZE: UNREAD_BYTES_MAX,
+            wire.MAX_FRAME_SIZE: FRAME_BYTES,
+            wire.MAX_HEADER_LIST_SIZE: HEADER_BYTES_MAX,
+        }
+        self.say(wire.settings(values))
+        self.say(wire.word(0, wire.WINDOW_UPDATE, CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES))
+        self.flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """All that are being answered learn of it."""
+        self._server.connections.discard(self)
+        self._writable.set()
+        for stream in self._streams.values():
+            stream.cut()
+        self._streams.clear()
+
+    def pause_writing(self) -> None:
+        """The client reads slower than is written."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._writable.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes are here."""
+        self.feed(self._room[:nbytes])
+
+    def eof_received(self) -> None:
+        """The client has hung up."""
+
+    def shutdown(self) -> None:
+        """No new requests; those in flight are finished."""
+        if not self._stopping:
+            self._stopping = True
+            self.say(wire.goaway(self._newest, wire.NO_ERROR))
+            self.flush()
+            self._close_if_idle()
+
+    # What comes
+
+    def feed(self, data: memoryview) -> None:
+        """The next bytes of the client."""
+        try:
+            self._feed(data)
+        except Http2Error as e:
+            log.info("http2.refused client=%s reason=%s", self._scope["client"], e)
+            self.say(wire.goaway(self._newest, e.code))
+            self.flush()
+            self._hang_up()
+        else:
+            self.flush()
+
+    def _feed(self, data: memoryview) -> None:
+        for kind, flags, number, payload, cost in self._scanner.scan(data):
+            if not self._greeted and kind != wire.SETTINGS:
+                raise Http2Error(wire.PROTOCOL_ERROR, "settings come first")
+            if (self._block is None) != (kind != wire.CONTINUATION):
+                raise Http2Error(wire.PROTOCOL_ERROR, "headers that are interrupted, or go on without a beginning")
+            if kind == wire.DATA:
+                self._data(number, payload, cost, bool(flags & wire.END_STREAM))
+            elif kind == wire.HEADERS:
+                if number % 2 == 0:
+                    raise Http2Error(wire.PROTOCOL_ERROR, "a request on a stream that is not the client's")
+                self._heads(number, flags, bytearray(wire.block_in(flags, payload)))
+            else:
+                self._control(kind, flags, number, payload)
+
+    def _data(self, number: int, data: memoryview, cost: int, ends: bool) -> None:
+        """A piece of a body."""
+        stream = self._streams.get(number)
+        if stream is None and (number > self._newest or number % 2 == 0):
+            raise Http2Error(wire.PROTOCOL_ERROR, "a body without a request")
+        self._window -= cost
+        if self._window < 0 or (stream is not None and not stream.takes(cost)):
+            raise Http2Error(wire.FLOW_CONTROL_ERROR, "more than the window allows")
+        if not data and not ends:
+            self._folly()
+        self.used(cost if stream is None else cost - len(data))
+        if stream is not None:
+            if stream.body_ended:
+                raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
+            stream.arrived(data, ends)
+
+    def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
+        if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
+            raise Http2Error(wire.PROTOCOL_ERROR, "what concerns the connection, on a stream")
+        if kind == wire.WINDOW_UPDATE:
+            self._widen(number, wire.word_in(payload))
+        elif kind == wire.CONTINUATION:
+            assert self._block is not None
+            begun, first_flags, block = self._block
+            if begun != number:
+                raise Http2Error(wire.PROTOCOL_ERROR, "headers that are interrupted")
+            self._folly()
+            self._block = None
+            self._heads(number, flags & wire.END_HEADERS | first_flags & wire.END_STREAM, block + payload)
+        elif kind == wire.RST_STREAM:
+            wire.word_in(payload)
+            if number == 0 or number > self._newest:
+                raise Http2Error(wire.PROTOCOL_ERROR, "a stream that never was is cut")
+            self._folly()
+            if (stream := self._streams.pop(number, None)) is not None:
+                stream.cut()
+                self._close_if_idle()
+        elif kind == wire.SETTINGS:
+            self._greeted = True
+            if not flags & wire.ACK:
+                self._folly()
+                self._set(wire.settings_in(payload))
+                self.say(wire.frame(wire.SETTINGS, wire.ACK, 0))
+        elif kind == wire.PING:
+            if len(payload) != 8:
+                raise Http2Error(wire.FRAME_SIZE_ERROR, "a ping that is not eight bytes")
+            self._folly()
+            if not flags & wire.ACK:
+                self.say(wire.frame(wire.PING, wire.ACK, 0, bytes(payload)))
+        elif kind == wire.PUSH_PROMISE:
+            raise Http2Error(wire.PROTOCOL_ERROR, "clients do not push")
+        else:
+            self._folly()  # what nobody needs to know
+
+    def _heads(self, number: int, flags: int, block: bytearray) -> None:
+        """A header block, as far as it is here."""
+        if len(block) > HEADER_BYTES_MAX:
+            raise Http2Error(wire.ENHANCE_YOUR_CALM, "headers that are too long")
+        if not flags & wire.END_HEADERS:
+            self._block = (number, flags, block)
+            return
+        asked = self._requests.decode(bytes(block))
+        ends = bool(flags & wire.END_STREAM)
+        if number <= self._newest:  # what follows a body
+            stream = self._streams.get(number)
+            if stream is not None:
+                if not ends or stream.body_ended:
+                    raise Http2Error(wire.PROTOCOL_ERROR, "headers in the middle of a body")
+                stream.arrived(memoryview(b""), True)
+            return
+        self._newest = number
+        if asked is None or self._stopping or self._running >= STREAMS_MAX:
+            self._folly()
+            code = wire.PROTOCOL_ERROR if asked is None else wire.REFUSED_STREAM
+            self.say(wire.word(number, wire.RST_STREAM, code))
+            return
+        stream = self._streams[number] = Stream(self, number, ends, bodyless=asked["method"] == "HEAD")
+        scope = self._scope | asked
+        scope["headers"] = list(asked["headers"])
+        scope["state"] = dict(self._state)
+        scope["extensions"] = {BODY: stream.into}
+        self._running += 1
+        task = self.loop.create_task(stream.run(self._app, scope))
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
+
+    def _widen(self, number: int, by: int) -> None:
+        stream = self._streams.get(number)
+        if number == 0:
+            self.credit += by
+        elif stream is not None:
+            stream.credit += by
+        else:
+            return
+        if not by or (self.credit if stream is None else stream.credit) > wire.WINDOW_MAX:
+            raise Http2Error(wire.FLOW_CONTROL_ERROR, "a window that is too large, or no wider")
+        for one in self._streams.values() if stream is None else (stream,):
+            one.wake()
+
+    def _set(self, values: dict[int, int]) -> None:
+        self.frame_bytes = min(FRAME_BYTES, values.get(wire.MAX_FRAME_SIZE, self.frame_bytes))
+        credit = values.get(wire.INITIAL_WINDOW_SIZE, self.new_credit)
+        for stream in self._streams.values():
+            stream.credit += credit - self.new_credit
+            stream.wake()
+        self.new_credit = credit
+
+    def _folly(self) -> None:
+        self._follies += 1
+        if self._follies > FOLLIES_MAX + FOLLIES_PER_S * (self.loop.time() - self._began_s):
+            raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many frames of no use")
+
+    # What goes
+
+    def say(self, frame: bytes) -> None:
+        """Something for the client that goes with `flush`."""
+        self._said += frame
+
+    def flush(self) -> None:
+        """What was said goes out, in one piece."""
+        if self._said:
+            said, self._said = self._said, b""
+            if not self.transport.is_closing():
+                self.transport.write(said)
+
+    def send(self, head: bytes, data: memoryview) -> None:
+        """A piece of an answer, after what was said; `data` is not copied unless it is short."""
+        if len(data) <= SHORT_BYTES:
+            self.say(head + data)
+            self.flush()
+            return
+        head, self._said = self._said + head, b""
+        if not self.transport.is_closing():
+            self.transport.writelines((head, data))
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client reads what is written."""
+        return self._writable.is_set()
+
+    async def drained(self) -> None:
+        """The client has read enough for more, and others have had their turn."""
+        await asyncio.sleep(0)
+        while not self.writable:  # whoever was woken before may have filled it again
+            await self._writable.wait()
+
+    def used(self, size: int) -> None:
+        """So many bytes of bodies are no longer held."""
+        self._used += size
+        if self._used >= CONNECTION_WINDOW_BYTES // 4:
+            self._window += self._used
+            self.say(wire.word(0, wire.WINDOW_UPDATE, self._used))
+            self._used = 0
+
+    def ended(self, number: int) -> None:
+        """A request is over."""
+        self._running -= 1
+        self.flush()
+        self._streams.pop(number, None)
+        self._close_if_idle()
+
+    def abort(self) -> None:
+        """Hang up at once, whatever is still to be sent."""
+        self.transport.abort()
+
+    def _close_if_idle(self) -> None:
+        if self._stopping and not self._streams:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """When all is sent, or so long afterwards."""
+        self.transport.close()
+        self.loop.call_later(PATIENCE_S, self.transport.abort)

@@ -1,0 +1,240 @@
+"""One request over HTTP/2 and its answer, for an ASGI app.
+
+An app may take a body as ASGI's messages, or have it handed on as it arrives, straight out of the buffer that it was
+read into: `await scope["extensions"][BODY](feed)`.  Until it does either, a client may send `UNREAD_BYTES_MAX` of it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Scope
+
+from paramserver.wire import http2 as wire
+from paramserver.wire.http2 import Header
+
+if TYPE_CHECKING:
+    from paramserver_node.http2 import Connection
+
+log = logging.getLogger("paramserver.node")
+
+BODY: Final = "paramserver.body"
+"""Name of the extension."""
+UNREAD_BYTES_MAX: Final = 256 << 10
+"""What a client may send of a body before an app wants it."""
+AHEAD_BYTES: Final = 4 << 20
+"""The same while it is handed on as it arrives, so that no client waits for a word of ours."""
+
+_OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
+_OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
+
+Feed = Callable[[memoryview], None]
+"""Takes the next bytes of a body, which are only good until it returns.  May raise."""
+
+
+class Stream:
+    """One request and its answer."""
+
+    def __init__(self, client: "Connection", number: int, body_ended: bool, *, bodyless: bool = False) -> None:
+        self._client, self._number, self._bodyless = client, number, bodyless
+        self.body_ended = body_ended
+        """Whether the client has sent all."""
+        self.credit = client.new_credit
+        """What may be sent of the answer."""
+        self._window = self._ahead = UNREAD_BYTES_MAX
+        """What the client may still send, and how much that is when all is used."""
+        self._used = 0
+        self._pieces: list[bytes] = []
+        self._feed: Feed | None = None
+        self._failed: Exception | None = None
+        """What `_feed` raised."""
+        self._end_told = False
+        self._cut = False
+        self._answered = False
+        self._head = b""
+        """The answer's headers, which go with its first piece."""
+        self._more, self._room = asyncio.Event(), asyncio.Event()
+        """Something has come of the body; there may be room for the answer."""
+
+    # Of the connection
+
+    def takes(self, size: int) -> bool:
+        """Whether the client may send so many bytes."""
+        self._window -= size
+        return self._window >= 0
+
+    def arrived(self, data: memoryview, ends: bool) -> None:
+        """The next bytes of the body."""
+        self.body_ended = ends
+        if self._feed is not None and self._failed is None and data:
+            try:
+                self._feed(data)
+            except Exception as e:
+                self._failed = e
+            self._has_used(len(data))
+        elif self._failed is not None or self._answered:
+            self._has_used(len(data))
+        elif data:
+            self._pieces.append(bytes(data))
+        if self._feed is None or ends or self._failed is not None:
+            self._more.set()
+
+    def cut(self) -> None:
+        """The client has hung up, or has given this request up."""
+        self._cut = True
+        self._drop()
+        self._more.set()
+        self._room.set()
+
+    def wake(self) -> None:
+        """There may be more room for the answer."""
+        self._room.set()
+
+    def _drop(self) -> None:
+        self._client.used(sum(map(len, self._pieces)))
+        self._pieces.clear()
+
+    def _has_used(self, size: int) -> None:
+        self._client.used(size)
+        self._used += size
+        if self._used >= self._ahead // 4 and not self.body_ended:
+            self._widen(self._used)
+            self._used = 0
+
+    def _widen(self, size: int) -> None:
+        self._window += size
+        self._client.say(wire.word(self._number, wire.WINDOW_UPDATE, size))
+
+    # Of the app
+
+    async def into(self, feed: Feed) -> bool:
+        """Hands the rest of the body on as it arrives; whether it came to its end.  Raises what `feed` raises.
+
+        It can be interrupted and called again.
+        """
+        if not self.body_ended and self._ahead < AHEAD_BYTES:
+            self._widen(AHEAD_BYTES - self._ahead)
+            self._ahead = AHEAD_BYTES
+            self._client.flush()
+        while self._pieces:
+            piece = self._pieces.pop(0)
+            self._has_used(len(piece))
+            feed(memoryview(piece))
+        self._feed = feed
+        try:
+            while not (self.body_ended or self._cut or self._failed is not None):
+                await _next(self._more)
+        finally:
+            self._feed = None
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+        self._end_told = self.body_ended
+        return self.body_ended
+
+    async def receive(self) -> Message:
+        """ASGI's next event."""
+        while not self._pieces and not self._cut and (self._end_told or not self.body_ended):
+            await _next(self._more)
+        if self._cut and not self._pieces and (self._end_told or not self.body_ended):
+            return {"type": "http.disconnect"}
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._end_told = self.body_ended
+        self._has_used(len(body))
+        self._client.flush()
+        return {"type": "http.request", "body": body, "more_body": not self._end_told}
+
+    async def send(self, message: Message) -> None:
+        """ASGI's next piece of the answer; dropped where the client has gone."""
+        if self._cut:
+            return
+        if message["type"] == "http.response.start":
+            headers = [(b":status", b"%d" % message["status"]), *message.get("headers", ())]
+            block = wire.encoded([h for h in headers if h[0] not in _OF_A_CONNECTION])
+            self._head = wire.frame(wire.HEADERS, wire.END_HEADERS, self._number, block)
+        elif message["type"] == "http.response.body":
+            ends = not message.get("more_body", False)
+            data = memoryview(b"" if self._bodyless else message.get("body", b"")).cast("B")
+            if data or ends:
+                await self._send(data, ends)
+
+    async def _send(self, data: memoryview, ends: bool) -> None:
+        client, head, at = self._client, self._head, 0
+        self._head = b""
+        while not self._cut:
+            n = min(len(data) - at, client.frame_bytes, self.credit, client.credit)
+            if n <= 0 and at < len(data):
+                client.say(head)
+                client.flush()
+                head = b""
+                await _next(self._room)
+                continue
+            if not client.writable:  # who asks and does not read gets no more, and soon may ask no more
+                await client.drained()
+                continue
+            last = at + n == len(data)
+            self.credit -= n
+            client.credit -= n
+            flags = wire.END_STREAM if ends and last else 0
+            client.send(head + wire.head(n, wire.DATA, flags, self._number), data[at : at + n])
+            head, at = b"", at + n
+            if last and ends:
+                self._answered = True
+                return
+            await client.drained()
+            if last:
+                return
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        """The app's whole work on it."""
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            log.debug("http2.broken path=%s", scope["path"], exc_info=True)  # the app has told of it
+        finally:
+            if not self._cut:
+                if not self._answered:
+                    self._client.say(wire.word(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
+                    if not self._client.writable:
+                        self._client.abort()  # it reads nothing, so it would not hear of it either
+                elif not self.body_ended:
+                    self._client.say(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
+                self._drop()
+            self._client.ended(self._number)
+
+
+async def _next(event: asyncio.Event) -> None:
+    """Returns when it is set from now on."""
+    event.clear()
+    await event.wait()
+
+
+def request_of(headers: Sequence[Header]) -> dict[str, Any] | None:
+    """What a request's headers say, for ASGI; None where they are no request (RFC 9113, 8.2 and 8.3)."""
+    special: dict[bytes, bytes] = {}
+    rest: list[Header] = []
+    for name, value in headers:
+        if name.startswith(b":"):
+            if rest or name in special or name not in _OF_A_REQUEST:
+                return None
+            special[name] = value
+        elif not name or name != name.lower() or name in _OF_A_CONNECTION:
+            return None
+        else:
+            rest.append((name, value))
+    method, path = special.get(b":method", b""), special.get(b":path", b"")
+    if not method or b":scheme" not in special or not path.startswith(b"/"):
+        return None
+    if authority := special.get(b":authority"):
+        rest.insert(0, (b"host", authority))
+    raw, _, query = path.partition(b"?")
+    return {
+        "method": method.decode("latin-1"),
+        "path": unquote(raw.decode(errors="replace")),
+        "raw_path": raw,
+        "query_string": query,
+        "headers": rest,
+    }

@@ -1,0 +1,275 @@
+"""One blocking HTTP/2 connection to a shard, used by one request at a time.
+
+A body goes from the caller's memory into the socket, an answer through one buffer that stays in the cache to where it
+is wanted; nothing else is copied, and no second thread is woken.  Against a general client that saves what counts
+here: a small round trip costs two system calls.
+
+A shard that stands still keeps its socket open.  So one that is silent for a while is sent a ping; if nothing comes
+of it either, its answer is waited for no longer.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from paramserver.client.calls import Sink
+from paramserver.wire import http2 as wire
+from paramserver.wire.http2 import Header
+
+T = TypeVar("T")
+
+SILENCE_S: Final = 5.0
+"""How long a shard may be silent before it is asked whether it lives, and how long it has for saying so."""
+FRAME_BYTES: Final = 1 << 20
+WINDOW_BYTES: Final = wire.WINDOW_MAX
+"""What a shard may send ahead: its answer goes straight to where it is wanted."""
+_READ_BYTES: Final = 256 << 10
+_HEADER_BYTES_MAX: Final = 64 << 10
+_PING: Final = wire.frame(wire.PING, 0, 0, bytes(8))
+_HELLO: Final = (
+    wire.PREFACE
+    + wire.settings({
+        wire.ENABLE_PUSH: 0, wire.INITIAL_WINDOW_SIZE: WINDOW_BYTES, wire.MAX_FRAME_SIZE: FRAME_BYTES
+    })
+    + wire.word(0, wire.WINDOW_UPDATE, WINDOW_BYTES - wire.WINDOW_BYTES)
+)  # fmt: skip
+
+
+class Refused(OSError):
+    """Raised where the shard has not looked at the request: it can be sent again on another connection."""
+
+
+class Answer:
+    """The answer to one request, as it arrives."""
+
+    def __init__(self, sink: Sink | None) -> None:
+        self.status = 0
+        """0 until its headers are here."""
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.ended = False
+        self._sink = sink
+        self._to_sink = False
+
+    def begin(self, headers: Sequence[Header]) -> None:
+        """Its headers, or what follows its body."""
+        if self.status >= 200:
+            return
+        for name, value in headers:
+            if name == b":status":
+                self.status = int(value)
+            else:
+                self.headers[name.decode("latin-1")] = value.decode("latin-1")
+        if self.status == 200 and self._sink is not None:
+            self._to_sink = True
+            self._sink.begin()
+
+    def feed(self, data: memoryview) -> None:
+        """The next bytes of its body."""
+        if self._to_sink:
+            assert self._sink is not None
+            self._sink.feed(data)
+        else:
+            self.body += data
+
+    def end(self) -> None:
+        """All is here; raises InDoubt where the sink has too little."""
+        self.ended = True
+        if self._to_sink:
+            assert self._sink is not None
+            self._sink.end()
+
+
+class Connection:
+    """An open connection.  Raises OSError, also for what is no HTTP/2."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket: Final = connected
+        self._gathers = type(connected) is socket.socket and hasattr(connected, "sendmsg")
+        """Whether it takes several pieces at once; under TLS it does not."""
+        self.usable = True
+        """Whether another request can be sent on it."""
+        self._unsent = _HELLO
+        """Goes with the next frame."""
+        self._room = memoryview(bytearray(_READ_BYTES))
+        self._scanner = wire.Scanner(FRAME_BYTES, _HEADER_BYTES_MAX)
+        self._decoder = wire.HeaderDecoder(_HEADER_BYTES_MAX, list)
+        self._block: bytearray | None = None
+        self._block_ends = False
+        self._stream = -1
+        self._answer = Answer(None)
+        self._credit = self._stream_window = self._stream_credit = wire.WINDOW_BYTES
+        """What may be sent of all bodies, of a new one, and of the present one."""
+        self._frame_bytes = wire.PAYLOAD_BYTES_MAX
+        self._received = self._stream_received = 0
+        """Of the windows of the connection and of the present stream, since they were widened."""
+        self._give_up_at = 0.0
+        self._pinged = False
+        self.socket.settimeout(SILENCE_S)
+
+    def __del__(self) -> None:
+        # Of a client that was dropped, not closed: nothing is left open.
+        if hasattr(self, "socket"):
+            self.socket.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.usable = False
+        self.socket.close()
+
+    def ask(self, headers: Sequence[Header], body: memoryview, sink: Sink | None, timeout_s: float) -> Answer:
+        """Sends one request and gives its answer, whose body goes to `sink` if it is a 200.
+
+        Raises TimeoutError after `timeout_s` or when the shard is dead, Refused, and what the sink raises.
+        """
+        self._give_up_at = time.monotonic() + timeout_s
+        self.socket.settimeout(min(SILENCE_S, timeout_s))
+        self._pinged = False
+        self._stream += 2
+        self._stream_credit, self._stream_received = self._stream_window, 0
+        answer = self._answer = Answer(sink)
+        try:
+            self._send(headers, body)
+            while not answer.ended:
+                self._read()
+        except BaseException:
+            self.usable = False  # half a request, or an answer that would be taken for the next one's
+            raise
+        finally:
+            self._answer = Answer(None)  # an idle connection keeps nobody's sink alive
+        if self._stream > wire.WINDOW_MAX - 2:
+            self.usable = False
+        return answer
+
+    # What goes
+
+    def _send(self, headers: Sequence[Header], body: memoryview) -> None:
+        flags = wire.END_HEADERS if body else wire.END_HEADERS | wire.END_STREAM
+        self._unsent += wire.frame(wire.HEADERS, flags, self._stream, wire.encoded(headers))
+        at, size = 0, len(body)
+        while at < size and not self._answer.ended:
+            n = min(size - at, self._frame_bytes, self._credit, self._stream_credit)
+            if n <= 0:
+                self._flush()
+                self._read()
+                continue
+            ends = wire.END_STREAM if at + n == size else 0
+            self._unsent += wire.head(n, wire.DATA, ends, self._stream)
+            self._credit -= n
+            self._stream_credit -= n
+            self._flush(body[at : at + n])
+            at += n
+        self._flush()
+        if at < size:
+            self.usable = False  # it has answered before it has heard all
+
+    def _flush(self, payload: memoryview | None = None) -> None:
+        first, self._unsent = self._unsent, b""
+        if payload is not None and len(payload) <= wire.PAYLOAD_BYTES_MAX:
+            first, payload = first + payload, None
+        if payload is None or not self._gathers:
+            self._all(memoryview(first))
+        else:
+            sent = self._patiently(self.socket.sendmsg, (first, payload))
+            self._all(memoryview(first)[sent:])
+            payload = payload[max(0, sent - len(first)) :]
+        if payload is not None:
+            self._all(payload)
+
+    def _all(self, data: memoryview) -> None:
+        while data:
+            data = data[self._patiently(self.socket.send, data) :]
+
+    def _patiently(self, send: Callable[[T], int], what: T) -> int:
+        """How much was sent; raises TimeoutError at the request's end, or when the shard has read nothing for long."""
+        while True:
+            try:
+                return send(what)
+            except TimeoutError:
+                if self._pinged or time.monotonic() >= self._give_up_at:
+                    raise
+                self._pinged = True
+
+    # What comes
+
+    def _read(self) -> None:
+        left_s = self._give_up_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if left_s < SILENCE_S:
+            self.socket.settimeout(left_s)
+        try:
+            n = self.socket.recv_into(self._room)
+        except TimeoutError:
+            if self._pinged:
+                raise
+            self._pinged = True
+            self._all(memoryview(_PING))
+            return
+        if n == 0:
+            raise ConnectionResetError("closed before it answered")
+        self._pinged = False
+        try:
+            for kind, flags, stream, payload, cost in self._scanner.scan(self._room[:n]):
+                if kind == wire.DATA and self._block is None:
+                    self._data(flags, stream, payload, cost)
+                else:
+                    self._frame(kind, flags, stream, payload)
+        except wire.Http2Error as e:
+            raise OSError(str(e)) from None
+        if self._unsent:
+            self._flush()
+
+    def _data(self, flags: int, stream: int, data: memoryview, cost: int) -> None:
+        self._received += cost
+        if self._received > WINDOW_BYTES // 2:
+            self._unsent += wire.word(0, wire.WINDOW_UPDATE, self._received)
+            self._received = 0
+        if stream == self._stream and not self._answer.ended:
+            self._stream_received += cost
+            if self._stream_received > WINDOW_BYTES // 2 and not flags & wire.END_STREAM:
+                self._unsent += wire.word(stream, wire.WINDOW_UPDATE, self._stream_received)
+                self._stream_received = 0
+            if data:
+                self._answer.feed(data)
+            if flags & wire.END_STREAM:
+                self._answer.end()
+
+    def _frame(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
+        if kind in (wire.HEADERS, wire.CONTINUATION):
+            if kind == wire.HEADERS:
+                self._block, self._block_ends = bytearray(wire.block_in(flags, payload)), bool(flags & wire.END_STREAM)
+            elif self._block is None or len(self._block) > _HEADER_BYTES_MAX:
+                raise wire.Http2Error(wire.PROTOCOL_ERROR, "headers without a beginning, or without an end")
+            else:
+                self._block += payload
+            if flags & wire.END_HEADERS:
+                block, self._block = bytes(self._block), None
+                headers = self._decoder.decode(block)
+                if stream == self._stream:
+                    self._answer.begin(headers)
+                    if self._block_ends:
+                        self._answer.end()
+        elif kind == wire.WINDOW_UPDATE:
+            if stream == 0:
+                self._credit += wire.word_in(payload)
+            elif stream == self._stream:
+                self._stream_credit += wire.word_in(payload)
+        elif kind == wire.SETTINGS and not flags & wire.ACK:
+            values = wire.settings_in(payload)
+            window = values.get(wire.INITIAL_WINDOW_SIZE, self._stream_window)
+            self._stream_credit += window - self._stream_window
+            self._stream_window = window
+            self._frame_bytes = min(FRAME_BYTES, values.get(wire.MAX_FRAME_SIZE, self._frame_bytes))
+            self._unsent += wire.frame(wire.SETTINGS, wire.ACK, 0)
+        elif kind == wire.PING and not flags & wire.ACK:
+            self._unsent += wire.frame(wire.PING, wire.ACK, 0, bytes(payload))
+        elif kind == wire.GOAWAY:
+            self.usable = False
+            if len(payload) >= 8 and wire.word_in(payload[:4]) < self._stream:
+                raise Refused("it takes no more requests on this connection")
+        elif kind == wire.RST_STREAM and stream == self._stream and not self._answer.ended:
+            if wire.word_in(payload) == wire.REFUSED_STREAM:
+                raise Refused("it did not take the request")
+            raise ConnectionResetError("it gave the request up")

@@ -1,0 +1,251 @@
+"""HTTP/2 as it travels (RFC 9113): frames, and header blocks (RFC 7541).
+
+Both sides send header blocks that leave the other's table as it is, so the same headers are always the same bytes,
+and what has been decoded once is looked up.  What a peer sends may use the table: `hpack` decodes it.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Final, Generic, TypeVar
+
+import hpack
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES: Final = 9
+"""Before the payload of each frame."""
+WINDOW_MAX: Final = (1 << 31) - 1
+WINDOW_BYTES: Final = 65_535
+"""Of a stream and of a connection until something else is said."""
+PAYLOAD_BYTES_MAX: Final = 16_384
+"""The same for a frame."""
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+
+END_STREAM: Final = 0x1
+ACK: Final = 0x1
+END_HEADERS: Final = 0x4
+PADDED: Final = 0x8
+WITH_PRIORITY: Final = 0x20
+
+HEADER_TABLE_SIZE: Final = 1
+ENABLE_PUSH: Final = 2
+MAX_CONCURRENT_STREAMS: Final = 3
+INITIAL_WINDOW_SIZE: Final = 4
+MAX_FRAME_SIZE: Final = 5
+MAX_HEADER_LIST_SIZE: Final = 6
+
+NO_ERROR: Final = 0x0
+PROTOCOL_ERROR: Final = 0x1
+INTERNAL_ERROR: Final = 0x2
+FLOW_CONTROL_ERROR: Final = 0x3
+STREAM_CLOSED: Final = 0x5
+FRAME_SIZE_ERROR: Final = 0x6
+REFUSED_STREAM: Final = 0x7
+CANCEL: Final = 0x8
+COMPRESSION_ERROR: Final = 0x9
+ENHANCE_YOUR_CALM: Final = 0xB
+
+Header = tuple[bytes, bytes]
+T = TypeVar("T")
+
+_HEAD: Final = struct.Struct(">HBBBI")
+_SETTING: Final = struct.Struct(">HI")
+_WORD: Final = struct.Struct(">I")
+_KNOWN_MAX: Final = 64
+"""Header blocks that are remembered for each connection."""
+_STREAM_MASK: Final = (1 << 31) - 1
+
+_INDEXED: Final[dict[Header, bytes]] = {
+    (b":method", b"GET"): b"\x82", (b":method", b"POST"): b"\x83", (b":scheme", b"http"): b"\x86",
+    (b":scheme", b"https"): b"\x87", (b":status", b"200"): b"\x88", (b":status", b"304"): b"\x8b",
+}  # fmt: skip
+"""Headers that are one byte: their place in the static table."""
+_NAMED: Final = {b":authority": b"\x01", b":method": b"\x02", b":path": b"\x04", b":status": b"\x08"}
+"""Names that are one byte there."""
+
+
+class Http2Error(Exception):
+    """Raised for what a peer may not send; the connection cannot go on."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code: Final = code
+        """For GOAWAY."""
+
+
+def head(size: int, kind: int, flags: int, stream: int) -> bytes:
+    """What stands before a payload of `size` bytes."""
+    return _HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A whole frame."""
+    return head(len(payload), kind, flags, stream) + payload
+
+
+def settings(values: dict[int, int]) -> bytes:
+    """A SETTINGS frame."""
+    return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(key, value) for key, value in values.items()))
+
+
+def settings_in(payload: memoryview) -> dict[int, int]:
+    """What a SETTINGS frame says; raises Http2Error."""
+    if len(payload) % _SETTING.size:
+        raise Http2Error(FRAME_SIZE_ERROR, "a setting that is not six bytes")
+    values = dict(_SETTING.iter_unpack(payload))
+    if values.get(INITIAL_WINDOW_SIZE, 0) > WINDOW_MAX:
+        raise Http2Error(FLOW_CONTROL_ERROR, "a window that is too large")
+    if not PAYLOAD_BYTES_MAX <= values.get(MAX_FRAME_SIZE, PAYLOAD_BYTES_MAX) < 1 << 24:
+        raise Http2Error(PROTOCOL_ERROR, "a size of frames that cannot be")
+    return values
+
+
+def word(stream: int, kind: int, value: int) -> bytes:
+    """A frame of one number: WINDOW_UPDATE or RST_STREAM."""
+    return frame(kind, 0, stream, _WORD.pack(value))
+
+
+def word_in(payload: memoryview) -> int:
+    """The number of such a frame; raises Http2Error."""
+    if len(payload) != _WORD.size:
+        raise Http2Error(FRAME_SIZE_ERROR, "a number that is not four bytes")
+    (value,) = _WORD.unpack(payload)
+    return int(value)
+
+
+def goaway(last_stream: int, code: int) -> bytes:
+    """The end of a connection: streams up to that one are still answered."""
+    return frame(GOAWAY, 0, 0, _WORD.pack(last_stream) + _WORD.pack(code))
+
+
+def block_in(flags: int, payload: memoryview) -> bytes:
+    """The piece of a header block in a HEADERS frame, without padding and priority; raises Http2Error."""
+    begin, end = 0, len(payload)
+    if flags & PADDED:
+        begin, end = 1, end - payload[0] if end else -1
+    if flags & WITH_PRIORITY:
+        begin += 5
+    if begin > end:
+        raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
+    return bytes(payload[begin:end])
+
+
+class Scanner:
+    """Finds the frames in what one peer sends, from wherever its bytes begin and end."""
+
+    def __init__(self, payload_bytes_max: int, other_bytes_max: int) -> None:
+        """The longest payload of a DATA frame, and of any other."""
+        self._data_bytes_max, self._other_bytes_max = payload_bytes_max, other_bytes_max
+        self._rest = b""
+        """Of a frame that has begun."""
+        self._stream = self._flags = 0
+        """Of the DATA frame that has begun, with that many bytes to come."""
+        self._left = self._padding = 0
+
+    def scan(self, data: memoryview) -> Iterator[tuple[int, int, int, memoryview, int]]:
+        """(type, flags, stream, payload, bytes that count against the windows) of each frame; raises Http2Error.
+
+        The payload of a DATA frame comes in as many pieces as it arrives in, without its padding, END_STREAM with the
+        last of them.  Payloads are good until the next one.
+        """
+        if self._rest:
+            data, self._rest = memoryview(self._rest + data), b""
+        at, end = 0, len(data)
+        while at < end:
+            if self._left:
+                n = min(self._left, end - at)
+                self._left -= n
+                yield DATA, 0 if self._left else self._flags, self._stream, data[at : at + n], n
+                at += n
+                continue
+            if self._padding:
+                n = min(self._padding, end - at)
+                self._padding -= n
+                at += n
+                continue
+            if end - at < HEAD_BYTES:
+                break
+            high, low, kind, flags, stream = _HEAD.unpack_from(data, at)
+            size, stream = high << 8 | low, stream & _STREAM_MASK
+            if size > (self._data_bytes_max if kind == DATA else self._other_bytes_max):
+                raise Http2Error(FRAME_SIZE_ERROR, "a frame that is too long")
+            if kind != DATA:
+                if end - at < HEAD_BYTES + size:
+                    break
+                at += HEAD_BYTES + size
+                yield kind, flags, stream, data[at - size : at], 0
+                continue
+            padding = 0
+            if flags & PADDED:
+                if size == 0 or end - at == HEAD_BYTES:
+                    if size == 0:
+                        raise Http2Error(FRAME_SIZE_ERROR, "padding that is longer than its frame")
+                    break  # how much of it is padding comes next
+                padding = data[at + HEAD_BYTES] + 1
+                if padding > size:
+                    raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
+            at += HEAD_BYTES + (padding > 0)
+            self._stream, self._flags = stream, flags & END_STREAM
+            self._left, self._padding = size - padding, max(0, padding - 1)
+            if padding or not self._left:
+                yield DATA, 0 if self._left else self._flags, stream, data[at:at], padding
+        self._rest = bytes(data[at:])
+
+
+def encoded(headers: Iterable[Header]) -> bytes:
+    """A header block that no table is needed for.  Names are lower case, pseudo-headers first."""
+    return b"".join([_field(name, value) for name, value in headers])
+
+
+@lru_cache(maxsize=1024)
+def _field(name: bytes, value: bytes) -> bytes:
+    indexed = _INDEXED.get((name, value))
+    if indexed is not None:
+        return indexed
+    return (_NAMED.get(name) or b"\x00" + _text(name)) + _text(value)
+
+
+def _text(data: bytes) -> bytes:
+    """A string as it is: its length in 7 bits, or 127 and the rest in groups of 7 bits."""
+    if len(data) < 127:
+        return bytes((len(data),)) + data
+    left, length = len(data) - 127, bytearray(b"\x7f")
+    while left >= 128:
+        length.append(left & 127 | 128)
+        left >>= 7
+    length.append(left)
+    return bytes(length) + data
+
+
+class HeaderDecoder(Generic[T]):
+    """Decodes the header blocks of one peer, in the order in which they come."""
+
+    def __init__(self, bytes_max: int, read: Callable[[Sequence[Header]], T]) -> None:
+        """`bytes_max` bounds the headers of a block, unpacked; `read` makes of them what is given back."""
+        self._read = read
+        self._hpack = hpack.Decoder(max_header_list_size=bytes_max)
+        self._known: dict[bytes, T] = {}
+        """What has been read before while the table was what it is."""
+
+    def decode(self, block: bytes) -> T:
+        """What the headers say, which others may be given as well; raises Http2Error."""
+        if block in self._known:
+            return self._known[block]
+        table = self._hpack.header_table
+        size, newest = table.maxsize, _newest(table)
+        try:
+            headers: list[Header] = [(bytes(n), bytes(v)) for n, v in self._hpack.decode(block, raw=True)]
+        except hpack.HPACKError as e:
+            raise Http2Error(COMPRESSION_ERROR, f"headers that cannot be read: {e}") from None
+        said = self._read(headers)
+        if table.maxsize != size or _newest(table) is not newest or len(self._known) == _KNOWN_MAX:
+            self._known.clear()
+        else:
+            self._known[block] = said
+        return said
+
+
+def _newest(table: Any) -> object:
+    """The entry that was put into a table last: another one whenever a block has changed it."""
+    return table.dynamic_entries[0] if table.dynamic_entries else None

@@ -1,0 +1,178 @@
+"""Two shards and a scheduler in memory, which answer the calls of a client: no socket is opened."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from paramserver.client.calls import Call, Outcome, Pause, Request, Response
+from paramserver.client.frames import PushTerms
+from paramserver.core.layout import Layout
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import problem
+from paramserver.types import PushId
+from paramserver.wire.frame import (
+    MEDIA_TYPE,
+    PullFrame,
+    PullReply,
+    PushFrame,
+    PushReply,
+    decode_prefix,
+    encode_header,
+)
+from paramserver.wire.tensor import from_f32, to_f32
+
+T = TypeVar("T")
+A, B = "http://a:1", "http://b:1"
+
+
+class Now:
+    """A clock that only pauses move."""
+
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now) -> T:
+    """Run a call to its end with `answer` as the whole network."""
+    try:
+        effect = next(call)
+        while True:
+            if isinstance(effect, Pause):
+                now.s += effect.seconds
+                effect = call.send([])
+            else:
+                effect = call.send([answer(r) for r in effect])
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+class Shards:
+    """Two shards and a scheduler that hold one model in memory and add what is pushed to it."""
+
+    def __init__(self, *, partitions: int = 4, dtype: str = "float32", clip: bool = False) -> None:
+        params = {"w": {"shape": [10, 5], "dtype": dtype}, "b": {"shape": [14], "dtype": dtype}}
+        self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": partitions})
+        self.layout = Layout(self.spec)
+        self.flat = np.arange(self.layout.size, dtype=np.float32)
+        self.versions = [0] * partitions
+        self.seen: set[tuple[str, int, int, int]] = set()
+        self.owners = ["a" if i % 2 == 0 else "b" for i in range(partitions)]
+        self.map_epoch = 1
+        self.answering = {A, B}
+        self.timelines: dict[str | None, list[int]] = {}
+        self.log: list[tuple[str | None, str]] = []
+        self.pushes: list[PushFrame] = []
+        self.trouble: list[Callable[[Request], Outcome | None]] = []
+
+    def __call__(self, request: Request) -> Outcome:
+        self.log.append((request.to, request.path))
+        if request.path == "/livez":
+            return Response(200, {}) if request.to in self.answering else problem("unreachable", "no")
+        for t in list(self.trouble):
+            found = t(request)
+            if found is not None:
+                self.trouble.remove(t)
+                return found
+        if request.path == "/models/m":
+            return Response(200, {}, json.dumps(self.document()).encode())
+        assert request.body is not None
+        header, offset = decode_prefix(bytes(request.body))
+        return self.frame(request, header, memoryview(bytes(request.body))[offset:])
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": "m", "generation": 7, "timeline": 0, "clock": 0, "map_epoch": self.map_epoch,
+            "spec": self.spec.document(), "bounds": list(self.layout.bounds), "state": "ready",
+            "partitions": [{"index": i, "shard": o} for i, o in enumerate(self.owners)],
+            "shards": {"a": {"addresses": [A]}, "b": {"addresses": [B + "/"]}},
+        }  # fmt: skip
+
+    def frame(self, request: Request, header: dict[str, Any], body: memoryview) -> Outcome:
+        pull_only = request.path == "/pull"
+        frame: Any = (PullFrame if pull_only else PushFrame).from_header(header)
+        mine = [p[0] if pull_only else p.partition for p in frame.parts]
+        if request.to is not None:
+            shard = "a" if request.to == A else "b"
+            if frame.map_epoch is None or any(self.owners[p] != shard for p in mine):
+                return refusal("wrong_owner", map_epoch=self.map_epoch)
+        push = None if pull_only else self.push(frame, body)
+        if request.path == "/push":
+            assert push is not None
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(push.to_header()))
+        return self.pull(request, frame if pull_only else frame.pull, push)
+
+    def push(self, frame: PushFrame, body: memoryview) -> PushReply:
+        self.pushes.append(frame)
+        assert frame.push_id is not None
+        itemsize = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[frame.dtype]
+        stored = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "float64": "<f8"}[frame.dtype]
+        at, duplicate, parts = 0, True, []
+        for part in frame.parts:
+            lo, hi = self.layout.bounds[part.partition : part.partition + 2]
+            new = (frame.push_id.worker, frame.push_id.epoch, frame.push_id.seq, part.partition) not in self.seen
+            self.seen.add((frame.push_id.worker, frame.push_id.epoch, frame.push_id.seq, part.partition))
+            for start, stop in part.ranges or [(0, hi - lo)]:
+                n = stop - start
+                if new:
+                    raw = np.frombuffer(body[at : at + n * itemsize], stored)
+                    self.flat[lo + start : lo + stop] += to_f32(raw, frame.dtype)
+                at += n * itemsize
+            self.versions[part.partition] += new
+            duplicate = duplicate and not new
+            parts.append((part.partition, self.versions[part.partition], 9, 0))
+        assert at == len(body), "the body has exactly the elements that the header names"
+        return PushReply("applied", duplicate, min(p[1] for p in parts), 0, 9, 0, parts)
+
+    def pull(self, request: Request, frame: Any, push: PushReply | None) -> Outcome:
+        pieces, parts = [], []
+        for partition, ranges in reversed(frame.parts):  # any order is allowed
+            lo, hi = self.layout.bounds[partition : partition + 2]
+            for start, stop in ranges or [(0, hi - lo)]:
+                pieces.append(from_f32(self.flat[lo + start : lo + stop], frame.dtype).tobytes())
+            parts.append((partition, self.versions[partition], 9))
+        timelines = self.timelines.get(request.to, [0])
+        timeline = timelines.pop(0) if len(timelines) > 1 else timelines[0]
+        reply = PullReply("m", 7, timeline, min(p[1] for p in parts), 9, frame.dtype, parts, push)
+        raw = encode_header(reply.to_header()) + b"".join(pieces)
+        assert request.sink is not None
+        request.sink.begin()
+        for i in range(0, len(raw), 13):  # awkward chunks
+            request.sink.feed(memoryview(raw[i : i + 13]))
+        request.sink.end()
+        return Response(200, {"content-type": MEDIA_TYPE})
+
+    def wrong_once(self, path: str, outcome: Outcome) -> None:
+        """The next request of that path has this outcome, and reaches nobody."""
+        self.trouble.append(lambda r: outcome if r.path == path else None)
+
+    def lost_once(self, path: str) -> None:
+        """The next request of that path is done, but its answer is lost."""
+
+        def lose(request: Request) -> Outcome | None:
+            if request.path != path:
+                return None
+            assert request.body is not None
+            header, offset = decode_prefix(bytes(request.body))
+            self.frame(request, header, memoryview(bytes(request.body))[offset:])
+            return problem("in_doubt", "the answer was lost")
+
+        self.trouble.append(lose)
+
+
+def refusal(code: str, **members: Any) -> Response:
+    doc = problem(code, "said the shard", **members).document()
+    return Response(doc["status"], {"content-type": "application/problem+json"}, json.dumps(doc).encode())
+
+
+def terms(seq: int = 1, **more: Any) -> PushTerms:
+    return PushTerms(PushId("c-1", 1, seq), **more)
+
+
+def grads() -> dict[str, Any]:
+    return {"b": np.full(14, 2.0, np.float32), "w": np.ones((10, 5))}

@@ -1,0 +1,306 @@
+"""The client's HTTP/2 connection against scripted servers, on real sockets."""
+
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from paramserver.client import http2
+from paramserver.client.calls import Request, Response
+from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.client.direct import DirectTransport
+from paramserver.errors import PsError
+from paramserver.wire import http2 as wire
+
+OK = wire.encoded([(b":status", b"200"), (b"etag", b"7")])
+
+
+class Peer:
+    """The server's end of one connection."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.scanner = wire.Scanner(1 << 20, 1 << 16)
+        preface = b""
+        while len(preface) < len(wire.PREFACE):
+            preface += connected.recv(len(wire.PREFACE) - len(preface))
+        self.frames: list[tuple[int, int, int, bytes]] = []
+        self.seen: list[tuple[int, int, int, bytes]] = []
+        self.received = 0
+
+    def send(self, data: bytes) -> None:
+        """Those bytes."""
+        self.socket.sendall(data)
+
+    def until(self, kind: int, flags: int = 0) -> int:
+        """The stream of the next such frame; DATA is counted."""
+        while True:
+            while self.frames:
+                k, f, stream, payload = self.frames.pop(0)
+                self.received += len(payload) if k == wire.DATA else 0
+                if k == kind and f & flags == flags:
+                    return stream
+            data = self.socket.recv(65536)
+            assert data, "the client hung up"
+            came = [(k, f, s, bytes(p)) for k, f, s, p, _ in self.scanner.scan(memoryview(data))]
+            self.frames += came
+            self.seen += came
+
+    def answer(self, stream: int, body: bytes) -> bytes:
+        """An answer's frames."""
+        return wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK) + wire.frame(
+            wire.DATA, wire.END_STREAM, stream, body
+        )
+
+
+class Server:
+    """Serves each connection with the next of its scripts; what fails in one is raised at the end."""
+
+    def __init__(self, *scripts: Callable[[Peer], None]) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.failed: list[BaseException] = []
+        self.thread = threading.Thread(target=self._serve, args=(scripts,), daemon=True)
+        self.transport = DirectTransport(NO_CREDENTIALS)
+
+    def _serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
+        try:
+            for script in scripts:
+                connected, _ = self.listener.accept()
+                with connected:
+                    connected.settimeout(20.0)
+                    script(Peer(connected))
+        except BaseException as e:
+            self.failed.append(e)
+
+    def __enter__(self) -> "Server":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.transport.close()
+        self.thread.join(20.0)
+        self.listener.close()
+        assert not self.failed, self.failed
+
+    def ask(self, body: bytes | None = None, timeout_s: float = 20.0, sink: "Kept | None" = None) -> Response | PsError:
+        """The outcome of one request."""
+        method = "GET" if body is None else "POST"
+        return self.transport.send(Request(method, "/p", body, {}, self.url, sink, timeout_s), self.url)
+
+
+class Kept:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.ended = 0
+
+    def begin(self) -> None:
+        """From the beginning."""
+        self.data = b""
+
+    def feed(self, chunk: memoryview) -> None:
+        """The next bytes."""
+        self.data += chunk
+
+    def end(self) -> None:
+        """The end."""
+        self.ended += 1
+
+
+def test_an_answer_arrives_however_it_is_cut() -> None:
+    """Byte by byte, after a hint, padded, with trailers, beside frames that mean nothing to us."""
+
+    def script(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        answer = (
+            wire.settings({wire.MAX_FRAME_SIZE: 20_000})
+            + wire.frame(wire.PING, 0, 0, b"12345678")
+            + wire.frame(wire.HEADERS, wire.END_HEADERS, stream, wire.encoded([(b":status", b"103")]))
+            + wire.frame(wire.HEADERS, 0, stream, OK[:3])
+            + wire.frame(wire.CONTINUATION, wire.END_HEADERS, stream, OK[3:])
+            + wire.frame(wire.DATA, wire.PADDED, stream, b"\x02abc\x00\x00")
+            + wire.frame(99, 0, stream, b"what is this")
+            + wire.frame(wire.DATA, 0, stream, b"de")
+            + wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, stream, wire.encoded([(b"sum", b"9")]))
+        )
+        for byte in answer:
+            peer.send(bytes((byte,)))
+        peer.until(wire.PING, wire.ACK)
+
+    with Server(script) as server:
+        kept = Kept()
+        answer = server.ask(sink=kept)
+        assert isinstance(answer, Response)
+        assert (answer.status, answer.headers["etag"], answer.body) == (200, "7", b"")
+        assert (kept.data, kept.ended) == (b"abcde", 1)
+
+
+def test_a_body_goes_as_the_windows_allow() -> None:
+    """Not a byte more than was granted, on the stream or the connection; then all of it."""
+    body = bytes(range(256)) * 1000
+
+    def script(peer: Peer) -> None:
+        peer.send(wire.settings({wire.INITIAL_WINDOW_SIZE: 100}))
+        stream = peer.until(wire.HEADERS)
+        peer.until(wire.SETTINGS, wire.ACK)
+        for allowed, on_stream, of_all in ((100_000, 99_900, 50_000), (wire.WINDOW_BYTES + 50_000, 100_000, 0)):
+            peer.send(wire.word(stream, wire.WINDOW_UPDATE, on_stream))
+            if of_all:
+                peer.send(wire.word(0, wire.WINDOW_UPDATE, of_all))
+            while peer.received < allowed:
+                peer.until(wire.DATA)
+            peer.send(wire.frame(wire.PING, 0, 0, bytes(8)))
+            peer.until(wire.PING, wire.ACK)
+            assert peer.received == allowed
+        peer.send(wire.word(stream, wire.WINDOW_UPDATE, 1 << 20) + wire.word(0, wire.WINDOW_UPDATE, 1 << 20))
+        peer.until(wire.DATA, wire.END_STREAM)
+        assert peer.received == len(body)
+        peer.send(peer.answer(stream, b"done"))
+
+    with Server(script) as server:
+        answer = server.ask(body)
+        assert isinstance(answer, Response)
+        assert answer.body == b"done"
+
+
+def test_a_window_is_widened_by_what_came_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's by its own bytes and the connection's by all of them: more would be an error of ours."""
+    monkeypatch.setattr(http2, "WINDOW_BYTES", 200_000)
+
+    def script(peer: Peer) -> None:
+        for size in (90_000, 30_000):
+            stream = peer.until(wire.HEADERS)
+            peer.send(
+                wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK) + wire.frame(wire.DATA, 0, stream, bytes(size))
+            )
+            peer.send(wire.frame(wire.PING, 0, 0, bytes(8)))
+            peer.until(wire.PING, wire.ACK)
+            peer.send(wire.frame(wire.DATA, wire.END_STREAM, stream))
+        peer.send(peer.answer(peer.until(wire.HEADERS), b""))
+        widened = [(s, int.from_bytes(p)) for k, _, s, p in peer.seen if k == wire.WINDOW_UPDATE][1:]
+        assert widened == [(0, 120_000)]
+
+    with Server(script) as server:
+        answers = [server.ask() for _ in range(3)]
+        assert [a.body for a in answers if isinstance(a, Response)] == [bytes(90_000), bytes(30_000), b""]
+
+
+def test_an_answer_before_the_body_was_heard_is_an_answer() -> None:
+    """The rest of the body is not sent, and the next request takes another connection."""
+
+    def refusing(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"too large"))
+        while peer.socket.recv(1 << 20):
+            pass
+
+    def answering(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"ok"))
+
+    with Server(refusing, answering) as server:
+        first, second = server.ask(bytes(1 << 20)), server.ask()
+        assert isinstance(first, Response)
+        assert isinstance(second, Response)
+        assert (first.body, second.body) == (b"too large", b"ok")
+
+
+def test_a_connection_that_ends_between_requests_is_replaced() -> None:
+    """Closed, told to go away, or the next request refused: it is sent again on a fresh one."""
+
+    def closing(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+
+    def leaving(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        peer.send(peer.answer(stream, b"2") + wire.goaway(stream, wire.NO_ERROR))
+        assert not peer.socket.recv(100)
+
+    def refusing(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"3"))
+        peer.send(wire.word(peer.until(wire.HEADERS), wire.RST_STREAM, wire.REFUSED_STREAM))
+
+    with Server(closing, leaving, refusing, closing) as server:
+        bodies = [a.body if isinstance(a, Response) else a for a in (server.ask() for _ in range(4))]
+        assert bodies == [b"1", b"2", b"3", b"1"]
+
+
+def test_a_request_that_breaks_in_the_middle_is_in_doubt() -> None:
+    """On a fresh connection nobody can know whether it was done."""
+
+    def dying(peer: Peer) -> None:
+        peer.until(wire.HEADERS)
+
+    def talking(peer: Peer) -> None:
+        peer.until(wire.HEADERS)
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\n" * 10)
+        assert not peer.socket.recv(100) or True
+
+    with Server(dying, talking) as server:
+        outcomes = [server.ask(), server.ask()]
+        assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
+
+
+def test_a_silent_server_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives back each ping, so the answer may take its time."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
+
+    def script(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        for _ in range(3):
+            peer.until(wire.PING)
+            peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
+        peer.send(peer.answer(stream, b"late"))
+
+    with Server(script) as server:
+        answer = server.ask()
+        assert isinstance(answer, Response)
+        assert answer.body == b"late"
+
+
+def test_a_silent_server_that_is_dead_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not give back a ping; and however lively, it has only as long as the request has."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
+
+    def dead(peer: Peer) -> None:
+        peer.until(wire.PING)
+        while peer.socket.recv(100):
+            pass
+
+    def chatty(peer: Peer) -> None:
+        try:
+            while True:
+                peer.until(wire.PING)
+                peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
+        except (AssertionError, OSError):
+            pass  # it has hung up
+
+    with Server(dead, chatty) as server:
+        outcomes = [server.ask(), server.ask(timeout_s=0.3)]
+        assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
+
+
+def test_an_idle_connection_keeps_nothing_of_its_last_request() -> None:
+    """Neither where the answer went, nor through it the client itself, which could then not be dropped in order."""
+
+    def script(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"abc"))
+        assert not peer.socket.recv(100)
+
+    with Server(script) as server:
+        kept = Kept()
+        assert isinstance(server.ask(sink=kept), Response)
+        gone = weakref.ref(kept)
+        del kept
+        assert gone() is None
+
+
+def test_nobody_there_is_unreachable() -> None:
+    """That nothing was done is certain."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    outcome = DirectTransport(NO_CREDENTIALS).send(Request("GET", "/"), url)
+    assert isinstance(outcome, PsError)
+    assert outcome.code == "unreachable"

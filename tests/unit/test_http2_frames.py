@@ -1,0 +1,125 @@
+"""HTTP/2 as bytes: frames, header blocks, and what a request is."""
+
+import hpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramserver.wire import http2 as wire
+from paramserver.wire.http2 import HeaderDecoder, Http2Error, Scanner
+from paramserver_node.stream import request_of
+
+ASKED = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a:1"), (b":path", b"/p%20q?x=1"), (b"a", b"b")]
+
+payloads = st.binary(max_size=40)
+frames = st.lists(
+    st.one_of(
+        st.tuples(st.just(wire.DATA), st.sampled_from([0, wire.END_STREAM]), payloads, st.integers(-1, 5)),
+        st.tuples(st.sampled_from([wire.HEADERS, wire.PING, 77]), st.integers(0, 255), payloads, st.just(-1)),
+    ),
+    max_size=8,
+)
+
+
+@given(frames, st.lists(st.integers(1, 30), min_size=1, max_size=60))
+def test_frames_are_found_wherever_the_bytes_are_cut(
+    given_frames: list[tuple[int, int, bytes, int]], cuts: list[int]
+) -> None:
+    """Each frame comes once and whole, DATA in pieces without padding, its end with the last one; all bytes count."""
+    sent = b""
+    for number, (kind, flags, payload, padding) in enumerate(given_frames):
+        if padding >= 0:
+            flags, payload = flags | wire.PADDED, bytes((padding,)) + payload + bytes(padding)
+        sent += wire.frame(kind, flags, number, payload)
+    scanner, got, at, cost = Scanner(100, 100), list[list[object]](), 0, 0
+    while at < len(sent):
+        step = cuts[at % len(cuts)]
+        for kind, flags, stream, payload_piece, counted in scanner.scan(memoryview(sent[at : at + step])):
+            cost += counted
+            if kind == wire.DATA and got and got[-1][0] == (wire.DATA, stream) and not got[-1][1]:
+                got[-1][1:] = [flags, bytes(got[-1][2]) + payload_piece]  # type: ignore[call-overload]
+            else:
+                got.append([(kind, stream), flags, bytes(payload_piece)])
+        at += step
+
+    wanted = [
+        [(kind, n), flags & wire.END_STREAM if kind == wire.DATA else flags, p]
+        for n, (kind, flags, p, _) in enumerate(given_frames)
+    ]
+    data = [(p, pad) for kind, _, p, pad in given_frames if kind == wire.DATA]
+    assert got == wanted
+    assert cost <= sum(len(p) + pad + 1 for p, pad in data)
+    assert cost >= sum(len(p) for p, _ in data)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (wire.head(101, wire.DATA, 0, 1), wire.FRAME_SIZE_ERROR),
+        (wire.head(51, wire.HEADERS, 0, 1), wire.FRAME_SIZE_ERROR),
+        (wire.frame(wire.DATA, wire.PADDED, 1, b"\x05abc"), wire.PROTOCOL_ERROR),
+        (wire.frame(wire.DATA, wire.PADDED, 1), wire.FRAME_SIZE_ERROR),
+    ],
+)
+def test_frames_that_cannot_be_are_refused(sent: bytes, code: int) -> None:
+    """Too long a payload, or padding that is longer than its frame."""
+    with pytest.raises(Http2Error) as refused:
+        list(Scanner(100, 50).scan(memoryview(sent)))
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize("size", [0, 1, 126, 127, 128, 254, 255, 300, 20_000])
+def test_headers_of_any_length_are_read_by_others(size: int) -> None:
+    """What is written without a table is what hpack reads."""
+    headers = [(b":status", b"200"), (b":status", b"404"), (b"x" * max(1, size), b"y" * size)]
+    assert hpack.Decoder(1 << 20).decode(wire.encoded(headers), raw=True) == headers
+
+
+words = st.sampled_from([b"a", b"bb", b"content-type", b"etag", b"longer-than-that"])
+
+
+@given(st.lists(st.lists(st.tuples(words, words), min_size=1, max_size=4), max_size=30), st.integers(0, 200))
+def test_what_was_read_before_is_not_taken_for_something_else(blocks: list[list[wire.Header]], size: int) -> None:
+    """The same bytes mean something else once a peer's table has changed."""
+    encoder, decoder = hpack.Encoder(), HeaderDecoder(1 << 16, tuple)
+    encoder.header_table_size = size
+    for headers in blocks:
+        assert decoder.decode(encoder.encode(headers)) == tuple(headers)
+        assert decoder.decode(wire.encoded(headers)) == tuple(headers)
+
+
+def test_headers_that_cannot_be_read_are_refused() -> None:
+    """An index that points nowhere, and more than is taken."""
+    decoder = HeaderDecoder(100, list)
+    for block in (b"\xff\xff\xff\xff\x0f", wire.encoded([(b"a", b"b" * 100)])):
+        with pytest.raises(Http2Error) as refused:
+            decoder.decode(block)
+        assert refused.value.code == wire.COMPRESSION_ERROR
+
+
+def test_a_request_is_what_asgi_calls_it() -> None:
+    """Method, path, query, and headers with the authority as host."""
+    assert request_of(ASKED) == {
+        "method": "POST", "path": "/p q", "raw_path": b"/p%20q", "query_string": b"x=1",
+        "headers": [(b"host", b"a:1"), (b"a", b"b")],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ASKED[1:], ASKED[:1] + ASKED[2:], ASKED[:3], [*ASKED, (b"A", b"b")], [*ASKED, (b":late", b"")],
+        [ASKED[0], *ASKED], [*ASKED, (b"connection", b"close")], [(b":other", b""), *ASKED], [*ASKED, (b"", b"")],
+        [*ASKED[:3], (b":path", b"p")],
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:
+    """Something is missing, twice there, in the wrong place, or no header of HTTP/2."""
+    assert request_of(headers) is None
+
+
+@pytest.mark.parametrize("payload", [b"\x00\x05\x00\x00\x00", b"\x00\x04\x80\x00\x00\x00", b"\x00\x05\x00\x00\x3f\xff"])
+def test_settings_that_cannot_be_are_refused(payload: bytes) -> None:
+    """Not six bytes, a window too large, frames too small."""
+    with pytest.raises(Http2Error):
+        wire.settings_in(memoryview(payload))

@@ -1,0 +1,48 @@
+"""What a client leaves unread, on a real connection whose other end is in the same process."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from paramserver.wire import http2 as wire
+from paramserver_node.http2 import STREAMS_MAX, UNSENT_BYTES_MAX, Connection
+
+ANSWER = bytes(100_000)
+ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
+
+
+@pytest.mark.asyncio
+async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() -> None:
+    """Answers wait when a little is unread, so requests do, and more of them are refused; none of it piles up."""
+    begun: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(1)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": ANSWER})
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    made: dict[str, Any] = {}
+    transport, connection = await loop.create_connection(
+        lambda: Connection(config, ServerState(), app, made), sock=ours
+    )
+    with theirs:
+        await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
+        await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 1 << 30))
+        for i in range(1, 2 * 600, 2):
+            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, i, ASKED))
+        while connection._newest < 2 * 600 - 1:
+            await asyncio.sleep(0)
+        assert STREAMS_MAX <= len(begun) < 600
+        assert UNSENT_BYTES_MAX < transport.get_write_buffer_size() < 2 * UNSENT_BYTES_MAX
+        transport.abort()
+        while connection._running:
+            await asyncio.sleep(0)

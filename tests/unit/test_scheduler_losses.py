@@ -1,0 +1,253 @@
+"""Shards are gone, Redis is emptied, values were never stored: what the scheduler keeps, and gives to whom."""
+
+import pytest
+
+from paramserver import limits
+from paramserver.core import scheduler_io as io
+from paramserver.types import ModelKey, PartitionKey, make_token
+
+from .scheduling import EIGHT, Driver, row, wishes
+
+JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
+
+
+# --- shards that are gone
+
+
+def test_the_dead_are_fenced_in_the_write_that_gives_their_partitions_away() -> None:
+    """By lease, by goodbye and by a newer incarnation of the name."""
+    d = Driver()
+    d.model()
+    d.wait(6, shards=False)
+    assert d.fences == {"s0": 1, "s1": 1}
+    assert set(d.owners()) == {None}
+    d = Driver()
+    d.model()
+    epoch = d.shards["s1"]
+    effects = d.core.handle(io.LeaveShard(99, "s1", epoch), d.now)
+    (tokens,) = [e for e in effects if isinstance(e, io.SetTokens)]
+    assert dict(tokens.fences) == {"s1": epoch}
+    assert len(tokens.tokens) == 2
+    d.shard("s1")
+    d.shard("s1")
+    assert d.fences["s1"] == epoch + 1
+    assert d.shards["s1"] == epoch + 2
+
+
+def test_a_shard_that_was_scaled_away_leaves_the_lists_after_a_minute() -> None:
+    """A dead one stays longer; its epochs go on either way."""
+    d = Driver()
+    for name in ("s0", "s1", "s2"):
+        d.shard(name)
+    d.ask(lambda n: io.LeaveShard(n, "s2", d.shards.pop("s2")))
+    del d.shards["s1"]
+    d.wait(10)
+    states = {s["name"]: s["state"] for s in d.core.read.shards(d.now)}
+    assert states == {"s0": "active", "s1": "dead", "s2": "left"}
+    d.wait(limits.SHARD_LEFT_LISTED_S)
+    assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s1"}
+    assert set(d.core.read.map()["shards"]) == {"s0", "s1"}
+    d.restart()
+    assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s1"}
+    d.wait(limits.SHARD_DEAD_LISTED_S)
+    assert [s["name"] for s in d.core.read.shards(d.now)] == ["s0"]
+    d.shard("s2")
+    assert d.shards["s2"] == 2
+    assert {s["name"] for s in d.core.read.shards(d.now)} == {"s0", "s2"}
+
+
+def test_names_of_the_dead_are_bounded_and_their_epochs_not_given_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a restart; the fence of a forgotten name goes with it."""
+    monkeypatch.setattr(limits, "SHARD_NAMES_MAX", 4)
+    d = Driver()
+    for i in range(10):
+        d.shard(f"pod-{i}")
+        d.shard(f"pod-{i}")
+        d.ask(lambda n, i=i: io.LeaveShard(n, f"pod-{i}", d.shards.pop(f"pod-{i}")))  # type: ignore[misc]
+    assert len([k for k in d.hash if k.startswith("shard:")]) <= 5
+    assert len([f for f in d.fences.values() if f]) <= 5
+    d.restart()
+    d.shard("pod-0")
+    assert d.shards["pod-0"] > 2
+
+
+def test_shards_that_come_back_one_by_one_share_again() -> None:
+    """After all have gone the first gets everything, and the others their part of it."""
+    d = Driver()
+    d.model(**EIGHT)
+    for s in ("s0", "s1"):
+        d.ask(lambda n, s=s: io.LeaveShard(n, s, d.shards.pop(s)))  # type: ignore[misc]
+    d.restart()
+    d.shard("s0")
+    assert set(d.owners()) == {"s0"}
+    d.wait(1)
+    d.shard("s1")
+    d.wait(10)
+    assert d.owners().count("s1") == 4
+
+
+# --- an emptied Redis
+
+
+def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() -> None:
+    """All fields, fences and new tokens of the new term, with the token under which each was held."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.join("a")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", size=10, task_size=5))
+    d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))
+    d.ask(lambda n: io.JoinPool(n, None, ["a"]))
+    d.shard("s1")
+    d.wait(1)
+    stored, owned = dict(d.hash), [p["incarnation"] for p in d.core.read.model("m")["partitions"]]
+    d.empty_redis()
+    assert set(d.hash) == set(stored) | {"series:m"}
+    assert d.fences == {"s1": 1}
+    owners = d.document()["owners"]
+    assert [o[2]["from"] for o in owners] == owned
+    assert all(o[1] > make_token(d.term, 0) for o in owners)
+    assert sorted(d.tokens.values()) == sorted(o[1] for o in owners)
+    # Emptied again before anybody has heard of it: what they hold is older still.
+    d.empty_redis()
+    assert [o[2]["from"] for o in d.document()["owners"]] == owned
+    # And a leader that takes over now says the same.
+    d.restart()
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert [o[2]["from"] for o in document["owners"]] == owned
+    d.beats()
+    assert d.core.read.model("m")["served"]
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert all(o[2:] in ([], [{"source": "snapshot"}]) for o in document["owners"])
+
+
+def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_emptied() -> None:
+    """The old owner still has it in memory; one whose new owner was told of it stays with that one."""
+    for unseen in (True, False):
+        d = Driver()
+        d.model(**EIGHT)
+        d.shard("s2")
+        index, number = min(wishes(d).items())
+        owner, token = d.owners()[index] or "", d.core.read.model("m")["partitions"][index]["incarnation"]
+        d.beat(owner, released=[row(d, index, number)])
+        new = d.core.read.model("m")["partitions"][index]["incarnation"]
+        d.hash.clear()
+        d.tokens.clear()
+        d.term += 1
+        keys = [PartitionKey(ModelKey("m", 1), index)] if unseen else []
+        d.do(io.RedisEmptied(d.term, keys))
+        assert d.owners()[index] == (owner if unseen else "s2")
+        assert d.document()["owners"][index][2]["from"] == (token if unseen else new)
+
+
+def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
+    """Nobody rolls back; the next commit is a cut, since the old ones are gone."""
+    d = Driver()
+    d.model(consistency={"mode": "sync"})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.wait(1)
+    assert d.core.read.model("m")["cut"] == 1
+    d.empty_redis()
+    d.beats()
+    assert d.core.read.model("m")["cut"] is None
+    number = d.clock(a, 2)
+    assert d.result(number)["released"]
+    assert d.commits()[-1]["cut"]
+    assert d.commits()[-1]["contributions"] == [["m/a", 1, 0, 1, 1.0]]
+    d.beats()
+    model = d.core.read.model("m")
+    assert (model["cut"], model["timeline"]) == (2, 0)
+
+
+def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
+    """The owners keep what they have, under new tokens; then the moves are begun anew."""
+    d = Driver()
+    d.model(**EIGHT)
+    d.shard("s2")
+    index, number = min(wishes(d).items())
+    owner, late = d.owners()[index] or "", row(d, index, number)
+    d.empty_redis()
+    d.beat(owner, released=[late])
+    assert d.owners()[index] == owner
+    d.wait(10)
+    assert sorted(d.owners().count(s) for s in ("s0", "s1", "s2")) == [2, 3, 3]
+
+
+# --- levels
+
+
+def test_a_journaled_sync_model_never_rolls_back() -> None:
+    """A shard's death gives its partitions to others from snapshot and journal; the clocks go on."""
+    d = Driver()
+    d.model(**JOURNALED)
+    a = d.join("a")
+    d.clock(a, 1)
+    before = d.core.read.model("m")
+    del d.shards["s1"]
+    d.wait(6)
+    after = d.core.read.model("m")
+    assert (after["timeline"], after["clock"]) == (0, 1)
+    assert d.document()["source"] == "snapshot"
+    kept = [i for i, p in enumerate(before["partitions"]) if p["shard"] == "s0"]
+    assert [
+        i for i in range(4) if after["partitions"][i]["incarnation"] == before["partitions"][i]["incarnation"]
+    ] == kept
+
+
+def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywhere() -> None:
+    """However long that takes and however often the leader dies, a new owner finds each commit it lacks."""
+    d = Driver()
+    d.durable = False
+    d.model(**JOURNALED)
+    a = d.join("a")
+    for t in range(1, 101):
+        d.clock(a, t)
+    d.wait(40, shards=False)
+    d.restart()
+    for name in ("s0", "s1"):
+        d.shard(name)
+    a = d.join("a")
+    d.clock(a, 101)
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert [c["t"] for c in document["commits"]] == list(range(101))
+    d.durable = True
+    d.beats()
+    d.clock(a, 102)
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert [c["t"] for c in document["commits"]] == [101]
+    assert len([k for k in d.hash if k.startswith("commit:")]) == 1
+
+
+# --- values that nobody stored
+
+
+def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() -> None:
+    """The owner died before its first snapshot: what is lost is missing, an upload brings it back, the rest stays."""
+    params = {"w": {"shape": [32], "init": {"kind": "upload"}}, "b": {"shape": [32], "init": {"kind": "zeros"}}}
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "secret"))
+    d.beats()
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    assert d.core.read.model("m")["state"] == "ready"
+    del d.shards["s0"]
+    d.wait(6)
+    model = d.core.read.model("m")
+    mine = [
+        i
+        for i, p in enumerate(model["partitions"])
+        if p["shard"] == "s1" and p["incarnation"] == max(q["incarnation"] for q in model["partitions"])
+    ]
+    lost = [["m", 1, i, model["partitions"][i]["incarnation"]] for i in (0, *mine) if i < 2]
+    d.beat("s1", lost=lost)
+    after = d.core.read.model("m")
+    assert after["state"] == "initializing"
+    assert after["missing"] == ["w"]
+    assert d.document()["owners"][0][2] == {"source": "init"}
+    d.beat("s1", lost=lost)  # Said again of a token that is over: nothing happens.
+    number = d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "another"))
+    d.beats()
+    assert d.result(number)["upload_token"] == "another"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another"))
+    assert d.core.read.model("m")["state"] == "ready"
