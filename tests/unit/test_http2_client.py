@@ -1,6 +1,8 @@
 """The client's HTTP/2 connection against scripted servers, on real sockets."""
 
+import gc
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -295,6 +297,25 @@ def test_an_idle_connection_keeps_nothing_of_its_last_request() -> None:
         gone = weakref.ref(kept)
         del kept
         assert gone() is None
+
+
+def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
+    """Also where it is part of a cycle, so that the order in which its parts are collected is nobody's."""
+
+    def serve(peer: Peer) -> None:
+        peer.send(wire.settings({}) + peer.answer(peer.until(wire.HEADERS), b"1"))
+        with pytest.raises(AssertionError, match="hung up"):
+            peer.until(wire.HEADERS)
+
+    with Server(serve) as server:
+        assert isinstance(server.transport.send(Request("GET", "/"), server.url), Response)
+        server.transport.itself = server.transport  # type: ignore[attr-defined]
+        server.transport = DirectTransport(NO_CREDENTIALS)
+        with pytest.MonkeyPatch.context() as patch:
+            failed: list[object] = []
+            patch.setattr(sys, "unraisablehook", failed.append)
+            gc.collect()
+        assert not failed
 
 
 def test_nobody_there_is_unreachable() -> None:

@@ -10,6 +10,7 @@ of it either, its answer is waited for no longer.
 
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -107,11 +108,9 @@ class Connection:
         self._give_up_at = 0.0
         self._pinged = False
         self.socket.settimeout(SILENCE_S)
-
-    def __del__(self) -> None:
-        # Of a client that was dropped, not closed: nothing is left open.
-        if hasattr(self, "socket"):
-            self.socket.close()
+        # Of a client that was dropped, not closed, nothing is left open.  No __del__: if the client is in a cycle, the
+        # socket may be collected first, and complain.
+        weakref.finalize(self, connected.close).atexit = False
 
     def close(self) -> None:
         """Hang up."""
