@@ -32,13 +32,10 @@ from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.transport import BlockingTransport
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver_node.http2 import READ_BYTES
 from paramserver_node.redis_server import free_port
 from paramserver_node.server import serve_tcp
 from paramserver_node.stream import BODY
 from paramserver_shard.arriving import checked
-from paramserver_shard.buffers import BufferPool
-from paramserver_shard.receiving import Body
 
 MIB = 1 << 20
 
@@ -73,24 +70,14 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
     yield Stage("copy the vector (the floor)", "", timed(lambda: np.copyto(target, source), repeats), "1 read, 1 write")
 
     gradient = prepare(layout, source)
-    out, scan = np.ones(elements, np.float32).view(np.uint8), partial(Scan, exact=False)
-    copied = timed(lambda: write(gradient, gradient.selection.parts, out.data, scan()), repeats)
-    yield Stage("worker: gradient into body or slot, tested for NaN", "push", copied, "1 read, 1 write, 1 look")
+    content, scan = gradient.selection.parts, partial(Scan, exact=False)
+    seen = timed(lambda: gradient.views(content, scan()), repeats)
+    yield Stage("worker: gradient tested for NaN where it lies", "push, HTTP/2", seen, "1 look")
+    out = np.ones(elements, np.float32).view(np.uint8)
+    copied = timed(lambda: write(gradient, content, out.data, scan()), repeats)
+    yield Stage("worker: gradient into a slot, tested for NaN", "push, same host", copied, "1 read, 1 write, 1 look")
 
-    sizes = [4 * layout.partition_size(i) for i in range(layout.spec.partitions)]
-    pool, room = BufferPool(), memoryview(bytes(READ_BYTES))
-    chunks = [room[: min(READ_BYTES, out.size - at)] for at in range(0, out.size, READ_BYTES)]
-
-    def receive() -> None:
-        body = Body(sizes)
-        body.open(pool)
-        for chunk in chunks:
-            body.feed(chunk)
-        body.end()
-
-    cached = "1 read in the cache, 1 write"
-    yield Stage("shard: what is read, into partitions' buffers", "push, HTTP/2", timed(receive, repeats), cached)
-    parts = [np.ones(size // 4, np.float32) for size in sizes]
+    parts = [np.ones(layout.partition_size(i), np.float32) for i in range(layout.spec.partitions)]
     looked = timed(lambda: [checked(p, "float32", ((0, p.size),)) for p in parts], repeats)
     yield Stage("shard: finite, and checksum of the push id", "push", looked, "1 read, 1 more in the cache")
     values, results = [np.ones_like(p) for p in parts], [np.ones_like(p) for p in parts]
@@ -101,14 +88,6 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
             kernels.apply(optimizer, [kernels.SegmentStep(0, w.size, 2.0**-10)], w, (), g, "float32", new, ())
 
     yield Stage("shard: apply SGD into the next version", "push", timed(apply, repeats), "2 reads, 1 write")
-
-    def collect() -> None:
-        at = 0
-        for chunk in chunks:
-            out.data[at : at + len(chunk)] = chunk
-            at += len(chunk)
-
-    yield Stage("worker: what is read, into the caller's vector", "pull, HTTP/2", timed(collect, repeats), cached)
 
 
 @contextmanager
@@ -139,10 +118,11 @@ def _bare(port: int, size: int) -> None:
 
 def _http(port: int, size: int) -> None:
     """A server of nothing but bytes: reads a body away, or sends one."""
-    chunk, stop = bytes(MIB), asyncio.Event()
+    chunk, stop, sink = bytes(MIB), asyncio.Event(), _Into(size)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await scope["extensions"][BODY](lambda data: None)
+        sink.begin()
+        await scope["extensions"][BODY](sink)
         length = size if scope["path"] == "/pull" else 2
         headers = [(b"content-length", str(length).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -154,17 +134,32 @@ def _http(port: int, size: int) -> None:
     uvloop.run(serve_tcp(app, "127.0.0.1", port, stop))
 
 
-class _Away:
-    """A sink that keeps nothing."""
+class _Into:
+    """A sink that puts a body into memory that is there already."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = memoryview(bytearray(size))
+        self.begin()
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """From the beginning."""
+        self._at = 0
 
-    def feed(self, chunk: memoryview) -> None:
-        """Nothing to do."""
+    def room(self) -> memoryview:
+        """What is not filled."""
+        return self._memory[self._at :]
+
+    def filled(self, size: int) -> None:
+        """So much of it is."""
+        self._at += size
+
+    def feed(self, data: memoryview) -> None:
+        """The next bytes."""
+        self._memory[self._at : self._at + len(data)] = data
+        self._at += len(data)
 
     def end(self) -> None:
-        """Nothing to do."""
+        """That was all."""
 
 
 def connected(port: int) -> socket.socket:
@@ -203,7 +198,7 @@ def transports(size: int, repeats: int) -> Iterator[Stage]:
     with child(_http, port, size):
         connected(port).close()
         transport = BlockingTransport([url], Credentials.found(None, None, os.environ))
-        for name, body, sink in (("pull", b"-", _Away()), ("push", buffer, None)):
+        for name, body, sink in (("pull", b"-", _Into(size)), ("push", buffer, None)):
             request = Request("POST", f"/{name}", body, {}, url, sink)
             seconds = timed(lambda r=request: transport.perform([r]), repeats)  # type: ignore[misc]
             yield Stage(f"bytes over HTTP/2, {name}", f"{name}, HTTP/2", seconds, "2 in the kernel")

@@ -1,7 +1,7 @@
 """HTTP/2 for uvicorn: one client's connection, on the event loop that serves.
 
-A shard's work is bodies of many megabytes.  They come through one buffer that all connections share and that stays in
-the cache, and go on from there to where they are wanted (see `stream`), copied once.  Answers go out as they are.
+A shard's work is bodies of many megabytes.  They are read straight to where they are wanted (see `stream`), so nothing
+here copies them; all else comes through one buffer that all connections share.  Answers go out as they are.
 
 Bounds: what a client may send before it is wanted is its windows; what it may leave unread is `UNSENT_BYTES_MAX`,
 beyond which nothing more is written; its requests, its headers, and its frames that are of no use are counted.
@@ -37,7 +37,11 @@ FOLLIES_PER_S: Final = 20.0
 """... and how many more each second: a ping now and then is none."""
 SHORT_BYTES: Final = 4096
 """What is copied to go with its head in one piece."""
-READ_BYTES: Final = 256 << 10
+READ_BYTES: Final = 512 << 10
+"""What is read at a time, so that others have their turn, and of a body waited for: half the work of either side goes
+into waking the other for a little."""
+DIRECT_BYTES_MIN: Final = 16 << 10
+"""What is worth a read of its own."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -57,6 +61,12 @@ class Connection(asyncio.BufferedProtocol):
         self._running = 0
         """Requests that are being answered, those that the client gave up as well."""
         self._newest = 0
+        self._place: memoryview | None = None
+        """Where the payload that is read next belongs."""
+        self._awaited = 1
+        """How many bytes must be here before they are read."""
+        self._head_next = False
+        """Whether a frame of a body has just ended there and another one is to come."""
         self._block: tuple[int, int, bytearray] | None = None
         """A header block that goes on: its stream, its flags, what is here."""
         self._window = CONNECTION_WINDOW_BYTES
@@ -80,9 +90,11 @@ class Connection(asyncio.BufferedProtocol):
         """The server's word comes first: its settings, and a window for all bodies."""
         self.transport = transport
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
-        connected = transport.get_extra_info("socket")
-        if connected.family != socket.AF_UNIX:  # asyncio forgets it where the listening socket was given to it
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = transport.get_extra_info("socket")
+        over_tcp = self._socket.family != socket.AF_UNIX
+        if over_tcp:  # asyncio forgets it where the listening socket was given to it
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._can_wait = over_tcp and not is_ssl(transport)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = {
             "type": "http",
@@ -121,11 +133,31 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
+        number, due = self._scanner.due
+        self._place = None
+        if due >= DIRECT_BYTES_MIN and (stream := self._streams.get(number)) is not None:
+            place = stream.room()
+            if len(place) >= DIRECT_BYTES_MIN:
+                self._place = place[: min(due, READ_BYTES)]
+                return self._place
+        if self._head_next:
+            self._head_next = False
+            return self._room[: wire.HEAD_BYTES]  # what follows it goes where it belongs
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes are here."""
-        self.feed(self._room[:nbytes])
+        if self._place is None:
+            self.feed(self._room[:nbytes])
+        else:
+            self.feed(self._place[:nbytes], there=True)
+        if self._can_wait:
+            number, due = self._scanner.due
+            worth = nbytes >= DIRECT_BYTES_MIN and due >= DIRECT_BYTES_MIN  # of a slow client each byte counts
+            wanted = min(due, READ_BYTES) if worth and number in self._streams else 1
+            if wanted != self._awaited and not self.transport.is_closing():
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                self._awaited = wanted
 
     def eof_received(self) -> None:
         """The client has hung up."""
@@ -140,10 +172,16 @@ class Connection(asyncio.BufferedProtocol):
 
     # What comes
 
-    def feed(self, data: memoryview) -> None:
-        """The next bytes of the client."""
+    def feed(self, data: memoryview, *, there: bool = False) -> None:
+        """The next bytes of the client; `there`: of a body, and where they belong."""
         try:
-            self._feed(data)
+            if there:
+                number, _ = self._scanner.due
+                ends = bool(self._scanner.passed(len(data)) & wire.END_STREAM)
+                self._head_next = self._scanner.due[1] == 0 and not ends
+                self._data(number, data, len(data), ends, there=True)
+            else:
+                self._feed(data)
         except Http2Error as e:
             log.info("http2.refused client=%s reason=%s", self._scope["client"], e)
             self.say(wire.goaway(self._newest, e.code))
@@ -167,7 +205,7 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._control(kind, flags, number, payload)
 
-    def _data(self, number: int, data: memoryview, cost: int, ends: bool) -> None:
+    def _data(self, number: int, data: memoryview, cost: int, ends: bool, *, there: bool = False) -> None:
         """A piece of a body."""
         stream = self._streams.get(number)
         if stream is None and (number > self._newest or number % 2 == 0):
@@ -181,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
         if stream is not None:
             if stream.body_ended:
                 raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
-            stream.arrived(data, ends)
+            stream.arrived(data, ends, there=there)
 
     def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
@@ -316,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
     def used(self, size: int) -> None:
         """So many bytes of bodies are no longer held."""
         self._used += size
-        if self._used >= CONNECTION_WINDOW_BYTES // 4:
+        if self._used >= CONNECTION_WINDOW_BYTES // 2:
             self._window += self._used
             self.say(wire.word(0, wire.WINDOW_UPDATE, self._used))
             self._used = 0

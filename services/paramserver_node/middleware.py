@@ -18,7 +18,7 @@ from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.patience import Patience
-from paramserver_node.stream import BODY, Feed
+from paramserver_node.stream import BODY, Sink
 
 log = logging.getLogger("paramserver.node")
 
@@ -102,7 +102,7 @@ class _Exchange:
         self._body_ended = self._size == 0
         self._reading: asyncio.Lock | None = None
         self._began_s = patience.now()
-        self._received = 0
+        self.received = 0
         self._too_slow = False
         self.status = 0
         """Of the response; 0 until it begins."""
@@ -118,13 +118,9 @@ class _Exchange:
             self._body_ended = True
         return message
 
-    async def into(self, feed: Feed) -> bool:
-        """Hands on the rest of the body as it arrives; whether it was whole.  Raises as `_received_in_time` does."""
-
-        def counted(data: memoryview) -> None:
-            self._received += len(data)
-            feed(data)
-
+    async def into(self, sink: Sink) -> bool:
+        """Puts the rest of the body there as it arrives; whether it was whole.  Raises as `_received_in_time` does."""
+        counted = _Counted(self, sink)
         while True:
             try:
                 whole: bool = await self._patience.within(self._due_s(), self._into(counted))
@@ -137,11 +133,11 @@ class _Exchange:
 
     def _due_s(self) -> float:
         """When the next bytes must be here."""
-        return self._began_s + PATIENCE_S + self._received / PACE_BYTES_PER_S
+        return self._began_s + PATIENCE_S + self.received / PACE_BYTES_PER_S
 
     def _slow(self) -> PsError:
         self._too_slow = True
-        return problem("too_slow", f"after {PATIENCE_S:g} s only {self._received} bytes of the body are here")
+        return problem("too_slow", f"after {PATIENCE_S:g} s only {self.received} bytes of the body are here")
 
     async def _received_in_time(self) -> Message:
         """The next piece of the body; raises Unavailable (`too_slow`) for one that holds memory and does not come."""
@@ -149,8 +145,8 @@ class _Exchange:
             message = await self._patience.within(self._due_s(), self._receive())
         except TimeoutError:
             raise self._slow() from None
-        self._received += len(message.get("body", b""))
-        if self._received == self._size:
+        self.received += len(message.get("body", b""))
+        if self.received == self._size:
             message["more_body"] = False  # else the server would be asked once more, only to say so
         return message
 
@@ -178,6 +174,22 @@ class _Exchange:
                     drained += len((await self.receive()).get("body", b""))
         except (TimeoutError, PsError):
             pass
+
+
+class _Counted:
+    """A sink whose bytes count for their sender."""
+
+    def __init__(self, exchange: _Exchange, sink: Sink) -> None:
+        self._exchange, self._sink = exchange, sink
+        self.room: Final = sink.room
+
+    def filled(self, size: int) -> None:
+        self._exchange.received += size
+        self._sink.filled(size)
+
+    def feed(self, data: memoryview) -> None:
+        self._exchange.received += len(data)
+        self._sink.feed(data)
 
 
 def _check_path(scope: Scope) -> None:

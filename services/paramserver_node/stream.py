@@ -1,13 +1,13 @@
 """One request over HTTP/2 and its answer, for an ASGI app.
 
-An app may take a body as ASGI's messages, or have it handed on as it arrives, straight out of the buffer that it was
-read into: `await scope["extensions"][BODY](feed)`.  Until it does either, a client may send `UNREAD_BYTES_MAX` of it.
+An app may take a body as ASGI's messages, or have it put where it wants it as it arrives, read straight into its
+memory: `await scope["extensions"][BODY](sink)`.  Until it does either, a client may send `UNREAD_BYTES_MAX` of it.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
@@ -30,8 +30,20 @@ AHEAD_BYTES: Final = 4 << 20
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
 _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 
-Feed = Callable[[memoryview], None]
-"""Takes the next bytes of a body, which are only good until it returns.  May raise."""
+_NOWHERE: Final = memoryview(b"")
+
+
+class Sink(Protocol):
+    """Where a body goes as it arrives."""
+
+    def room(self) -> memoryview:
+        """Where its next bytes belong, as far as that is known; may be empty."""
+
+    def filled(self, size: int) -> None:
+        """So many bytes have been put there.  May raise."""
+
+    def feed(self, data: memoryview) -> None:
+        """Its next bytes, which lie elsewhere and are only good until this returns.  May raise."""
 
 
 class Stream:
@@ -47,9 +59,9 @@ class Stream:
         """What the client may still send, and how much that is when all is used."""
         self._used = 0
         self._pieces: list[bytes] = []
-        self._feed: Feed | None = None
+        self._sink: Sink | None = None
         self._failed: Exception | None = None
-        """What `_feed` raised."""
+        """What `_sink` raised."""
         self._end_told = False
         self._cut = False
         self._answered = False
@@ -65,12 +77,19 @@ class Stream:
         self._window -= size
         return self._window >= 0
 
-    def arrived(self, data: memoryview, ends: bool) -> None:
-        """The next bytes of the body."""
+    def room(self) -> memoryview:
+        """Where the next bytes of the body belong, as far as that is known."""
+        return _NOWHERE if self._sink is None or self._failed is not None else self._sink.room()
+
+    def arrived(self, data: memoryview, ends: bool, *, there: bool = False) -> None:
+        """The next bytes of the body; `there`: they have been put where `room` said."""
         self.body_ended = ends
-        if self._feed is not None and self._failed is None and data:
+        if self._sink is not None and self._failed is None and data:
             try:
-                self._feed(data)
+                if there:
+                    self._sink.filled(len(data))
+                else:
+                    self._sink.feed(data)
             except Exception as e:
                 self._failed = e
             self._has_used(len(data))
@@ -78,7 +97,7 @@ class Stream:
             self._has_used(len(data))
         elif data:
             self._pieces.append(bytes(data))
-        if self._feed is None or ends or self._failed is not None:
+        if self._sink is None or ends or self._failed is not None:
             self._more.set()
 
     def cut(self) -> None:
@@ -99,7 +118,7 @@ class Stream:
     def _has_used(self, size: int) -> None:
         self._client.used(size)
         self._used += size
-        if self._used >= self._ahead // 4 and not self.body_ended:
+        if self._used >= self._ahead // 2 and not self.body_ended:
             self._widen(self._used)
             self._used = 0
 
@@ -109,8 +128,8 @@ class Stream:
 
     # Of the app
 
-    async def into(self, feed: Feed) -> bool:
-        """Hands the rest of the body on as it arrives; whether it came to its end.  Raises what `feed` raises.
+    async def into(self, sink: Sink) -> bool:
+        """Puts the rest of the body there as it arrives; whether it came to its end.  Raises what `sink` raises.
 
         It can be interrupted and called again.
         """
@@ -121,13 +140,13 @@ class Stream:
         while self._pieces:
             piece = self._pieces.pop(0)
             self._has_used(len(piece))
-            feed(memoryview(piece))
-        self._feed = feed
+            sink.feed(memoryview(piece))
+        self._sink = sink
         try:
             while not (self.body_ended or self._cut or self._failed is not None):
                 await _next(self._more)
         finally:
-            self._feed = None
+            self._sink = None
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed

@@ -54,17 +54,25 @@ class Body:
 
     def feed(self, chunk: bytes | memoryview) -> None:
         """The next bytes; raises RequestError if they are too many."""
-        self._received += len(chunk)
-        if self._received > self.size:
+        if self._received + len(chunk) > self.size:
             raise problem("malformed", f"the body is longer than the {self.size} bytes that its header announces")
         view = memoryview(chunk)
         while view:
-            part = self.parts[self._index]
-            n = min(len(view), part.size - self._at)
-            part.data[self._at : self._at + n] = view[:n]
-            self._at += n
+            place = self.room()
+            n = min(len(view), len(place))
+            place[:n] = view[:n]
             view = view[n:]
-            self._hand_on()
+            self.filled(n)
+
+    def room(self) -> memoryview:
+        """Where the next bytes belong, as far as they are of one part; empty when all is here."""
+        return self.parts[self._index].data[self._at :] if self._index < len(self.parts) else memoryview(b"")
+
+    def filled(self, size: int) -> None:
+        """So many bytes have been put there."""
+        self._received += size
+        self._at += size
+        self._hand_on()
 
     def end(self) -> None:
         """All has arrived; raises RequestError if that is not so."""
@@ -123,7 +131,7 @@ class FrameReader:
         body.feed(memoryview(data)[offset:])
         into = scope.get("extensions", {}).get(BODY)
         if more and into is not None:
-            if not await into(body.feed):
+            if not await into(body):
                 raise _cut_off()
             more = False
         while more:

@@ -388,7 +388,7 @@ def test_a_system_that_loses_updates_is_found_out() -> None:
 def test_the_stages_of_a_round_are_told() -> None:
     """Every pass over the bytes and every transport has its line and took some time."""
     lines = stages.profile(1.0, 1).splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 11
     assert sum("over HTTP/2, p" in line for line in lines) == 2
     assert all(float(line.split("|")[4]) > 0 for line in lines[2:])
 

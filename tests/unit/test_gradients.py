@@ -23,3 +23,32 @@ def test_large_finite_gradients_are_not_taken_for_infinite(exact: bool) -> None:
     gradient = prepare(layout, {"w": bad})
     write(gradient, gradient.selection.parts, body.data, scan)
     assert scan.bad == ["w"]
+
+
+def test_a_gradient_that_lies_as_it_travels_is_looked_at_and_left_there() -> None:
+    """Its pieces are those that a body would hold, with the same norm; what is not as it travels is to be written."""
+    params = {name: {"shape": [size]} for name, size in (("a", 200_000), ("b", 7), ("c", 300_000))}
+    layout = Layout(ModelSpec.parse({"name": "m", "params": params}))
+    rng = np.random.default_rng(1)
+    arrays = {name: rng.standard_normal(spec["shape"][0], np.float32) for name, spec in params.items()}
+    gradient = prepare(layout, arrays)
+    written, seen = Scan(exact=False), Scan(exact=False)
+    for parts in (gradient.selection.parts, gradient.selection.parts[2:5]):
+        body = np.empty(gradient.body_bytes(parts), np.uint8)
+        write(gradient, parts, body.data, written)
+        views = gradient.views(parts, seen)
+        assert views is not None
+        assert b"".join(views) == body.tobytes()
+        assert len(views) <= 3
+        assert all(any(np.shares_memory(np.frombuffer(v, np.uint8), a) for a in arrays.values()) for v in views)
+        assert seen.norm == pytest.approx(written.norm, rel=1e-6)
+
+    parts = gradient.selection.parts
+    assert gradient.views(parts, Scan(exact=True)) is None
+    assert prepare(layout, arrays, dtype="float16").views(parts, seen) is None
+    assert prepare(layout, arrays | {"c": np.ones(300_000)}).views(parts, seen) is None
+    arrays["c"][5] = np.inf
+    assert prepare(layout, arrays).views(parts, seen) is None
+    small = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [1000]}}}))
+    gradient = prepare(small, np.ones(1000, np.float32))
+    assert gradient.views(gradient.selection.parts, seen) is None

@@ -94,11 +94,13 @@ class Server:
 
 
 class Kept:
-    """A sink."""
+    """A sink; one of memory has so many bytes put where they belong."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int = 0) -> None:
         self.data = b""
         self.ended = 0
+        self.put = 0
+        self._memory = bytearray(memory_bytes)
 
     def begin(self) -> None:
         """From the beginning."""
@@ -107,6 +109,15 @@ class Kept:
     def feed(self, chunk: memoryview) -> None:
         """The next bytes."""
         self.data += chunk
+
+    def room(self) -> memoryview:
+        """Memory for what comes next."""
+        return memoryview(self._memory)
+
+    def filled(self, size: int) -> None:
+        """It was put there."""
+        self.data += self._memory[:size]
+        self.put += size
 
     def end(self) -> None:
         """The end."""
@@ -139,6 +150,50 @@ def test_an_answer_arrives_however_it_is_cut() -> None:
         assert isinstance(answer, Response)
         assert (answer.status, answer.headers["etag"], answer.body) == (200, "7", b"")
         assert (kept.data, kept.ended) == (b"abcde", 1)
+
+
+@pytest.mark.parametrize("piece_bytes", [7_000, 70_000, 700_000])
+def test_a_large_answer_is_put_where_it_belongs(piece_bytes: int) -> None:
+    """However it is cut into frames and pieces, and whatever comes between: nothing is lost, moved or put twice."""
+    body, frame_bytes = bytes(range(251)) * 10_000, 600_000
+
+    def script(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        answer = wire.settings({}) + wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK)
+        for at in range(0, len(body), frame_bytes):
+            ends = wire.END_STREAM if at + frame_bytes >= len(body) else 0
+            answer += wire.frame(wire.PING, 0, 0, bytes(8))
+            answer += wire.frame(wire.DATA, ends, stream, body[at : at + frame_bytes])
+        for at in range(0, len(answer), piece_bytes):
+            peer.send(answer[at : at + piece_bytes])
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"next"))
+
+    with Server(script) as server:
+        kept = Kept(100_000)
+        assert isinstance(server.ask(sink=kept), Response)
+        assert kept.data == body
+        assert kept.put > len(body) // 2
+        answer = server.ask()
+        assert isinstance(answer, Response)
+        assert answer.body == b"next"
+
+
+def test_a_body_of_many_pieces_is_one_body() -> None:
+    """Small ones go with what follows them."""
+    pieces = [bytes([i]) * size for i, size in enumerate((5, 100_000, 0, 3, 7, 2_000_000, 1))]
+    got: list[bytes] = []
+
+    def script(peer: Peer) -> None:
+        peer.send(wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 24}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 24))
+        stream = peer.until(wire.DATA, wire.END_STREAM)
+        got.extend(payload for kind, _, _, payload in peer.seen if kind == wire.DATA)
+        peer.send(peer.answer(stream, b""))
+
+    with Server(script) as server:
+        rest = [memoryview(piece) for piece in pieces[1:]]
+        request = Request("POST", "/p", pieces[0], to=server.url, rest=rest)
+        assert isinstance(server.transport.send(request, server.url), Response)
+    assert b"".join(got) == b"".join(pieces) == request.whole
 
 
 def test_a_body_goes_as_the_windows_allow() -> None:

@@ -7,7 +7,7 @@ a request that got none.  The blocking and the asyncio client drive the same cal
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -34,6 +34,12 @@ class Sink(Protocol):
     def feed(self, chunk: memoryview) -> None:
         """The next bytes of the body; they are only valid during the call."""
 
+    def room(self) -> memoryview:
+        """Where the next bytes belong, as far as that is known; may be empty."""
+
+    def filled(self, size: int) -> None:
+        """So many bytes have been put there."""
+
     def end(self) -> None:
         """The body is complete.  Raises InDoubt if it is too short."""
 
@@ -52,6 +58,13 @@ class Request:
     sink: Sink | None = None
     timeout_s: float = 30.0
     """Longest time until the whole response is here."""
+    rest: Sequence[memoryview] = ()
+    """What follows `body`, where it lies."""
+
+    @property
+    def whole(self) -> bytes | memoryview | None:
+        """The body in one piece."""
+        return self.body if not self.rest else b"".join((self.body or b"", *self.rest))
 
 
 @dataclass(frozen=True, slots=True)

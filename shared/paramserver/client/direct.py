@@ -74,9 +74,10 @@ class DirectTransport:
 
     def _attempt(self, connection: Connection, request: Request, address: str, *, fresh: bool) -> Outcome | None:
         """The outcome; None if an idle connection turned out to be closed."""
-        body = memoryview(b"" if request.body is None else request.body).cast("B")
+        body = [memoryview(piece).cast("B") for piece in (request.body or b"", *request.rest)]
+        headers = self._headers(request, address, sum(map(len, body)))
         try:
-            answer = connection.ask(self._headers(request, address, len(body)), body, request.sink, request.timeout_s)
+            answer = connection.ask(headers, body, request.sink, request.timeout_s)
         except (BrokenPipeError, ConnectionResetError, Refused) as e:
             connection.close()
             return problem("in_doubt", f"the connection to {address} broke before it answered ({e})") if fresh else None

@@ -6,7 +6,7 @@ from math import hypot, isfinite
 
 import numpy as np
 
-from paramserver.client.gradients import Content, Gradient, Grads, Scan, prepare, write
+from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare, write
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Ranges, Selection
@@ -92,6 +92,12 @@ class Encoded:
             out[at : at + data.size] = data
             at += data.size
         assert at == out.size
+
+    def views(self, parts: Sequence[Part], scan: Scan) -> list[memoryview] | None:
+        """The parts where they lie, if they are large."""
+        if self.body_bytes(parts) < VIEW_BYTES_MIN * max(1, len(parts)):
+            return None
+        return [self.parts[p.partition][0].data for p in parts]
 
 
 def ready(

@@ -1,7 +1,7 @@
 """Requests in binary frames, and what their answers are read into.
 
-One request to a shard holds all the partitions it owns that the call touches.  A push's body is written once, straight
-from the caller's arrays; a pull's body goes chunk by chunk into the caller's vector.
+One request to a shard holds all the partitions it owns that the call touches.  A push's body is sent from where the
+caller's arrays lie, or written once, straight from them; a pull's body goes chunk by chunk into the caller's vector.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ class Outgoing:
         The first call must cover the whole gradient.  With `pull` they are pushpulls, without their sinks yet.
         """
         scan = Scan(exact=held.spec.optimizer.clip_norm is not None)
-        drafts: list[tuple[str | None, dict[str, Any], AnyArray | None, int]] = []
+        drafts: list[tuple[str | None, dict[str, Any], AnyArray | None, int, Sequence[memoryview]]] = []
         # Only where one attempt brings all of it do the shards know among them that it is whole.
         ends_s, self._ends_s = self._ends_s, None
         ends = None if ends_s is None else (len(groups), ends_s)
@@ -102,24 +102,27 @@ class Outgoing:
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 self._gradient.write(parts, slot.memory[:size].data, scan)
-                drafts.append((to, header | {"slot": slot.file}, None, 0))
+                drafts.append((to, header | {"slot": slot.file}, None, 0, ()))
+                continue
+            if (views := self._gradient.views(parts, scan)) is not None:
+                drafts.append((to, header, None, 0, views))
                 continue
             head = len(encode_header(header))
             body = np.empty(head + size, np.uint8)
             self._gradient.write(parts, body.data[head:], scan)
-            drafts.append((to, header, body, head))
+            drafts.append((to, header, body, head, ()))
         scan.raise_for_bad()
         if self._norm is None:
             self._norm = scan.norm
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
-        for to, header, sent, head in drafts:
+        for to, header, sent, head, rest in drafts:
             header["norm"] = self._norm
             prefix = encode_header(header)
             if sent is not None:
                 assert len(prefix) == head, "a float has the same length whatever its value"
                 sent[:head] = np.frombuffer(prefix, np.uint8)
-            out.append(Request("POST", path, prefix if sent is None else sent.data, _HEADERS, to))
+            out.append(Request("POST", path, prefix if sent is None else sent.data, _HEADERS, to, rest=rest))
         return out
 
     def _frame(
@@ -228,7 +231,6 @@ class Incoming:
         self._head_bytes = PREFIX_BYTES
         self._places: list[memoryview] = []
         self._wide: list[tuple[AnyArray, AnyArray]] = []
-        self._at = 0
 
     def feed(self, chunk: memoryview) -> None:
         """Take the next bytes."""
@@ -236,15 +238,23 @@ class Incoming:
         if self.reply is None:
             data = self._feed_head(data)
         while len(data):
-            if not self._places:
+            place = self.room()
+            if not place:
                 raise problem("in_doubt", "the answer to a pull holds more than was asked for")
-            place = self._places[0]
-            n = min(len(data), len(place) - self._at)
-            place[self._at : self._at + n] = data[:n]
-            data, self._at = data[n:], self._at + n
-            if self._at == len(place):
-                del self._places[0]
-                self._at = 0
+            n = min(len(data), len(place))
+            place[:n] = data[:n]
+            data = data[n:]
+            self.filled(n)
+
+    def room(self) -> memoryview:
+        """Where the next bytes belong, as far as they are of one part; empty before its header and at the end."""
+        return self._places[0] if self._places else memoryview(b"")
+
+    def filled(self, size: int) -> None:
+        """So many bytes have been put there."""
+        self._places[0] = self._places[0][size:]
+        if not self._places[0]:
+            del self._places[0]
 
     def end(self) -> None:
         """Check that all is here; widen bfloat16."""

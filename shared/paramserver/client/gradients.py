@@ -23,6 +23,8 @@ from paramserver.wire.tensor import f32_to_bf16_bits
 Grads: TypeAlias = Mapping[str, Any] | Any
 """Arrays under parameter names, or one flat vector of the whole model."""
 
+VIEW_BYTES_MIN: Final = 64 << 10
+"""A smaller piece costs less to copy than to send by itself."""
 _BLOCK: Final = 1 << 13
 """Elements converted and measured at a time: they stay in the cache, and BLAS does not start threads for so few."""
 _BLOCK_F32: Final = 1 << 15
@@ -57,6 +59,27 @@ class Gradient:
         """Write the elements of `parts` end to end into `body`, and scan them."""
         write(self, parts, body, scan)
 
+    def views(self, parts: Sequence[Part], scan: "Scan") -> list[memoryview] | None:
+        """The elements of `parts` where they lie, scanned; None unless it is as they travel, and in large pieces."""
+        if self.dtype != "float32" or scan.exact:
+            return None
+        out: list[AnyArray] = []
+        squares, param, end = 0.0, -1, -1
+        for piece in (piece for part in parts for piece in part.pieces):
+            source, stop = self.sources[piece.param], piece.source + piece.length
+            if source.dtype != _WIRE["float32"]:
+                return None
+            squares += _squares(source[piece.source : stop])
+            if (piece.param, piece.source) == (param, end):
+                out[-1] = source[stop - piece.length - out[-1].size : stop]
+            else:
+                out.append(source[piece.source : stop])
+            param, end = piece.param, stop
+        if not isfinite(squares) or self.body_bytes(parts) < VIEW_BYTES_MIN * max(1, len(out)):
+            return None
+        scan.squares += squares
+        return [view.data.cast("B") for view in out]
+
 
 class Content(Protocol):
     """What a push carries: a `Gradient`, or one that is encoded already."""
@@ -74,6 +97,9 @@ class Content(Protocol):
 
     def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
         """Write the parts end to end into `body`; what is scanned on the way goes to `scan`."""
+
+    def views(self, parts: Sequence[Part], scan: "Scan") -> list[memoryview] | None:
+        """The parts end to end where they lie, if they lie as they travel and in large pieces."""
 
 
 def prepare(
@@ -209,6 +235,16 @@ def _copy_f32(source: AnyArray, out: AnyArray) -> float:
         for start in range(0, out.size, _BLOCK_F32):
             block = out[start : start + _BLOCK_F32]
             block[...] = source[start : start + _BLOCK_F32]
+            total += float(block.dot(block))
+    return total
+
+
+def _squares(source: AnyArray) -> float:
+    """The sum of the squares of float32, which is not finite where an element is not, or is very large."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, source.size, _BLOCK_F32):
+            block = source[start : start + _BLOCK_F32]
             total += float(block.dot(block))
     return total
 

@@ -1,8 +1,8 @@
 """One blocking HTTP/2 connection to a shard, used by one request at a time.
 
-A body goes from the caller's memory into the socket, an answer through one buffer that stays in the cache to where it
-is wanted; nothing else is copied, and no second thread is woken.  Against a general client that saves what counts
-here: a small round trip costs two system calls.
+A body goes from the caller's memory into the socket, an answer from the socket to where it is wanted; nothing else is
+copied, and no second thread is woken.  Against a general client that saves what counts here: a small round trip costs
+two system calls.
 
 A shard that stands still keeps its socket open.  So one that is silent for a while is sent a ping; if nothing comes
 of it either, its answer is waited for no longer.
@@ -26,6 +26,11 @@ FRAME_BYTES: Final = 1 << 20
 WINDOW_BYTES: Final = wire.WINDOW_MAX
 """What a shard may send ahead: its answer goes straight to where it is wanted."""
 _READ_BYTES: Final = 256 << 10
+_AWAITED_BYTES_MAX: Final = 512 << 10
+"""How much of a body is waited for: half the work of either side goes into waking the other for a little."""
+_DIRECT_BYTES_MIN: Final = 16 << 10
+"""What is worth a read to where it belongs."""
+_NOWHERE: Final = memoryview(b"")
 _HEADER_BYTES_MAX: Final = 64 << 10
 _PING: Final = wire.frame(wire.PING, 0, 0, bytes(8))
 _HELLO: Final = (
@@ -66,13 +71,20 @@ class Answer:
             self._to_sink = True
             self._sink.begin()
 
-    def feed(self, data: memoryview) -> None:
-        """The next bytes of its body."""
-        if self._to_sink:
-            assert self._sink is not None
-            self._sink.feed(data)
-        else:
+    def room(self) -> memoryview:
+        """Where the next bytes of its body belong, as far as that is known."""
+        return self._sink.room() if self._to_sink and self._sink is not None else _NOWHERE
+
+    def feed(self, data: memoryview, *, there: bool) -> None:
+        """The next bytes of its body; `there`: they have been put where `room` said."""
+        if not self._to_sink:
             self.body += data
+            return
+        assert self._sink is not None
+        if there:
+            self._sink.filled(len(data))
+        else:
+            self._sink.feed(data)
 
     def end(self) -> None:
         """All is here; raises InDoubt where the sink has too little."""
@@ -89,6 +101,9 @@ class Connection:
         self.socket: Final = connected
         self._gathers = type(connected) is socket.socket and hasattr(connected, "sendmsg")
         """Whether it takes several pieces at once; under TLS it does not."""
+        self._can_wait = type(connected) is socket.socket and connected.family != getattr(socket, "AF_UNIX", None)
+        self._awaited = 1
+        """How many bytes must be here before they are read."""
         self.usable = True
         """Whether another request can be sent on it."""
         self._unsent = _HELLO
@@ -117,7 +132,7 @@ class Connection:
         self.usable = False
         self.socket.close()
 
-    def ask(self, headers: Sequence[Header], body: memoryview, sink: Sink | None, timeout_s: float) -> Answer:
+    def ask(self, headers: Sequence[Header], body: Sequence[memoryview], sink: Sink | None, timeout_s: float) -> Answer:
         """Sends one request and gives its answer, whose body goes to `sink` if it is a 200.
 
         Raises TimeoutError after `timeout_s` or when the shard is dead, Refused, and what the sink raises.
@@ -143,24 +158,28 @@ class Connection:
 
     # What goes
 
-    def _send(self, headers: Sequence[Header], body: memoryview) -> None:
-        flags = wire.END_HEADERS if body else wire.END_HEADERS | wire.END_STREAM
+    def _send(self, headers: Sequence[Header], body: Sequence[memoryview]) -> None:
+        left = sum(map(len, body))
+        flags = wire.END_HEADERS if left else wire.END_HEADERS | wire.END_STREAM
         self._unsent += wire.frame(wire.HEADERS, flags, self._stream, wire.encoded(headers))
-        at, size = 0, len(body)
-        while at < size and not self._answer.ended:
-            n = min(size - at, self._frame_bytes, self._credit, self._stream_credit)
-            if n <= 0:
-                self._flush()
-                self._read()
-                continue
-            ends = wire.END_STREAM if at + n == size else 0
-            self._unsent += wire.head(n, wire.DATA, ends, self._stream)
-            self._credit -= n
-            self._stream_credit -= n
-            self._flush(body[at : at + n])
-            at += n
+        for piece in body:
+            while piece and not self._answer.ended:
+                n = min(len(piece), self._frame_bytes, self._credit, self._stream_credit)
+                if n <= 0:
+                    self._flush()
+                    self._read()
+                    continue
+                left -= n
+                self._unsent += wire.head(n, wire.DATA, 0 if left else wire.END_STREAM, self._stream)
+                self._credit -= n
+                self._stream_credit -= n
+                if left and len(self._unsent) + n <= wire.PAYLOAD_BYTES_MAX:
+                    self._unsent += piece[:n]  # it goes with what follows
+                else:
+                    self._flush(piece[:n])
+                piece = piece[n:]
         self._flush()
-        if at < size:
+        if left:
             self.usable = False  # it has answered before it has heard all
 
     def _flush(self, payload: memoryview | None = None) -> None:
@@ -198,8 +217,15 @@ class Connection:
             raise TimeoutError
         if left_s < SILENCE_S:
             self.socket.settimeout(left_s)
+        place = self._place()
         try:
-            n = self.socket.recv_into(self._room)
+            self._await(1 if place is None else min(len(place), _AWAITED_BYTES_MAX))
+            if place is None:
+                n = self.socket.recv_into(self._room)
+            elif self._gathers:  # what follows it is another frame's head
+                n = self.socket.recvmsg_into((place, self._room[: wire.HEAD_BYTES]))[0]
+            else:
+                n = self.socket.recv_into(place)
         except TimeoutError:
             if self._pinged:
                 raise
@@ -209,6 +235,10 @@ class Connection:
         if n == 0:
             raise ConnectionResetError("closed before it answered")
         self._pinged = False
+        if place is not None:
+            there = min(n, len(place))
+            self._data(self._scanner.passed(there), self._stream, place[:there], there, there=True)
+            n -= there
         try:
             for kind, flags, stream, payload, cost in self._scanner.scan(self._room[:n]):
                 if kind == wire.DATA and self._block is None:
@@ -220,7 +250,21 @@ class Connection:
         if self._unsent:
             self._flush()
 
-    def _data(self, flags: int, stream: int, data: memoryview, cost: int) -> None:
+    def _await(self, size: int) -> None:
+        """So many bytes must be here before any are read; they will be: a frame that has begun has its window."""
+        if size != self._awaited and self._can_wait:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            self._awaited = size
+
+    def _place(self) -> memoryview | None:
+        """Where what is read next belongs, if it is of the present answer's body and not little."""
+        stream, due = self._scanner.due
+        if due < _DIRECT_BYTES_MIN or stream != self._stream:
+            return None
+        room = self._answer.room()
+        return room[:due] if len(room) >= _DIRECT_BYTES_MIN else None
+
+    def _data(self, flags: int, stream: int, data: memoryview, cost: int, *, there: bool = False) -> None:
         self._received += cost
         if self._received > WINDOW_BYTES // 2:
             self._unsent += wire.word(0, wire.WINDOW_UPDATE, self._received)
@@ -231,7 +275,7 @@ class Connection:
                 self._unsent += wire.word(stream, wire.WINDOW_UPDATE, self._stream_received)
                 self._stream_received = 0
             if data:
-                self._answer.feed(data)
+                self._answer.feed(data, there=there)
             if flags & wire.END_STREAM:
                 self._answer.end()
 

@@ -60,7 +60,7 @@ class PlainTransport:
             connection.sock.settimeout(request.timeout_s)
         try:
             headers = {**self._headers, **request.headers}
-            connection.request(request.method, urlsplit(url).path + request.path, body=request.body, headers=headers)
+            connection.request(request.method, urlsplit(url).path + request.path, body=request.whole, headers=headers)
             response = connection.getresponse()
             head = {k.lower(): v for k, v in response.getheaders()}
             if request.sink is None or response.status != 200:

@@ -177,8 +177,8 @@ class BlockingTransport:
         try:
             b = self._control.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
-            if request.body is not None:
-                b = b.body_bytes(request.body)
+            if (body := request.whole) is not None:
+                b = b.body_bytes(body)
             if request.sink is None:
                 r = b.build().send()
                 return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
@@ -280,8 +280,8 @@ class AsyncTransport:
         try:
             b = client.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
-            if request.body is not None:
-                b = b.body_bytes(request.body)
+            if (body := request.whole) is not None:
+                b = b.body_bytes(body)
             if request.sink is None:
                 r = await b.build().send()
                 return Response(r.status, _lowered(r.headers), bytes(await r.bytes()), url)

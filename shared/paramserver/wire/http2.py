@@ -143,6 +143,16 @@ class Scanner:
         """Of the DATA frame that has begun, with that many bytes to come."""
         self._left = self._padding = 0
 
+    @property
+    def due(self) -> tuple[int, int]:
+        """(stream, bytes) of a DATA frame's payload, where what comes next is that; else no bytes."""
+        return self._stream, self._left
+
+    def passed(self, size: int) -> int:
+        """So many bytes of what was due have been read past this scanner; the flags of the piece that they are."""
+        self._left -= size
+        return 0 if self._left else self._flags
+
     def scan(self, data: memoryview) -> Iterator[tuple[int, int, int, memoryview, int]]:
         """(type, flags, stream, payload, bytes that count against the windows) of each frame; raises Http2Error.
 

@@ -1,0 +1,137 @@
+"""Bodies that are read straight to where they belong, on a real connection whose other end is in the same process."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from paramserver.wire import http2 as wire
+from paramserver_node.http2 import DIRECT_BYTES_MIN, READ_BYTES, Connection
+from paramserver_node.stream import BODY
+
+ASKED = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/")])
+BODY_BYTES = 3 << 20
+
+
+class Into:
+    """A sink of two parts; it counts what was read straight into them, and refuses at a given byte."""
+
+    def __init__(self, refuses_at: int = -1) -> None:
+        self.memory = bytearray(BODY_BYTES)
+        self.at = self.direct = 0
+        self._refuses_at = refuses_at
+
+    def room(self) -> memoryview:
+        """To the end of the first part, then to the end."""
+        return memoryview(self.memory)[self.at : 1_000_000 if self.at < 1_000_000 else BODY_BYTES]
+
+    def filled(self, size: int) -> None:
+        """It was put there."""
+        self.direct += size
+        self._took(size)
+
+    def feed(self, data: memoryview) -> None:
+        """It has to be copied."""
+        self.memory[self.at : self.at + len(data)] = data
+        self._took(len(data))
+
+    def _took(self, size: int) -> None:
+        self.at += size
+        if 0 <= self._refuses_at < self.at:
+            raise ValueError("no more of it")
+
+
+@asynccontextmanager
+async def connected(sinks: list[Into]) -> AsyncIterator[tuple[socket.socket, Connection]]:
+    """The client's socket, greeted, and the server's end, which takes each body into the next of the sinks."""
+    waiting = iter(sinks)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            whole = await scope["extensions"][BODY](next(waiting))
+        except ValueError:
+            whole = False
+        await send({"type": "http.response.start", "status": 200 if whole else 400, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    made: dict[str, Any] = {}
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as theirs:
+        theirs.setblocking(False)
+        await loop.sock_connect(theirs, listener.getsockname())
+        ours, _ = listener.accept()
+        transport, connection = await loop.create_connection(
+            lambda: Connection(config, ServerState(), app, made), sock=ours
+        )
+        await loop.sock_sendall(theirs, wire.settings({}))
+        yield theirs, connection
+        transport.abort()
+        while connection._running:
+            await asyncio.sleep(0)
+
+
+async def answered(theirs: socket.socket, count: int) -> list[bytes]:
+    """The header blocks of so many answers."""
+    scanner, blocks = wire.Scanner(1 << 20, 1 << 16), list[bytes]()
+    while len(blocks) < count:
+        data = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
+        blocks += [bytes(p) for kind, _, _, p, _ in scanner.scan(memoryview(data)) if kind == wire.HEADERS]
+    return blocks
+
+
+async def asked(theirs: socket.socket, connection: Connection, stream: int) -> None:
+    """A request whose body is now wanted, as much of it as there is."""
+    await asyncio.get_running_loop().sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, stream, ASKED))
+    while stream not in connection._streams or not connection._streams[stream].room():
+        await asyncio.sleep(0)
+
+
+def frames_of(stream: int, body: bytes, frame_bytes: int) -> bytes:
+    """The body of a request."""
+    sent = b""
+    for at in range(0, len(body), frame_bytes):
+        ends = wire.END_STREAM if at + frame_bytes >= len(body) else 0
+        sent += wire.frame(wire.DATA, ends, stream, body[at : at + frame_bytes])
+    return sent
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("frame_bytes", [DIRECT_BYTES_MIN - 1, 50_000, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [1_000, 30_000, BODY_BYTES])
+async def test_a_body_is_put_where_it_belongs(frame_bytes: int, piece_bytes: int) -> None:
+    """However it is cut into frames and pieces; afterwards the connection waits for single bytes again."""
+    body, sink = bytes(range(251)) * (BODY_BYTES // 251) + bytes(BODY_BYTES % 251), Into()
+    async with connected([sink]) as (theirs, connection):
+        await asked(theirs, connection, 1)
+        sent = frames_of(1, body, frame_bytes)
+        for at in range(0, len(sent), piece_bytes):
+            await asyncio.get_running_loop().sock_sendall(theirs, sent[at : at + piece_bytes])
+        assert await answered(theirs, 1) == [wire.encoded([(b":status", b"200")])]
+        assert sink.memory == body
+        assert (sink.direct > 0) == (frame_bytes >= DIRECT_BYTES_MIN)
+        assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_nobody_wants_any_more_holds_up_nothing() -> None:
+    """Refused, or given up by its client in the middle; what follows on the connection is served."""
+    body, last = bytes(BODY_BYTES), Into()
+    async with connected([Into(refuses_at=READ_BYTES), Into(), last]) as (theirs, connection):
+        loop = asyncio.get_running_loop()
+        await asked(theirs, connection, 1)
+        await loop.sock_sendall(theirs, frames_of(1, body, 1 << 20))
+        await asked(theirs, connection, 3)
+        await loop.sock_sendall(theirs, frames_of(3, body, 1 << 20)[: -(1 << 20) - wire.HEAD_BYTES])
+        await loop.sock_sendall(theirs, wire.word(3, wire.RST_STREAM, 8))
+        await asked(theirs, connection, 5)
+        await loop.sock_sendall(theirs, frames_of(5, body, 1 << 20))
+        assert [wire.encoded([(b":status", s)]) for s in (b"400", b"200")] == await answered(theirs, 2)
+        assert last.at == BODY_BYTES
+        assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
