@@ -11,6 +11,7 @@ from paramserver_node.stream import request_of
 
 ASKED = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a:1"), (b":path", b"/p%20q?x=1"), (b"a", b"b")]
 
+texts = st.binary(max_size=140)
 payloads = st.binary(max_size=40)
 frames = st.lists(
     st.one_of(
@@ -134,3 +135,27 @@ def test_settings_that_cannot_be_are_refused(payload: bytes) -> None:
     """Not six bytes, a window too large, frames too small."""
     with pytest.raises(Http2Error):
         wire.settings_in(memoryview(payload))
+
+
+@given(
+    st.one_of(st.binary(max_size=60), st.lists(st.tuples(texts, texts), max_size=6).map(wire.encoded)),
+    st.integers(0, 400),
+)
+def test_a_block_that_is_quickly_read_says_what_it_says(block: bytes, bytes_max: int) -> None:
+    """Where there is an answer without the table, it is the table's; none for what is cut off, or too long."""
+    try:
+        wanted = [
+            (bytes(n), bytes(v)) for n, v in hpack.Decoder(max_header_list_size=bytes_max).decode(block, raw=True)
+        ]
+    except hpack.HPACKError:
+        wanted = None
+    found = wire.plain(block, bytes_max)
+    assert found is None or found == wanted
+
+
+def test_our_own_blocks_are_quickly_read() -> None:
+    """Short texts, with names that are in the table and names that are not."""
+    headers = [*ASKED, (b":status", b"200"), (b":status", b"418"), (b"", b""), (b"x", b"v" * 126)]
+    assert wire.plain(wire.encoded(headers), 1 << 16) == headers
+    assert wire.plain(wire.encoded(headers), 400) is None
+    assert wire.plain(wire.encoded([(b"x", b"v" * 127)]), 1 << 16) is None

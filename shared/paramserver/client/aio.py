@@ -84,7 +84,9 @@ class AsyncClient:
         """The push numbers of this client for a model; a forked child gets its own."""
         if self._pid != os.getpid():
             self._numbers, self._pid = {}, os.getpid()
-        return self._numbers.setdefault(model, private_numbers())
+        if model not in self._numbers:
+            self._numbers[model] = private_numbers()
+        return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":
         """The model of that name; whether there is one shows at the first call."""

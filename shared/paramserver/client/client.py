@@ -72,7 +72,9 @@ class Client:
         if self._pid != os.getpid():  # the lock may have been held by a thread that the child lacks
             self._lock, self._numbers, self._pid = threading.Lock(), {}, os.getpid()
         with self._lock:
-            return self._numbers.setdefault(model, private_numbers())
+            if model not in self._numbers:
+                self._numbers[model] = private_numbers()
+            return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> Model:
         """The model of that name; whether there is one shows at the first call.

@@ -31,6 +31,8 @@ _BLOCK_F32: Final = 1 << 15
 """The same where nothing is converted: fewer, larger steps."""
 _EXPONENT: Final = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 """The bits that are all set in infinities and NaNs of the dtypes of two bytes."""
+_NARROW: Final = {np.dtype(np.float16): "float16"}
+"""What travels as it is, beside float32 and bfloat16."""
 _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
@@ -61,7 +63,8 @@ class Gradient:
 
     def views(self, parts: Sequence[Part], scan: "Scan") -> list[memoryview] | None:
         """The elements of `parts` where they lie, scanned; None unless it is as they travel, and in large pieces."""
-        if self.dtype != "float32" or scan.exact:
+        size_bytes = self.body_bytes(parts)
+        if self.dtype != "float32" or scan.exact or size_bytes < VIEW_BYTES_MIN:
             return None
         out: list[AnyArray] = []
         squares, param, end = 0.0, -1, -1
@@ -75,7 +78,7 @@ class Gradient:
             else:
                 out.append(source[piece.source : stop])
             param, end = piece.param, stop
-        if not isfinite(squares) or self.body_bytes(parts) < VIEW_BYTES_MIN * max(1, len(out)):
+        if not isfinite(squares) or size_bytes < VIEW_BYTES_MIN * len(out):
             return None
         scan.squares += squares
         return [view.data.cast("B") for view in out]
@@ -158,7 +161,7 @@ def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, boo
     except Exception as e:  # whatever a foreign __array__ raises: a GPU tensor, a tensor that wants its graph
         hint = "a torch tensor needs .detach().cpu()"
         raise problem("invalid_dtype", f"'{name}' cannot be made an array: {e}", hint=hint, where=name) from None
-    bf16 = array.dtype.name == "bfloat16"
+    bf16 = array.dtype.kind == "V" and array.dtype.name == "bfloat16"  # NumPy makes that name up each time
     if not bf16 and array.dtype.kind not in "fiub":
         raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which is no gradient", where=name)
     if array.shape != shape:
@@ -170,8 +173,8 @@ def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, boo
 
 
 def _made(selection: Selection, arrays: Sequence[tuple[AnyArray, bool]], dtype: str | None) -> Gradient:
-    kinds = {"bfloat16" if bf16 else a.dtype.name for a, bf16 in arrays}
-    chosen: Any = dtype or (kinds.pop() if len(kinds) == 1 and kinds <= {"float16", "bfloat16"} else "float32")
+    kinds = {"bfloat16" if bf16 else _NARROW.get(a.dtype, "float32") for a, bf16 in arrays}
+    chosen: Any = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
     return Gradient(selection, tuple(a for a, _ in arrays), tuple(b for _, b in arrays), chosen)
 
 

@@ -20,6 +20,7 @@ from paramserver.client.calls import (
     Pause,
     Request,
     Response,
+    Sink,
     error_of,
     json_of,
     json_request,
@@ -408,7 +409,7 @@ def exchange(
         sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
         slots = yield from transfer.slots(outgoing, groups)
         bare = outgoing.requests(transfer.held, groups, slots, pull_terms, 0.0)
-        outcomes = yield [_timed(replace(r, sink=s), deadline) for r, s in zip(bare, sinks, strict=True)]
+        outcomes = yield [_timed(r, deadline, s) for r, s in zip(bare, sinks, strict=True)]
         transfer.keep_slots(slots, groups, outcomes, sinks)
         good, pending = yield from transfer.settle(groups, outcomes)
         replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
@@ -457,8 +458,9 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     return replace(terms, base=origin.versions if origin.generation == held.generation else None)
 
 
-def _timed(request: Request, deadline: Deadline) -> Request:
-    return replace(request, timeout_s=max(deadline.left_s(), 0.001))
+def _timed(request: Request, deadline: Deadline, sink: Sink | None = None) -> Request:
+    r, left_s = request, max(deadline.left_s(), 0.001)
+    return Request(r.method, r.path, r.body, r.headers, r.to, sink or r.sink, left_s, r.rest)
 
 
 def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:

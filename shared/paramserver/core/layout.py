@@ -25,9 +25,12 @@ class Segment:
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """The flat vector of one model: all parameters in spec order, in C order, end to end."""
+    """The flat vector of one model: all parameters in spec order, in C order, end to end.
+
+    Equal only to itself, so that what is kept for a layout in use is found at once.
+    """
 
     spec: ModelSpec
 

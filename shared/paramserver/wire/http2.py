@@ -1,7 +1,8 @@
 """HTTP/2 as it travels (RFC 9113): frames, and header blocks (RFC 7541).
 
-Both sides send header blocks that leave the other's table as it is, so the same headers are always the same bytes,
-and what has been decoded once is looked up.  What a peer sends may use the table: `hpack` decodes it.
+Both sides send header blocks that leave the other's table as it is, so the same headers are always the same bytes: what
+has been decoded once is looked up, and the rest is quickly read.  What else a peer sends may use the table: `hpack`
+decodes it.
 """
 
 import struct
@@ -63,6 +64,8 @@ _INDEXED: Final[dict[Header, bytes]] = {
 """Headers that are one byte: their place in the static table."""
 _NAMED: Final = {b":authority": b"\x01", b":method": b"\x02", b":path": b"\x04", b":status": b"\x08"}
 """Names that are one byte there."""
+_HEADER_OF: Final = {code[0]: header for header, code in _INDEXED.items()}
+_NAME_OF: Final = {code[0]: name for name, code in _NAMED.items()}
 
 
 class Http2Error(Exception):
@@ -228,12 +231,44 @@ def _text(data: bytes) -> bytes:
     return bytes(length) + data
 
 
+def plain(block: bytes, bytes_max: int) -> list[Header] | None:
+    """The headers of a block like those that `encoded` writes; None for any other, and for what is long."""
+    out: list[Header] = []
+    at = size = 0
+    try:
+        while at < len(block):
+            first, at = block[at], at + 1
+            header = _HEADER_OF.get(first)
+            if header is None:
+                name = _NAME_OF.get(first)
+                if name is None:
+                    if first:
+                        return None
+                    name, at = _short(block, at)
+                value, at = _short(block, at)
+                header = (name, value)
+            size += len(header[0]) + len(header[1]) + 32
+            out.append(header)
+    except (IndexError, ValueError):
+        return None
+    return out if size <= bytes_max else None
+
+
+def _short(block: bytes, at: int) -> tuple[bytes, int]:
+    """The string there and where it ends; raises ValueError, IndexError unless it is short, as it is, and all here."""
+    size = block[at]
+    end = at + 1 + size
+    if size >= 127 or end > len(block):
+        raise ValueError
+    return block[at + 1 : end], end
+
+
 class HeaderDecoder(Generic[T]):
     """Decodes the header blocks of one peer, in the order in which they come."""
 
     def __init__(self, bytes_max: int, read: Callable[[Sequence[Header]], T]) -> None:
         """`bytes_max` bounds the headers of a block, unpacked; `read` makes of them what is given back."""
-        self._read = read
+        self._read, self._bytes_max = read, bytes_max
         self._hpack = hpack.Decoder(max_header_list_size=bytes_max)
         self._known: dict[bytes, T] = {}
         """What has been read before while the table was what it is."""
@@ -242,6 +277,8 @@ class HeaderDecoder(Generic[T]):
         """What the headers say, which others may be given as well; raises Http2Error."""
         if block in self._known:
             return self._known[block]
+        if (own := plain(block, self._bytes_max)) is not None:
+            return self._remembered(block, self._read(own))
         table = self._hpack.header_table
         size, newest = table.maxsize, _newest(table)
         try:
@@ -249,10 +286,15 @@ class HeaderDecoder(Generic[T]):
         except hpack.HPACKError as e:
             raise Http2Error(COMPRESSION_ERROR, f"headers that cannot be read: {e}") from None
         said = self._read(headers)
-        if table.maxsize != size or _newest(table) is not newest or len(self._known) == _KNOWN_MAX:
+        if table.maxsize == size and _newest(table) is newest:
+            return self._remembered(block, said)
+        self._known.clear()
+        return said
+
+    def _remembered(self, block: bytes, said: T) -> T:
+        if len(self._known) == _KNOWN_MAX:
             self._known.clear()
-        else:
-            self._known[block] = said
+        self._known[block] = said
         return said
 
 
