@@ -317,6 +317,26 @@ def test_a_silent_server_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatc
         assert answer.body == b"late"
 
 
+def test_a_slow_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer whose pieces come far between, each counts, however much more of it is due."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.1)
+    body = bytes(range(250)) * 4000
+
+    def script(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        head = wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK)
+        peer.send(wire.settings({}) + head + wire.head(len(body), wire.DATA, wire.END_STREAM, stream))
+        for at in range(0, len(body), 200_000):
+            peer.send(body[at : at + 200_000])
+            if at + 200_000 < len(body):
+                peer.until(wire.PING)
+
+    with Server(script) as server:
+        kept = Kept(1 << 20)
+        assert isinstance(server.ask(sink=kept), Response)
+        assert kept.data == body
+
+
 def test_a_silent_server_that_is_dead_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not give back a ping; and however lively, it has only as long as the request has."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.05)

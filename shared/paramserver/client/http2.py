@@ -104,6 +104,8 @@ class Connection:
         self._can_wait = type(connected) is socket.socket and connected.family != getattr(socket, "AF_UNIX", None)
         self._awaited = 1
         """How many bytes must be here before they are read."""
+        self._slow = False
+        """Whether they came far between, so that each counts."""
         self.usable = True
         """Whether another request can be sent on it."""
         self._unsent = _HELLO
@@ -139,7 +141,7 @@ class Connection:
         """
         self._give_up_at = time.monotonic() + timeout_s
         self.socket.settimeout(min(SILENCE_S, timeout_s))
-        self._pinged = False
+        self._pinged = self._slow = False
         self._stream += 2
         self._stream_credit, self._stream_received = self._stream_window, 0
         answer = self._answer = Answer(sink)
@@ -219,7 +221,7 @@ class Connection:
             self.socket.settimeout(left_s)
         place = self._place()
         try:
-            self._await(1 if place is None else min(len(place), _AWAITED_BYTES_MAX))
+            self._await(1 if place is None or self._slow else min(len(place), _AWAITED_BYTES_MAX))
             if place is None:
                 n = self.socket.recv_into(self._room)
             elif self._gathers:  # what follows it is another frame's head
@@ -227,6 +229,9 @@ class Connection:
             else:
                 n = self.socket.recv_into(place)
         except TimeoutError:
+            if self._awaited > 1:
+                self._slow = True
+                return
             if self._pinged:
                 raise
             self._pinged = True
