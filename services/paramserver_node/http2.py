@@ -10,6 +10,7 @@ beyond which nothing more is written; its requests, its headers, and its frames 
 import asyncio
 import logging
 import socket
+import sys
 from typing import Any, Final
 
 from starlette.types import ASGIApp
@@ -94,7 +95,7 @@ class Connection(asyncio.BufferedProtocol):
         over_tcp = self._socket.family != socket.AF_UNIX
         if over_tcp:  # asyncio forgets it where the listening socket was given to it
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._can_wait = over_tcp and not is_ssl(transport)
+        self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = {
             "type": "http",

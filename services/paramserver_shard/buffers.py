@@ -38,21 +38,18 @@ def _size_class(size_bytes: int) -> int:
 class _Memory:
     """The memory of one buffer, and the file it is, if others can map it."""
 
-    __slots__ = ("__weakref__", "array", "file", "next", "retired", "size")
+    __slots__ = ("__weakref__", "address", "array", "file", "next", "retired", "size")
 
     def __init__(self, array: U8, file: str | None) -> None:
         self.array: Final = array
+        self.address: Final = _address(array)
+        """Where it begins."""
         self.file: Final = file
         self.size: Final = array.size
         self.retired = False
         """Never to be handed out again: somebody may have it mapped."""
         self.next: weakref.ref[_Memory] | None = None
         """What followed it last time, and will again if it is free: a partition goes to and fro between two buffers."""
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return _address(self.array)
 
 
 class BufferPool:

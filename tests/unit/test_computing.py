@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paramserver import kernels
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState, UpdateTask
 from paramserver.core.spec import ModelSpec
@@ -68,3 +69,21 @@ def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
         (True, False),
         (False, False),
     ]
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw", "ftrl", "sum"])
+def test_steps_tell_apart_only_what_the_optimizer_does(name: str) -> None:
+    """Those that count give each push numbers of its own; for all others they stay what they are, and so do tables."""
+    spec = ModelSpec.parse(
+        {"name": "m", "params": {"w": {"shape": [100]}}, "partitions": 1, "optimizer": {"name": name}}
+    )
+    values = np.zeros(100, np.float32)
+    found = []
+    for count in range(3):
+        slots = tuple(np.zeros(100, np.float32) for _ in range(kernels.slot_count(spec.optimizer)))
+        state = PartitionState(values, slots, (count,))
+        basis = Basis(PartitionKey(ModelKey("m", 1), 0), state, spec, Layout(spec).segments[0])
+        task = single_task(basis, np.ones(100, np.float32), "float32", None, 1.0, 0.5)
+        assert task.counts == (count + 1,)
+        found.append(task.steps)
+    assert len(set(found)) == (3 if name in ("adagrad", "adam", "adamw") else 1)

@@ -9,6 +9,7 @@ of it either, its answer is waited for no longer.
 """
 
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -101,7 +102,10 @@ class Connection:
         self.socket: Final = connected
         self._gathers = type(connected) is socket.socket and hasattr(connected, "sendmsg")
         """Whether it takes several pieces at once; under TLS it does not."""
-        self._can_wait = type(connected) is socket.socket and connected.family != getattr(socket, "AF_UNIX", None)
+        self._can_wait = (
+            sys.platform == "linux" and type(connected) is socket.socket and connected.family != socket.AF_UNIX
+        )
+        """Whether the kernel takes more than a byte for too little; under TLS nobody knows how much it is."""
         self._awaited = 1
         """How many bytes must be here before they are read."""
         self._slow = False

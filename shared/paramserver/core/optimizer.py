@@ -6,6 +6,7 @@ torch's `state_dict` where torch has the optimizer; ftrl's are the paper's.
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Final
 
 import numpy as np
 
@@ -28,7 +29,8 @@ class SegmentStep:
     weight_decay: float = 0.0
     """adamw subtracts lr * weight_decay * w; the others add weight_decay * w to the gradient; `sum` ignores it."""
     step: int = 1
-    """How often these elements have been stepped, this time included (from 1): bias correction, adagrad's lr_decay."""
+    """How often these elements have been stepped, this time included (from 1): bias correction, adagrad's lr_decay.
+    Of optimizers that are not `COUNTING` always 1, so that one step's numbers are the next one's too."""
     clip_value: float | None = None
     scale: float = 1.0
     """Factor of the gradient: the push's weight, the norm clip."""
@@ -82,6 +84,10 @@ def ftrl_z(optimizer: OptimizerSpec, values: F32, n: F32) -> F32:
     rate = (np.float32(optimizer.beta) + np.sqrt(n)) / np.float32(optimizer.lr) + np.float32(optimizer.l2)
     with np.errstate(over="ignore"):  # infinite for values near the largest float32, whose steps are then refused
         return np.asarray(-values * rate - np.sign(values) * np.float32(optimizer.l1), np.float32)
+
+
+COUNTING: Final = ("adam", "adamw", "adagrad")
+"""Optimizers to which it matters how often elements have been stepped."""
 
 
 def adam_corrections(optimizer: OptimizerSpec, step: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paramserver.core.layout import Range, Segment
-from paramserver.core.optimizer import SegmentStep
+from paramserver.core.optimizer import COUNTING, SegmentStep
 from paramserver.core.shard_io import HeldPart, PartitionState, Piece, UpdateTask
 from paramserver.core.spec import ModelSpec
 from paramserver.types import ITEMSIZE, AnyArray, Coding, PartitionKey
@@ -36,6 +36,7 @@ class Basis:
         out: list[SegmentStep] = []
         counts = list(self.state.steps)
         whole = touched[0] == (0, self.size) if touched else False
+        counting = optimizer.name in COUNTING
         for i, segment in enumerate(self.segments):
             param, at, end = spec.params[segment.param], segment.start, segment.stop
             if not param.trainable:
@@ -46,7 +47,8 @@ class Basis:
                 own = _clipped(touched, at, end)
             counts[i] += bool(own)
             decay = optimizer.weight_decay if param.weight_decay is None else param.weight_decay
-            numbers = (rate * param.lr_scale, decay, counts[i] or 1, optimizer.clip_value, scale)
+            step = (counts[i] or 1) if counting else 1
+            numbers = (rate * param.lr_scale, decay, step, optimizer.clip_value, scale)
             for start, stop in own:
                 if start > at:
                     out.append(SegmentStep(at, start, *numbers, active=False))

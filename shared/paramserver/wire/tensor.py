@@ -3,6 +3,7 @@
 bfloat16, which NumPy lacks, is a uint16 array beside its dtype name.
 """
 
+import struct
 import sys
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -24,6 +25,7 @@ NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
     "float64": np.dtype("<f8"),
 }
 
+_RANGE: Final = struct.Struct("<QQ")
 _BLOCK: Final = 1 << 13
 """Elements rounded at a time: they stay in the cache."""
 _SHORT_MAX: Final = 1 << 16
@@ -80,7 +82,7 @@ def from_f32(a: F32, dtype: str) -> AnyArray:
 
 def slice_crc(dtype: str, ranges: Iterable[tuple[int, int]], data: AnyArray | memoryview | bytes) -> int:
     """CRC-32 (zlib's) of a partition's slice: dtype name, ranges as little-endian u64 pairs, elements."""
-    head = dtype.encode() + np.array(list(ranges), "<u8").tobytes()
+    head = dtype.encode() + b"".join([_RANGE.pack(*r) for r in ranges])
     return crc_after(zlib_ng.crc32(head), data)
 
 
