@@ -148,10 +148,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes are here."""
-        if self._place is None:
+        place, self._place = self._place, None  # which an idle connection must not keep from being used again
+        if place is None:
             self.feed(self._room[:nbytes])
         else:
-            self.feed(self._place[:nbytes], there=True)
+            self.feed(place[:nbytes], there=True)
         if self._can_wait:
             number, due = self._scanner.due
             worth = nbytes >= DIRECT_BYTES_MIN and due >= DIRECT_BYTES_MIN  # of a slow client each byte counts
