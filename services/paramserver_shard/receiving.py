@@ -1,4 +1,4 @@
-"""Framed requests as they arrive: their bodies go into pooled memory, part by part, each byte copied once.
+"""Framed requests as they arrive: their bodies go into pooled memory, part by part, read straight into it.
 
 A part is handed on as soon as it is whole, so that it is checked while the next ones are still on their way.  A body
 that breaks off, or is longer or shorter than its header says, is refused without a trace.
