@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
+from paramserver.wire.sink import Sink
 from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.patience import Patience
-from paramserver_node.stream import BODY, Sink
+from paramserver_node.stream import BODY
 
 log = logging.getLogger("paramserver.node")
 

@@ -7,13 +7,14 @@ memory: `await scope["extensions"][BODY](sink)`.  Until it does either, a client
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
 
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
+from paramserver.wire.sink import Sink
 
 if TYPE_CHECKING:
     from paramserver_node.http2 import Connection
@@ -31,19 +32,6 @@ _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"
 _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 
 _NOWHERE: Final = memoryview(b"")
-
-
-class Sink(Protocol):
-    """Where a body goes as it arrives."""
-
-    def room(self) -> memoryview:
-        """Where its next bytes belong, as far as that is known; may be empty."""
-
-    def filled(self, size: int) -> None:
-        """So many bytes have been put there.  May raise."""
-
-    def feed(self, data: memoryview) -> None:
-        """Its next bytes, which lie elsewhere and are only good until this returns.  May raise."""
 
 
 class Stream:

@@ -13,6 +13,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, decode_prefix, header_end
+from paramserver.wire.sink import pour
 from paramserver_node.stream import BODY
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.inflight import account
@@ -56,13 +57,7 @@ class Body:
         """The next bytes; raises RequestError if they are too many."""
         if self._received + len(chunk) > self.size:
             raise problem("malformed", f"the body is longer than the {self.size} bytes that its header announces")
-        view = memoryview(chunk)
-        while view:
-            place = self.room()
-            n = min(len(view), len(place))
-            place[:n] = view[:n]
-            view = view[n:]
-            self.filled(n)
+        pour(memoryview(chunk), self)
 
     def room(self) -> memoryview:
         """Where the next bytes belong, as far as they are of one part; empty when all is here."""

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from paramserver.errors import PsError, from_document, problem
+from paramserver.wire.sink import Sink as Place
 
 T = TypeVar("T")
 
@@ -25,20 +26,11 @@ ATTEMPT_S: Final = 5.0
 to another node where there is one."""
 
 
-class Sink(Protocol):
-    """Where the body of a 200 goes, chunk by chunk, in place of memory of its own."""
+class Sink(Place, Protocol):
+    """Where the body of a 200 goes, in place of memory of its own."""
 
     def begin(self) -> None:
-        """A response starts; whatever an earlier attempt had fed is void."""
-
-    def feed(self, chunk: memoryview) -> None:
-        """The next bytes of the body; they are only valid during the call."""
-
-    def room(self) -> memoryview:
-        """Where the next bytes belong, as far as that is known; may be empty."""
-
-    def filled(self, size: int) -> None:
-        """So many bytes have been put there."""
+        """A response starts; whatever an earlier attempt had brought is void."""
 
     def end(self) -> None:
         """The body is complete.  Raises InDoubt if it is too short."""
@@ -108,6 +100,11 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds left, never below 0."""
         return max(0.0, self.at - self.clock())
+
+    def bound(self, request: Request, sink: Sink | None = None) -> Request:
+        """That request, with an end by then and perhaps another sink."""
+        r, left_s = request, max(self.left_s(), 0.001)
+        return Request(r.method, r.path, r.body, r.headers, r.to, sink or r.sink, left_s, r.rest)
 
 
 def json_request(

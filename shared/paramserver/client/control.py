@@ -39,7 +39,7 @@ def create_model(
     backoff = Backoff(deadline)
     maybe_mine = False
     while True:
-        (outcome,) = yield [_bounded(json_request("POST", "/models", body), deadline)]
+        (outcome,) = yield [deadline.bound(json_request("POST", "/models", body))]
         result = judged(outcome)
         if isinstance(result, PsError):
             if not passes(result):
@@ -130,7 +130,7 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
     backoff = Backoff(deadline)
     cluster.forget(model)
     while True:
-        (outcome,) = yield [_bounded(json_request("DELETE", model_path(model)), deadline)]
+        (outcome,) = yield [deadline.bound(json_request("DELETE", model_path(model)))]
         result = judged(outcome)
         if not isinstance(result, PsError) or (backoff.in_doubt and result.code == "unknown_model"):
             return
@@ -188,7 +188,3 @@ def dataset_document(
     if uri is not None:
         body["uri"] = uri
     return body
-
-
-def _bounded(request: Request, deadline: Deadline) -> Request:
-    return Request(request.method, request.path, request.body, request.headers, timeout_s=max(deadline.left_s(), 0.001))

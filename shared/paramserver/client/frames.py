@@ -33,6 +33,7 @@ from paramserver.wire.frame import (
     encode_header,
     header_end,
 )
+from paramserver.wire.sink import pour
 
 _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
@@ -237,14 +238,8 @@ class Incoming:
         data = chunk.cast("B") if chunk.format != "B" else chunk
         if self.reply is None:
             data = self._feed_head(data)
-        while len(data):
-            place = self.room()
-            if not place:
-                raise problem("in_doubt", "the answer to a pull holds more than was asked for")
-            n = min(len(data), len(place))
-            place[:n] = data[:n]
-            data = data[n:]
-            self.filled(n)
+        if pour(data, self):
+            raise problem("in_doubt", "the answer to a pull holds more than was asked for")
 
     def room(self) -> memoryview:
         """Where the next bytes belong, as far as they are of one part; empty before its header and at the end."""

@@ -18,9 +18,7 @@ from paramserver.client.calls import (
     Deadline,
     Outcome,
     Pause,
-    Request,
     Response,
-    Sink,
     error_of,
     json_of,
     json_request,
@@ -148,7 +146,7 @@ class Transfer:
                 found[to] = slot
         if wanted:
             asked = [replace(json_request("POST", "/slots", {"bytes": size}), to=to) for to, size in wanted]
-            outcomes = yield [_timed(r, self.deadline) for r in asked]
+            outcomes = yield [self.deadline.bound(r) for r in asked]
             for (to, size), outcome in zip(wanted, outcomes, strict=True):
                 if isinstance(outcome, Response) and outcome.status == 200:
                     slot = self.cluster.same_host.lent(to, str(json_of(outcome)["slot"]), size)
@@ -270,7 +268,7 @@ def pull(
         left_s = max(0.0, min(wait_until - deadline.clock(), deadline.left_s(), POLL_S))
         sinks = [Incoming(selection, parts, flat, terms.dtype) for _, parts in groups]
         requests = [
-            _timed(pull_request(transfer.held, to, parts, terms, left_s, sink, cluster.same_host), deadline)
+            deadline.bound(pull_request(transfer.held, to, parts, terms, left_s, sink, cluster.same_host))
             for (to, parts), sink in zip(groups, sinks, strict=True)
         ]
         outcomes = yield requests
@@ -337,7 +335,7 @@ def push(
     while pending:
         groups = transfer.groups(pending)
         slots = yield from transfer.slots(outgoing, groups)
-        outcomes = yield [_timed(r, deadline) for r in outgoing.requests(transfer.held, groups, slots, None, 0.0)]
+        outcomes = yield [deadline.bound(r) for r in outgoing.requests(transfer.held, groups, slots, None, 0.0)]
         transfer.keep_slots(slots, groups, outcomes)
         good, pending = yield from transfer.settle(groups, outcomes)
         for i, response in good:
@@ -409,7 +407,7 @@ def exchange(
         sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
         slots = yield from transfer.slots(outgoing, groups)
         bare = outgoing.requests(transfer.held, groups, slots, pull_terms, 0.0)
-        outcomes = yield [_timed(r, deadline, s) for r, s in zip(bare, sinks, strict=True)]
+        outcomes = yield [deadline.bound(r, s) for r, s in zip(bare, sinks, strict=True)]
         transfer.keep_slots(slots, groups, outcomes, sinks)
         good, pending = yield from transfer.settle(groups, outcomes)
         replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
@@ -456,11 +454,6 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     if origin.model != held.name:
         raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{held.name}'")
     return replace(terms, base=origin.versions if origin.generation == held.generation else None)
-
-
-def _timed(request: Request, deadline: Deadline, sink: Sink | None = None) -> Request:
-    r, left_s = request, max(deadline.left_s(), 0.001)
-    return Request(r.method, r.path, r.body, r.headers, r.to, sink or r.sink, left_s, r.rest)
 
 
 def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:

@@ -1,0 +1,26 @@
+"""Where a body goes as it arrives: read straight to its place where that is known, else copied there."""
+
+from typing import Protocol
+
+
+class Sink(Protocol):
+    """Takes a body, on either side of a connection."""
+
+    def room(self) -> memoryview:
+        """Where its next bytes belong, as far as that is known; may be empty."""
+
+    def filled(self, size: int) -> None:
+        """So many bytes have been put there.  May raise."""
+
+    def feed(self, data: memoryview) -> None:
+        """Its next bytes, which lie elsewhere and are only good until this returns.  May raise."""
+
+
+def pour(data: memoryview, sink: Sink) -> memoryview:
+    """Copies `data` to where `sink` says that it belongs; what is left when it knows of no more room."""
+    while data and (place := sink.room()):
+        size = min(len(data), len(place))
+        place[:size] = data[:size]
+        data = data[size:]
+        sink.filled(size)
+    return data
