@@ -4,6 +4,7 @@ What arguments mean is said at `Client`, `Model` and `Worker`; here only what di
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ class AsyncClient:
         self.cluster = Cluster(self.urls)
         self.shared = SharedArrays(self.cluster)
         self.transport = AsyncTransport(self.urls, Credentials.found(token, ca, os.environ))
-        self._numbers: dict[str, PushNumbers] = {}
+        self._numbers = defaultdict[str, PushNumbers](private_numbers)
         self._pid = os.getpid()
 
     @property
@@ -83,9 +84,7 @@ class AsyncClient:
     def numbers(self, model: str) -> PushNumbers:
         """The push numbers of this client for a model; a forked child gets its own."""
         if self._pid != os.getpid():
-            self._numbers, self._pid = {}, os.getpid()
-        if model not in self._numbers:
-            self._numbers[model] = private_numbers()
+            self._numbers, self._pid = defaultdict(private_numbers), os.getpid()
         return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":

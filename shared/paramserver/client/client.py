@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ class Client:
         self.shared = SharedArrays(self.cluster)
         self.transport = BlockingTransport(urls, credentials)
         self._lock = threading.Lock()
-        self._numbers: dict[str, PushNumbers] = {}
+        self._numbers = defaultdict[str, PushNumbers](private_numbers)
         self._pid = os.getpid()
 
     @property
@@ -70,10 +71,9 @@ class Client:
     def numbers(self, model: str) -> PushNumbers:
         """The push numbers of this client for a model; a forked child gets its own."""
         if self._pid != os.getpid():  # the lock may have been held by a thread that the child lacks
-            self._lock, self._numbers, self._pid = threading.Lock(), {}, os.getpid()
+            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._numbers = defaultdict(private_numbers)
         with self._lock:
-            if model not in self._numbers:
-                self._numbers[model] = private_numbers()
             return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> Model:

@@ -227,27 +227,18 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
 def _of_f32(gradient: Gradient, scan: Scan) -> Encoder | None:
     """The fast way of a float32 source, where there is one; what it does not say is finite is looked at again."""
     if gradient.dtype == "float32" and not scan.exact:
-        return _copy_f32
+        return _squares
     return encoder(gradient.dtype, gradient.selection.size)
 
 
-def _copy_f32(source: AnyArray, out: AnyArray) -> float:
-    """Copy float32; the sum of its squares, which is not finite where an element is not, or is very large."""
-    total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, out.size, _BLOCK_F32):
-            block = out[start : start + _BLOCK_F32]
-            block[...] = source[start : start + _BLOCK_F32]
-            total += float(block.dot(block))
-    return total
-
-
-def _squares(source: AnyArray) -> float:
-    """The sum of the squares of float32, which is not finite where an element is not, or is very large."""
+def _squares(source: AnyArray, out: AnyArray | None = None) -> float:
+    """The sum of the squares of float32, not finite where an element is not, or is very large; copied to `out`."""
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, source.size, _BLOCK_F32):
             block = source[start : start + _BLOCK_F32]
+            if out is not None:
+                out[start : start + _BLOCK_F32] = block
             total += float(block.dot(block))
     return total
 
