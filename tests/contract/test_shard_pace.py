@@ -112,15 +112,20 @@ def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, m
         assert not waiting, "all were cut off"
         others = "paramserver_http_requests_in_flight"
         eventually(lambda: gauge(cluster, others) == 1, what="the end of all requests but the one that asks")
-        read = 0
-        try:
-            while chunk := reader.recv(1 << 20):
-                read += len(chunk)
-        except ConnectionError:
-            pass
-        assert read < ELEMENTS * 4, "the reader was cut off too"
+        assert read_of(reader) < ELEMENTS * 4, "the reader was cut off too"
     eventually(lambda: gauge(cluster, "paramserver_buffer_lent_bytes") <= before, what="their memory, free again")
     assert httpx.post(f"{url}/pull", json={"model": model, "ranges": {"w": [[0, 1]]}}).json()["version"] == 0
+
+
+def read_of(reader: socket.socket) -> int:
+    """How many bytes come until the connection ends."""
+    read = 0
+    try:
+        while chunk := reader.recv(1 << 20):
+            read += len(chunk)
+    except ConnectionError:
+        pass
+    return read
 
 
 def test_over_http2_they_are_cut_off_too(cluster: Nodes, model: str) -> None:
@@ -137,13 +142,7 @@ def test_over_http2_they_are_cut_off_too(cluster: Nodes, model: str) -> None:
         told = b""
         while b"too_slow" not in told:
             told += stalled.recv(4096)
-        read = 0
-        try:
-            while chunk := reader.recv(1 << 20):
-                read += len(chunk)
-        except ConnectionError:
-            pass
-        assert read < ELEMENTS * 4
+        assert read_of(reader) < ELEMENTS * 4
     eventually(lambda: gauge(cluster, "paramserver_buffer_lent_bytes") <= before, what="their memory, free again")
 
 

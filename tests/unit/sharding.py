@@ -37,13 +37,14 @@ class Now:
         return self.s
 
 
-def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now) -> T:
-    """Run a call to its end with `answer` as the whole network."""
+def drive(call: Call[T], answer: Callable[[Request], Outcome], now: Now | None = None) -> T:
+    """Run a call to its end with `answer` as the whole network; pauses move the clock, if there is one."""
     try:
         effect = next(call)
         while True:
             if isinstance(effect, Pause):
-                now.s += effect.seconds
+                if now is not None:
+                    now.s += effect.seconds
                 effect = call.send([])
             else:
                 effect = call.send([answer(r) for r in effect])

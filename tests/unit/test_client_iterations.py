@@ -10,7 +10,8 @@ from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_prefix, encode_header
 
-from .test_client_session import GRAD, Node, deadline, drive, no, opened
+from .sharding import drive
+from .test_client_session import GRAD, Node, deadline, no, opened
 
 CLOCK = "/models/m/clock"
 

@@ -1,13 +1,12 @@
 """A worker's session as pure calls: joins, clocks, rollbacks, lost leases and reports, answered by hand."""
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
-from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response
+from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
@@ -16,23 +15,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import Unavailable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_prefix, encode_header
 
-T = TypeVar("T")
-
-
-def drive(call: Call[T], answer: Callable[[Request], Outcome], seen: list[float] | None = None) -> T:
-    """Run a call with `answer` as the network; pauses only add up."""
-    try:
-        effect = next(call)
-        while True:
-            if isinstance(effect, Pause):
-                if seen is not None:
-                    seen.append(effect.seconds)
-                effect = call.send([])
-            else:
-                effect = call.send([answer(r) for r in effect])
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
+from .sharding import drive
 
 
 def ok(doc: Any, status: int = 200) -> Response:
