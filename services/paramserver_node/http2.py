@@ -39,8 +39,8 @@ FOLLIES_PER_S: Final = 20.0
 SHORT_BYTES: Final = 4096
 """What is copied to go with its head in one piece."""
 READ_BYTES: Final = 512 << 10
-"""What is read at a time, so that others have their turn, and of a body waited for: half the work of either side goes
-into waking the other for a little."""
+"""What is read at a time, so that others have their turn, and of a body waited for: it is dear to either side to be
+woken for a little."""
 DIRECT_BYTES_MIN: Final = 16 << 10
 """What is worth a read of its own."""
 

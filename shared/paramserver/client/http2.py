@@ -28,7 +28,7 @@ WINDOW_BYTES: Final = wire.WINDOW_MAX
 """What a shard may send ahead: its answer goes straight to where it is wanted."""
 _READ_BYTES: Final = 256 << 10
 _AWAITED_BYTES_MAX: Final = 512 << 10
-"""How much of a body is waited for: half the work of either side goes into waking the other for a little."""
+"""How much of a body is waited for: it is dear to either side to be woken for a little."""
 _DIRECT_BYTES_MIN: Final = 16 << 10
 """What is worth a read to where it belongs."""
 _NOWHERE: Final = memoryview(b"")
