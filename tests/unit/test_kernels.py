@@ -160,16 +160,16 @@ def test_a_step_of_nothing_copies_everything() -> None:
         same(out, [w, *slots])
 
 
-def test_the_new_values_may_take_the_gradient_s_own_buffer() -> None:
+@every_optimizer
+def test_the_new_values_may_take_the_gradient_s_own_buffer(o: OptimizerSpec) -> None:
     """A float32 gradient's receive buffer can become the next version."""
-    for o in (OptimizerSpec("sgd"), OptimizerSpec("adam")):
-        w, g, slots = vector(0), vector(1), state(o)
-        steps = [SegmentStep(0, SIZE, 0.1)]
-        _, expected = run(o, steps, w, slots, g)
+    w, g, slots = vector(0), vector(1), state(o)
+    steps = [SegmentStep(0, SIZE, 0.1)]
+    _, expected = run(o, steps, w, slots, g)
 
-        assert kernels.apply(o, steps, w, slots, g, "float32", g, slots)
+    assert kernels.apply(o, steps, w, slots, g, "float32", g, slots)
 
-        np.testing.assert_array_equal(g, expected[0])
+    same([g, *slots], expected)
 
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -182,28 +182,30 @@ def encoded(values: F32, dtype: str) -> AnyArray:
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_optimizer
 def test_gradients_of_every_element_type_count_as_their_float32_values(o: OptimizerSpec, dtype: str) -> None:
-    """A float16, bfloat16 or float64 gradient gives the bytes that its values in float32 give."""
+    """A float16, bfloat16 or float64 gradient gives the bytes that its values in float32 give, also where those are
+    read as they lie: with no clip, decay or scale."""
     w, slots = vector(0), state(o)
     g = (bf16(vector(1)).astype(np.uint32) << 16).view(F).astype(np.float16).astype(F)  # exact in all four
-    steps = [SegmentStep(3, 4001, 0.1, 0.01, 2, 2.0, 0.5)]
-    _, expected = run(o, steps, w, slots, g)
+    for step in (SegmentStep(3, 4001, 0.1, 0.01, 2, 2.0, 0.5), SegmentStep(3, 4001, 0.1)):
+        _, expected = run(o, [step], w, slots, g)
 
-    ok, out = run(o, steps, w, slots, encoded(g, dtype), dtype)
+        ok, out = run(o, [step], w, slots, encoded(g, dtype), dtype)
 
-    assert ok
-    same(out, expected)
+        assert ok
+        same(out, expected)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_optimizer
 def test_a_gradient_with_nan_or_infinity_is_refused(o: OptimizerSpec, dtype: str, bad: float) -> None:
-    """One NaN or infinity anywhere refuses the step, also where a clip would hide it."""
+    """One NaN or infinity anywhere refuses the step, also where a clip or a rate of zero would hide it."""
     w, slots, good = vector(0), state(o), encoded(vector(1), dtype)
-    for at, clip in ((0, None), (2047, 1.0), (SIZE - 1, None)):
+    zero = 0.1 if o.name == "ftrl" else 0.0  # whose rate of zero means no step
+    for at, clip, lr in ((0, None, 0.1), (2047, 1.0, 0.1), (SIZE - 1, None, 0.1), (2048, None, zero)):
         grad = good.copy()
         grad[at : at + 1] = encoded(np.array([bad], F), dtype)
-        assert not run(o, [SegmentStep(0, SIZE, 0.1, clip_value=clip)], w, slots, grad, dtype)[0]
+        assert not run(o, [SegmentStep(0, SIZE, lr, clip_value=clip)], w, slots, grad, dtype)[0]
     assert run(o, [SegmentStep(0, SIZE, 0.1)], w, slots, good, dtype)[0]
 
 

@@ -1,4 +1,4 @@
-"""The compiled loops: gradient blocks are loaded into float32 scratch, then one step function runs over each block.
+"""The compiled loops: one step function runs over each block of a gradient, loaded into float32 scratch if need be.
 
 A block (8 KiB of float32) stays in the first-level cache between loading, stepping and the test for NaN, so a pass
 costs the memory traffic of its operands only, and gradients of every dtype share one step function.  There is one
@@ -10,6 +10,8 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import intrinsic
 
 from paramserver.kernels.codes import (
     ADAGRAD,
@@ -47,8 +49,8 @@ _numbers = types.Array(types.float64, 1, "C")
 _INF_BITS = np.uint32(0x7F800000)
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 
-
 _njit: Any = numba.njit  # which versions of numba publish types for it differs
+_borrowed: Any = impl_ret_borrowed
 
 
 def _jit(function: Any) -> Any:
@@ -62,6 +64,14 @@ def _jit(function: Any) -> Any:
 def _part(function: Any) -> Any:
     """A loop that only entry points call: compiled into them, so it needs neither wrappers nor a cache of its own."""
     return _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+def _retyped(typing_context: Any, scratch: Any) -> Any:
+    """Scratch as the type that gradients have, so that each step function is compiled for one type."""
+    return _in32(scratch), lambda context, builder, signature, args: _borrowed(context, builder, _in32, args[0])
+
+
+_input: Any = intrinsic(_retyped)
 
 
 @_part
@@ -166,7 +176,8 @@ def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
             g[i] = g[i] + decay * w[i]
 
 
-# The step functions return the largest `_size` that they wrote.
+# The step functions return the largest `_size` that they wrote, of what does not show in another.  Each makes something
+# infinite or NaN of a gradient that is.
 
 
 @_part
@@ -180,17 +191,6 @@ def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
 
 
 @_part
-def _sgd_direct(w: Any, g: Any, out: Any, lr: Any, scale: Any) -> Any:
-    """The same without scratch, for a float32 gradient that needs no clip and no decay: the commonest push."""
-    worst = np.uint32(0)
-    for i in range(g.size):
-        new = w[i] - lr * (scale * g[i])
-        worst = max(worst, max(_size(g[i]), _size(new)))
-        out[i] = new
-    return worst
-
-
-@_part
 def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
     """torch's SGD with momentum, dampening 0."""
     worst = np.uint32(0)
@@ -199,7 +199,7 @@ def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) ->
         new = w[i] - lr * buf
         m_out[i] = buf
         out[i] = new
-        worst = max(worst, max(_size(buf), _size(new)))
+        worst = max(worst, _size(new))
     return worst
 
 
@@ -212,7 +212,7 @@ def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) ->
         new = w[i] - lr * (g[i] + mu * buf)
         m_out[i] = buf
         out[i] = new
-        worst = max(worst, max(_size(buf), _size(new)))
+        worst = max(worst, _size(new))
     return worst
 
 
@@ -271,7 +271,7 @@ def _divided(w: Any, g: Any, root: Any, out: Any, lr: Any) -> Any:
 @_part
 def _divide(g: Any, root: Any) -> None:
     for i in range(g.size):
-        g[i] = g[i] / root[i]
+        root[i] = g[i] / root[i]
 
 
 @_part
@@ -288,7 +288,7 @@ def _adam(
         m_out[i] = first
         v_out[i] = second
         out[i] = new
-        worst = max(worst, max(_size(first), max(_size(second), _size(new))))
+        worst = max(worst, max(_size(second), _size(new)))
     return worst
 
 
@@ -349,24 +349,26 @@ def step(
     scratch = np.empty(BLOCK, np.float32)
     roots = np.empty(BLOCK, np.float32)
     worst = np.uint32(0)
+    apart = out.ctypes.data != g32.ctypes.data  # a loop that reads and writes one place does not vectorise
     at = 0
     for k in range(spans.shape[0]):
         start, stop = spans[k, 0], spans[k, 1]
-        if at < start:
-            _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
+        _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
         at = stop
         r = spans[k, 2]
         scale, clip, decay = f(table[r, SCALE]), f(table[r, CLIP]), f(table[r, DECAY])
         a, b, c = f(table[r, A]), f(table[r, B]), f(table[r, C])
-        if kind == SGD and code == F32_CODE and decay == f(0.0) and clip == f(np.inf):
-            worst = max(worst, _sgd_direct(w[start:stop], g32[start:stop], out[start:stop], a, scale))
-            start = stop
+        ready = apart and code == F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
         while start < stop:
             end = min(start + BLOCK, stop)
-            g = scratch[: end - start]
-            worst = max(worst, _load(g32, g64, g16, g8, places, code, start, g))
             wb, ob = w[start:end], out[start:end]
-            _prepare(g, wb, scale, clip, decay)
+            if ready:
+                g = g32[start:end]
+            else:
+                block = scratch[: end - start]
+                worst = max(worst, _load(g32, g64, g16, g8, places, code, start, block))
+                _prepare(block, wb, scale, clip, decay)
+                g = _input(block)
             if kind == SGD:
                 new = _sgd(wb, g, ob, a)
             elif kind == MOMENTUM:
@@ -388,9 +390,9 @@ def step(
                 else:
                     _divide(g, root)
                     if h4 != f(0.0):
-                        new = _momentum(wb, s2[start:end], g, ob, o2[start:end], a, h3)
+                        new = _momentum(wb, s2[start:end], _input(root), ob, o2[start:end], a, h3)
                     else:
-                        new = _momentum(wb, s1[start:end], g, ob, o1[start:end], a, h3)
+                        new = _momentum(wb, s1[start:end], _input(root), ob, o1[start:end], a, h3)
             elif kind == ADAM:
                 new = _adam(
                     wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end],
@@ -402,8 +404,7 @@ def step(
                 new = _sum(wb, g, ob)
             worst = max(worst, new)
             start = end
-    if at < out.size:
-        _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
+    _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
     return worst < _INF_BITS
 
 
