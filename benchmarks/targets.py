@@ -152,7 +152,7 @@ LIMITS = (
     Limit("partitions_ratio", "cost of a push with 4,096 partitions it does not touch ≤ 1.2x that with 8", 1.2),
     Limit("small_p99_ratio", "p99 of a 1 KB call beside 64 MB transfers ≤ 3x idle", 3.0),
     Limit("adam_in_memory", "Adam, 100 MB: ≤ 1.3x the time of its memory traffic at memcpy speed", 1.3),
-    Limit("adam_in_cache", "Adam, 4 MiB, in the cache: the same", 1.3),
+    Limit("adam_in_cache", "Adam, arrays of 4 MiB: the same", 1.3),
 )
 
 

@@ -257,7 +257,7 @@ def test_the_page_has_a_place_for_every_table(
         tables.write(name, text, copy)
 
     monkeypatch.setattr(bench, "write", noted)
-    kernels = {"rows": [{"name": "adam", "elements": 4, "ms": 1.0, "gb_per_s": 2.0, "of_copy": 0.5}]}
+    kernels = {"rows": [{"name": "adam", "elements": 4, "ms": 1.0, "copy_ms": 0.5, "gb_per_s": 2.0, "of_copy": 0.5}]}
     whole = [record(c.key, s, 5.0) for c in CELLS for s in c.systems]
     costs = [
         {"cost": "workers", "figures": {"counts": [1, 1000], "us": [100.0, 110.0], "workers_ratio": 1.1}},
