@@ -52,6 +52,15 @@ def ways(model: Model) -> set[str]:
     return {str(cluster.route(held, i)).partition(":")[0] for i in range(held.spec.partitions)}
 
 
+def lose_sockets(model: Model) -> None:
+    """Its client believes for a while that nothing answers on this machine's sockets."""
+    cluster = model._client.cluster
+    for addresses in cluster._maps[model.name].addresses.values():
+        for address in addresses:
+            if address.startswith("unix"):
+                cluster.lost(address, time.monotonic())
+
+
 def test_values_are_the_shards_own_memory(model: Model) -> None:
     """A read-only pull maps the versions of both shards side by side, and later pushes do not change it."""
     before = model.pull(copy=False)
@@ -150,6 +159,31 @@ def test_a_gradient_with_nan_is_refused_and_its_slot_serves_on(model: Model) -> 
         model.push(bad)
     model.push(np.full(SIZE, -1.0, np.float32))
     assert (model.pull().flat == 1.0).all()
+
+
+@pytest.mark.parametrize("way", ["unix", "http"])
+@pytest.mark.parametrize("consistency", [ps.Async(), ps.SSP(staleness=2), ps.Sync()], ids=["async", "ssp", "sync"])
+def test_one_shard_alone_finds_the_nan(cluster: Nodes, way: str, consistency: ps.Consistency) -> None:
+    """Nobody looks for it before it is sent: nothing changes, the parameter is named, the worker goes on."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
+    with ps.connect(cluster.url) as client:
+        model = client.create_model(
+            f"m{next(_numbers)}", params=shapes, optimizer=ps.SGD(lr=1.0), partitions=1, consistency=consistency
+        )
+        with model.worker() as worker:
+            values = worker.pull()
+            if way == "http":
+                lose_sockets(model)
+            assert ways(model) == {way}
+            bad = np.full(SIZE, -1.0, np.float32)
+            bad[-1] = np.nan
+            for push in (worker.push, worker.pushpull, worker.exchange):
+                with pytest.raises(ps.RequestError, match="'b' holds NaN or infinity"):
+                    push(bad)
+            assert (values.flat == 0.0).all()
+            assert model.pull().version == 0
+            assert (worker.exchange(np.full(SIZE, -1.0, np.float32)).flat == 1.0).all()
+            assert (model.pull().flat == 1.0).all()
 
 
 def test_a_slot_taken_back_is_replaced(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

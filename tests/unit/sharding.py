@@ -58,7 +58,8 @@ class Shards:
 
     def __init__(self, *, partitions: int = 4, dtype: str = "float32", clip: bool = False) -> None:
         params = {"w": {"shape": [10, 5], "dtype": dtype}, "b": {"shape": [14], "dtype": dtype}}
-        self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": partitions})
+        optimizer = {"name": "sgd", "clip_norm": 1e9} if clip else {"name": "sgd"}
+        self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": partitions, "optimizer": optimizer})
         self.layout = Layout(self.spec)
         self.flat = np.arange(self.layout.size, dtype=np.float32)
         self.versions = [0] * partitions

@@ -83,14 +83,16 @@ def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster:
     assert p.flat.tolist() == list(range(64))
 
 
+@pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "float64"])
-def test_a_push_reaches_all_owners_with_one_norm(shards: Shards, now: Now, cluster: Cluster, dtype: str | None) -> None:
-    """One frame for each shard, each with the norm of the whole gradient."""
+def test_a_push_reaches_all_owners_with_one_norm(now: Now, cluster: Cluster, dtype: str | None, clip: bool) -> None:
+    """One frame for each shard, each with the norm of the whole gradient where the model clips by it."""
+    shards = Shards(clip=clip)
     done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(), dtype=dtype), shards, now)
 
     assert (done.state, done.version, done.duplicate) == ("applied", 1, False)
     assert shards.flat.tolist() == expected().tolist()
-    assert [f.norm for f in shards.pushes] == [pytest.approx((50 + 14 * 4) ** 0.5)] * 2
+    assert [f.norm for f in shards.pushes] == [pytest.approx((50 + 14 * 4) ** 0.5) if clip else None] * 2
 
 
 def test_a_flat_vector_is_a_gradient_too(shards: Shards, now: Now, cluster: Cluster) -> None:
@@ -224,6 +226,32 @@ def test_values_that_are_not_finite_on_the_way_are_refused(
 
     assert e.value.code == "non_finite"
     assert shards.pushes == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_one_shard_alone_refuses_is_named(now: Now, cluster: Cluster, value: float) -> None:
+    """It finds NaN and infinity by itself; the parameters are looked for when it has."""
+    shards, bad = Shards(partitions=1), {n: a.astype(np.float32) for n, a in grads().items()}
+    bad["w"][9, 4] = value
+    shards.wrong_once("/push", refusal("non_finite"))
+
+    with pytest.raises(RequestError, match="'w' holds NaN or infinity") as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms()), shards, now)
+
+    assert e.value.code == "non_finite"
+    assert [path for _, path in shards.log if path == "/push"] == ["/push"]
+
+
+def test_one_shard_alone_gets_the_norm_too(now: Now, cluster: Cluster) -> None:
+    """Where the model clips, its gradient is scanned before it is sent."""
+    shards, bad = Shards(partitions=1, clip=True), {n: a.astype(np.float32) for n, a in grads().items()}
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    bad["w"][9, 4] = np.nan
+
+    with pytest.raises(RequestError, match="'w' holds NaN or infinity"):
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms()), shards, now)
+
+    assert [f.norm for f in shards.pushes] == [pytest.approx((50 + 14 * 4) ** 0.5)]
 
 
 def test_a_busy_shard_is_waited_for_as_long_as_it_says(shards: Shards, now: Now, cluster: Cluster) -> None:

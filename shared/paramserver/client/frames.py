@@ -14,7 +14,7 @@ from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.calls import Request, Response, foreign
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded
-from paramserver.client.gradients import Content, Scan
+from paramserver.client.gradients import Content, Gradient, Scan
 from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
@@ -66,7 +66,7 @@ class PullTerms:
 
 
 class Outgoing:
-    """The frames of one push, one for each way its parts take; the norm is known when all have been written."""
+    """The frames of one push, one for each way its parts take; a norm is known when all have been written."""
 
     def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False) -> None:
         """`mapped`: the values that the push makes are wanted next."""
@@ -91,15 +91,17 @@ class Outgoing:
         """One request for each (way, parts); raises RequestError (`non_finite`) before any is sent.
 
         The first call must cover the whole gradient.  With `pull` they are pushpulls, without their sinks yet.
+        One shard alone refuses NaN as a whole, so what is for it is not always looked at: see `explained`.
         """
-        scan = Scan(exact=held.spec.optimizer.clip_norm is not None)
+        clips = held.spec.optimizer.clip_norm is not None
+        scan = Scan(exact=clips, look=clips or len(groups) > 1)
         drafts: list[tuple[str | None, dict[str, Any], AnyArray | None, int, Sequence[memoryview]]] = []
         # Only where one attempt brings all of it do the shards know among them that it is whole.
         ends_s, self._ends_s = self._ends_s, None
         ends = None if ends_s is None else (len(groups), ends_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(held, to, parts, pull, wait_s, ends).to_header()
+            header = self._frame(held, to, parts, pull, wait_s, ends, 0.0 if clips else None).to_header()
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 self._gradient.write(parts, slot.memory[:size].data, scan)
@@ -118,13 +120,22 @@ class Outgoing:
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
         for to, header, sent, head, rest in drafts:
-            header["norm"] = self._norm
+            if clips:
+                header["norm"] = self._norm
             prefix = encode_header(header)
             if sent is not None:
                 assert len(prefix) == head, "a float has the same length whatever its value"
                 sent[:head] = np.frombuffer(prefix, np.uint8)
             out.append(Request("POST", path, prefix if sent is None else sent.data, _HEADERS, to, rest=rest))
         return out
+
+    def explained(self, refused: PsError) -> PsError:
+        """A shard's refusal; raises one that names the parameters where it is for NaN or infinity."""
+        if refused.code == "non_finite" and isinstance(self._gradient, Gradient):
+            scan = Scan()
+            self._gradient.find_bad(scan)
+            scan.raise_for_bad()
+        return refused
 
     def _frame(
         self,
@@ -134,6 +145,7 @@ class Outgoing:
         pull: PullTerms | None,
         wait_s: float,
         ends: tuple[int, float] | None,
+        norm: float | None,
     ) -> PushFrame:
         base = self._terms.base or {}
         return PushFrame(
@@ -147,7 +159,7 @@ class Outgoing:
             parts=[PushPart(p.partition, base.get(p.partition), _listed(p)) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
-            norm=0.0,
+            norm=norm,
             ack=self._terms.ack,
             forwarded=False,
             pull=None

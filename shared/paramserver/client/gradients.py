@@ -2,7 +2,8 @@
 
 The pass converts each piece to the dtype it travels in, tests it for NaN and infinity and adds up its squares, block by
 block while the block is in the cache.  NumPy copies float32 as fast as a compiled loop does; where it is to be rounded,
-or its squares added up in float64, large gradients take a compiled loop.
+or its squares added up in float64, large gradients take a compiled loop.  float32 for one shard alone is not looked at:
+the shard does that, and refuses it as a whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,8 @@ class Gradient:
             source, stop = self.sources[piece.param], piece.source + piece.length
             if source.dtype != _WIRE["float32"]:
                 return None
-            squares += _squares(source[piece.source : stop])
+            if scan.look:
+                squares += _squares(source[piece.source : stop])
             if (piece.param, piece.source) == (param, end):
                 out[-1] = source[stop - piece.length - out[-1].size : stop]
             else:
@@ -82,6 +84,12 @@ class Gradient:
             return None
         scan.squares += squares
         return [view.data.cast("B") for view in out]
+
+    def find_bad(self, scan: "Scan") -> None:
+        """Find what no scan has looked at and holds NaN or infinity."""
+        for param, source in zip(self.selection.params, self.sources, strict=True):
+            if source.dtype == np.float32 and not np.isfinite(source).all():
+                scan.found_bad(param.name)
 
 
 class Content(Protocol):
@@ -184,6 +192,8 @@ class Scan:
 
     exact: bool = True
     """Whether squares are added up in float64 throughout, as clipping wants it; else in float32 within a block."""
+    look: bool = True
+    """Whether float32 that travels as it lies is scanned too."""
     squares: float = 0.0
     """Sum of the squares of the elements, before they are narrowed to two bytes."""
     bad: list[str] = field(default_factory=list)
@@ -214,13 +224,16 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
         for piece in part.pieces:
             source = gradient.sources[piece.param][piece.source : piece.source + piece.length]
             target = out[at : at + piece.length]
+            at += piece.length
+            if not scan.look and source.dtype == target.dtype == np.float32:
+                target[...] = source
+                continue
             squares = inf if fast is None or source.dtype != np.float32 else fast(source, target)
             if not isfinite(squares):  # or the elements are so large that float32 cannot hold their squares
                 squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
             scan.squares += squares
-            if not isfinite(squares) and not _finite(out[at : at + piece.length], gradient.dtype):
+            if not isfinite(squares) and not _finite(target, gradient.dtype):
                 scan.found_bad(gradient.selection.params[piece.param].name)
-            at += piece.length
     assert at == out.size
 
 

@@ -87,7 +87,10 @@ class Transfer:
         return list(out.items())
 
     def settle(
-        self, groups: list[tuple[str | None, list[Part]]], outcomes: list[Outcome]
+        self,
+        groups: list[tuple[str | None, list[Part]]],
+        outcomes: list[Outcome],
+        outgoing: Outgoing | None = None,
     ) -> Call[tuple[list[tuple[int, Response]], list[Part]]]:
         """Sort outcomes into the good ones (index, response) and the parts to send again, after a pause if any.
 
@@ -119,7 +122,7 @@ class Transfer:
         if refused is not None:
             if refused.code in ("model_replaced", "unknown_model"):
                 self.cluster.forget(self.held.name)
-            raise refused
+            raise refused if outgoing is None else outgoing.explained(refused)
         if failures:
             self._backoff.in_doubt = self._backoff.in_doubt or any(isinstance(f, InDoubt) for f in failures)
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
@@ -337,7 +340,7 @@ def push(
         slots = yield from transfer.slots(outgoing, groups)
         outcomes = yield [deadline.bound(r) for r in outgoing.requests(transfer.held, groups, slots, None, 0.0)]
         transfer.keep_slots(slots, groups, outcomes)
-        good, pending = yield from transfer.settle(groups, outcomes)
+        good, pending = yield from transfer.settle(groups, outcomes, outgoing)
         for i, response in good:
             replies.append(push_reply(response))
             if (lease := leased_by(replies[-1], groups[i][0], held.layout)) is not None:
@@ -409,7 +412,7 @@ def exchange(
         bare = outgoing.requests(transfer.held, groups, slots, pull_terms, 0.0)
         outcomes = yield [deadline.bound(r, s) for r, s in zip(bare, sinks, strict=True)]
         transfer.keep_slots(slots, groups, outcomes, sinks)
-        good, pending = yield from transfer.settle(groups, outcomes)
+        good, pending = yield from transfer.settle(groups, outcomes, outgoing)
         replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
     pushed = summed([r.push for r in replies if r.push is not None])
     if terms.ends_s is not None and not pushed.released:

@@ -76,6 +76,8 @@ def from_f32(a: F32, dtype: str) -> AnyArray:
     """An array of a wire dtype (bfloat16 as uint16) from float32 values; the array itself for float32."""
     if dtype == "bfloat16":
         return f32_to_bf16(a)
+    if dtype == "float32":
+        return a
     with np.errstate(over="ignore"):
         return a.astype(NUMPY_DTYPE[dtype], copy=False)
 
