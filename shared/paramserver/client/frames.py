@@ -95,7 +95,7 @@ class Outgoing:
         """
         clips = held.spec.optimizer.clip_norm is not None
         scan = Scan(exact=clips, look=clips or len(groups) > 1)
-        drafts: list[tuple[str | None, dict[str, Any], AnyArray | None, int, Sequence[memoryview]]] = []
+        drafts: list[tuple[str | None, dict[str, Any], bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only where one attempt brings all of it do the shards know among them that it is whole.
         ends_s, self._ends_s = self._ends_s, None
         ends = None if ends_s is None else (len(groups), ends_s)
@@ -105,28 +105,26 @@ class Outgoing:
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 self._gradient.write(parts, slot.memory[:size].data, scan)
-                drafts.append((to, header | {"slot": slot.file}, None, 0, ()))
-                continue
-            if (views := self._gradient.views(parts, scan)) is not None:
-                drafts.append((to, header, None, 0, views))
-                continue
-            head = len(encode_header(header))
-            body = np.empty(head + size, np.uint8)
-            self._gradient.write(parts, body.data[head:], scan)
-            drafts.append((to, header, body, head, ()))
+                header["slot"] = slot.file
+            prefix, body = encode_header(header), None
+            views = None if slot is not None else self._gradient.views(parts, scan)
+            if slot is None and views is None:
+                body = np.empty(len(prefix) + size, np.uint8)
+                self._gradient.write(parts, body.data[len(prefix) :], scan)
+            drafts.append((to, header, prefix, body, views or ()))
         scan.raise_for_bad()
         if self._norm is None:
             self._norm = scan.norm
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
-        for to, header, sent, head, rest in drafts:
+        for to, header, prefix, body, rest in drafts:
             if clips:
                 header["norm"] = self._norm
-            prefix = encode_header(header)
-            if sent is not None:
-                assert len(prefix) == head, "a float has the same length whatever its value"
-                sent[:head] = np.frombuffer(prefix, np.uint8)
-            out.append(Request("POST", path, prefix if sent is None else sent.data, _HEADERS, to, rest=rest))
+                prefix, placeholder = encode_header(header), prefix
+                assert len(prefix) == len(placeholder), "a float has the same length whatever its value"
+            if body is not None:
+                body[: len(prefix)] = np.frombuffer(prefix, np.uint8)
+            out.append(Request("POST", path, prefix if body is None else body.data, _HEADERS, to, rest=rest))
         return out
 
     def explained(self, refused: PsError) -> PsError:
