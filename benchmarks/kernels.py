@@ -60,9 +60,8 @@ def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[d
         o = OptimizerSpec(name, lr=1e-3, momentum=0.9 if name in ("momentum", "nesterov") else 0.0)
         slots = [np.ones(elements, np.float32) for _ in range(kernels.slot_count(o))]
         new = [np.ones(elements, np.float32) for _ in slots]
-        step = partial(
-            kernels.apply, o, [kernels.SegmentStep(0, elements, 1e-3)], w, slots, g, dtype, out, new
-        )  # fmt: skip
+        steps = [kernels.SegmentStep(0, elements, 1e-3)]
+        step = partial(kernels.apply, o, steps, w, slots, g, dtype, out, new)
         if not step():
             raise SystemExit(f"{name} gave a result that is not finite")
         moved = (8 * (1 + len(slots)) + ITEMSIZE[dtype]) * elements

@@ -91,7 +91,7 @@ class Outgoing:
         """One request for each (way, parts); raises RequestError (`non_finite`) before any is sent.
 
         The first call must cover the whole gradient.  With `pull` they are pushpulls, without their sinks yet.
-        One shard alone refuses NaN as a whole, so what is for it is not always looked at: see `explained`.
+        One shard alone refuses NaN as a whole, so what is for it is not always looked at: see `explain`.
         """
         clips = held.spec.optimizer.clip_norm is not None
         scan = Scan(exact=clips, look=clips or len(groups) > 1)
@@ -101,7 +101,7 @@ class Outgoing:
         ends = None if ends_s is None else (len(groups), ends_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(held, to, parts, pull, wait_s, ends, 0.0 if clips else None).to_header()
+            header = self._frame(held, to, parts, pull, wait_s, ends).to_header()
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 self._gradient.write(parts, slot.memory[:size].data, scan)
@@ -113,7 +113,7 @@ class Outgoing:
                 self._gradient.write(parts, body.data[len(prefix) :], scan)
             drafts.append((to, header, prefix, body, views or ()))
         scan.raise_for_bad()
-        if self._norm is None:
+        if clips and self._norm is None:
             self._norm = scan.norm
         path = "/pushpull" if pull is not None else "/push"
         out: list[Request] = []
@@ -127,13 +127,12 @@ class Outgoing:
             out.append(Request("POST", path, prefix if body is None else body.data, _HEADERS, to, rest=rest))
         return out
 
-    def explained(self, refused: PsError) -> PsError:
-        """A shard's refusal; raises one that names the parameters where it is for NaN or infinity."""
+    def explain(self, refused: PsError) -> None:
+        """Raise RequestError (`non_finite`) that names the parameters, where a shard refused it for that."""
         if refused.code == "non_finite" and isinstance(self._gradient, Gradient):
             scan = Scan()
             self._gradient.find_bad(scan)
             scan.raise_for_bad()
-        return refused
 
     def _frame(
         self,
@@ -143,7 +142,6 @@ class Outgoing:
         pull: PullTerms | None,
         wait_s: float,
         ends: tuple[int, float] | None,
-        norm: float | None,
     ) -> PushFrame:
         base = self._terms.base or {}
         return PushFrame(
@@ -157,7 +155,7 @@ class Outgoing:
             parts=[PushPart(p.partition, base.get(p.partition), _listed(p)) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
-            norm=norm,
+            norm=None if held.spec.optimizer.clip_norm is None else 0.0,  # until it is known
             ack=self._terms.ack,
             forwarded=False,
             pull=None

@@ -88,7 +88,7 @@ class Gradient:
     def find_bad(self, scan: "Scan") -> None:
         """Find what no scan has looked at and holds NaN or infinity."""
         for param, source in zip(self.selection.params, self.sources, strict=True):
-            if source.dtype == np.float32 and not np.isfinite(source).all():
+            if source.dtype == np.float32 and not _finite(source, "float32"):
                 scan.found_bad(param.name)
 
 
@@ -225,9 +225,6 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
             source = gradient.sources[piece.param][piece.source : piece.source + piece.length]
             target = out[at : at + piece.length]
             at += piece.length
-            if not scan.look and source.dtype == target.dtype == np.float32:
-                target[...] = source
-                continue
             squares = inf if fast is None or source.dtype != np.float32 else fast(source, target)
             if not isfinite(squares):  # or the elements are so large that float32 cannot hold their squares
                 squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
@@ -240,7 +237,7 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
 def _of_f32(gradient: Gradient, scan: Scan) -> Encoder | None:
     """The fast way of a float32 source, where there is one; what it does not say is finite is looked at again."""
     if gradient.dtype == "float32" and not scan.exact:
-        return _squares
+        return _squares if scan.look else _unseen
     return encoder(gradient.dtype, gradient.selection.size)
 
 
@@ -254,6 +251,12 @@ def _squares(source: AnyArray, out: AnyArray | None = None) -> float:
                 out[start : start + _BLOCK_F32] = block
             total += float(block.dot(block))
     return total
+
+
+def _unseen(source: AnyArray, out: AnyArray) -> float:
+    """Copies without a look, so that nothing counts as found."""
+    out[...] = source
+    return 0.0
 
 
 def _copy(source: AnyArray, source_bf16: bool, out: AnyArray, dtype: str) -> float:

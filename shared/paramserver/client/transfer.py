@@ -122,7 +122,9 @@ class Transfer:
         if refused is not None:
             if refused.code in ("model_replaced", "unknown_model"):
                 self.cluster.forget(self.held.name)
-            raise refused if outgoing is None else outgoing.explained(refused)
+            if outgoing is not None:
+                outgoing.explain(refused)
+            raise refused
         if failures:
             self._backoff.in_doubt = self._backoff.in_doubt or any(isinstance(f, InDoubt) for f in failures)
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
