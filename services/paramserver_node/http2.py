@@ -215,13 +215,16 @@ class Connection(asyncio.BufferedProtocol):
         self._window -= cost
         if self._window < 0 or (stream is not None and not stream.takes(cost)):
             raise Http2Error(wire.FLOW_CONTROL_ERROR, "more than the window allows")
-        if not data and not ends:
+        if not data and not ends and not self._scanner.due[1]:
             self._folly()
-        self.used(cost if stream is None else cost - len(data))
-        if stream is not None:
-            if stream.body_ended:
-                raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
-            stream.arrived(data, ends, there=there)
+        if stream is None:
+            self.used(cost)
+            return
+        if stream.body_ended:
+            raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
+        if cost > len(data):
+            stream.used(cost - len(data))  # padding
+        stream.arrived(data, ends, there=there)
 
     def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:

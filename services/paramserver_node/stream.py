@@ -80,9 +80,9 @@ class Stream:
                     self._sink.feed(data)
             except Exception as e:
                 self._failed = e
-            self._has_used(len(data))
+            self.used(len(data))
         elif self._failed is not None or self._answered:
-            self._has_used(len(data))
+            self.used(len(data))
         elif data:
             self._pieces.append(bytes(data))
         if self._sink is None or ends or self._failed is not None:
@@ -99,16 +99,17 @@ class Stream:
         """There may be more room for the answer."""
         self._room.set()
 
-    def _drop(self) -> None:
-        self._client.used(sum(map(len, self._pieces)))
-        self._pieces.clear()
-
-    def _has_used(self, size: int) -> None:
+    def used(self, size: int) -> None:
+        """So many bytes of what arrived are held no longer."""
         self._client.used(size)
         self._used += size
         if self._used >= self._ahead // 2 and not self.body_ended:
             self._widen(self._used)
             self._used = 0
+
+    def _drop(self) -> None:
+        self._client.used(sum(map(len, self._pieces)))
+        self._pieces.clear()
 
     def _widen(self, size: int) -> None:
         self._window += size
@@ -127,7 +128,7 @@ class Stream:
             self._client.flush()
         while self._pieces:
             piece = self._pieces.pop(0)
-            self._has_used(len(piece))
+            self.used(len(piece))
             sink.feed(memoryview(piece))
         self._sink = sink
         try:
@@ -150,7 +151,7 @@ class Stream:
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         self._end_told = self.body_ended
-        self._has_used(len(body))
+        self.used(len(body))
         self._client.flush()
         return {"type": "http.request", "body": body, "more_body": not self._end_told}
 

@@ -123,6 +123,7 @@ PING = wire.frame(wire.PING, 0, 0, b"12345678")
         (True, HEAD + wire.word(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX), wire.FLOW_CONTROL_ERROR),
         (True, PING * 5000, wire.ENHANCE_YOUR_CALM),
         (True, HEAD + data(1, b"") * 5000, wire.ENHANCE_YOUR_CALM),
+        (True, HEAD + wire.frame(wire.DATA, wire.PADDED, 1, b"\x00") * 5000, wire.ENHANCE_YOUR_CALM),
     ],
 )
 def test_what_no_client_may_send_ends_its_connection(server: Node, greeted: bool, sent: bytes, code: int) -> None:
@@ -186,6 +187,23 @@ def test_a_body_may_be_padded_and_end_in_trailers(server: Node) -> None:
         status, body = client.answer(1)
     assert status == 200
     assert b'"size":1500' in body
+
+
+def test_a_body_that_is_mostly_padding_arrives_whole(server: Node) -> None:
+    """Padding counts against the windows and is given back to them, and a frame that brings a byte is of use."""
+    lots, piece = 40, wire.frame(wire.DATA, wire.PADDED, 1, b"\xff" + b"x" + bytes(255))
+    with Client(server) as client:
+        client.send(HEAD)
+        credit = 256 << 10
+        for _ in range(lots):
+            while credit < 500 * 257:
+                credit += int.from_bytes(client.until(wire.WINDOW_UPDATE, 1))
+            client.send(500 * piece)
+            credit -= 500 * 257
+        client.send(data(1, b"", ends=True))
+        status, body = client.answer(1)
+    assert status == 200
+    assert f'"size":{500 * lots}' in body.decode()
 
 
 def test_a_body_byte_by_byte_is_a_body(server: Node) -> None:
