@@ -30,8 +30,10 @@ U8 = npt.NDArray[np.uint8]
 
 
 def _size_class(size_bytes: int) -> int:
-    """The size actually taken: one of 16 steps between two powers of two, so that near sizes share memory."""
-    step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 5))
+    """The size actually taken, at most 1/128 more where it is large: one of 128 steps between two powers of two, so
+    that near sizes share memory.
+    """
+    step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 8))
     return -(-size_bytes // step) * step
 
 

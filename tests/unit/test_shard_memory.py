@@ -11,7 +11,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_shard.arrays import npy_header, read_npy
-from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.buffers import PAGE_BYTES, SMALL_BYTES, BufferPool
 from paramserver_shard.snapshots import first_state, from_stored, to_stored
 
 COUNT = SMALL_BYTES  # elements; four times the bytes below which nothing is pooled
@@ -40,6 +40,15 @@ def test_the_pool_keeps_a_bounded_amount() -> None:
     buffers.clear()
     assert pool.lent_bytes == 0
     assert 0 < pool.kept_bytes <= 8 * COUNT
+
+
+def test_a_buffer_holds_hardly_more_than_was_asked_for() -> None:
+    """Pages beyond its use are memory too: a partition of 5 MB takes no 5.2."""
+    pool = BufferPool()
+    for size in (5_000_000, 40_000_000, SMALL_BYTES + 1):
+        buffer = pool.take_bytes(size)
+        assert size <= pool.lent_bytes <= max(size * 129 // 128, size + PAGE_BYTES)
+        del buffer
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 1, 4), (0,)])
