@@ -29,12 +29,11 @@ SMALL_BYTES: Final = 64 * 1024
 U8 = npt.NDArray[np.uint8]
 
 
-def _size_class(size_bytes: int) -> int:
-    """The size actually taken, at most 1/128 more where it is large: one of 128 steps between two powers of two, so
-    that near sizes share memory.
-    """
+def _size_class(size_bytes: int) -> tuple[int, int]:
+    """The size actually taken, one of 128 steps between two powers of two, and the one above it."""
     step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 8))
-    return -(-size_bytes // step) * step
+    size = -(-size_bytes // step) * step
+    return size, size + step
 
 
 class _Memory:
@@ -67,6 +66,8 @@ class BufferPool:
         self._kept_bytes_max = kept_bytes_max
         self._folder = folder
         self._full_told = False
+        self._sizes: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
+        """A buffer of each size that there is."""
         self.kept_bytes = 0
         """Free memory held for reuse."""
         self.lent_bytes = 0
@@ -80,7 +81,7 @@ class BufferPool:
         """
         if size_bytes < SMALL_BYTES:
             return np.empty(size_bytes, np.uint8)
-        size, shared = _size_class(size_bytes), shared and self._folder is not None
+        size, shared = self._size(size_bytes), shared and self._folder is not None
         free = self._free.setdefault((size, shared), deque())
         held = None if after is None else self._lent.get(_address(after))
         before = None if held is None else held[1]
@@ -89,6 +90,7 @@ class BufferPool:
             self.kept_bytes -= size
         else:
             memory = self._make(size, shared)
+        self._sizes[size] = memory
         if before is not None:
             before.next, memory.next = weakref.ref(memory), weakref.ref(before)
         # Views collapse their base down to this array and no further (its own base is no ndarray), so it lives as long
@@ -130,6 +132,15 @@ class BufferPool:
                 assert self._folder is not None
                 self._folder.remove(file)
 
+    def _size(self, size_bytes: int) -> int:
+        """How large a buffer for so many bytes is.
+
+        Partitions of a model differ by a page.  Where a step lies between them all take the size above: then the memory
+        of any of them can take what becomes of another.
+        """
+        size, above = _size_class(size_bytes)
+        return above if above in self._sizes else size
+
     @staticmethod
     def _free_one(free: "deque[_Memory]", before: _Memory | None) -> _Memory | None:
         """A free buffer: what followed `before` last time, else the one free for longest, which belonged to a partition
@@ -169,7 +180,8 @@ class BufferPool:
         self.lent_bytes -= memory.size
         if memory.retired:
             return
-        if self.kept_bytes + memory.size <= self._kept_bytes_max:
+        asked_for = self._size(memory.size) == memory.size
+        if asked_for and self.kept_bytes + memory.size <= self._kept_bytes_max:
             self.kept_bytes += memory.size
             self._free.setdefault((memory.size, memory.file is not None), deque()).append(memory)
         elif memory.file is not None and self._folder is not None:

@@ -51,6 +51,22 @@ def test_a_buffer_holds_hardly_more_than_was_asked_for() -> None:
         del buffer
 
 
+def test_partitions_of_nearly_one_size_share_their_memory() -> None:
+    """Even where a step between two sizes lies between them: what one gives back serves the other."""
+    pool = BufferPool()
+    step = 16 << 10
+    smaller, larger = 240 * step, 240 * step + PAGE_BYTES
+    first = pool.take_bytes(smaller)
+    second = pool.take_bytes(larger)
+    of_smaller, of_larger = first.ctypes.data, second.ctypes.data
+    assert pool.again(pool.take_bytes(smaller), larger // 4) is not None
+    del first, second
+    assert pool.kept_bytes <= 2 * 241 * step, "memory that nobody will ask for again"
+    again = [pool.take_bytes(smaller), pool.take_bytes(smaller)]
+    assert of_larger in (b.ctypes.data for b in again)
+    assert of_smaller not in (b.ctypes.data for b in again)
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 1, 4), (0,)])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_npy_headers_are_numpys(shape: tuple[int, ...], dtype: str) -> None:
