@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paramserver.client.client import Client, connect
     from paramserver.client.consistency import SSP, Async, Buffered, Consistency, Sync
     from paramserver.client.control import Point
+    from paramserver.client.gradient_arrays import GradientArrays
     from paramserver.client.local import local
     from paramserver.client.model import Model
     from paramserver.client.optimizers import (
@@ -64,6 +65,7 @@ _HOMES = {
     "client.client": "Client connect",
     "client.control": "Point",
     "client.consistency": "Async Buffered Consistency SSP Sync",
+    "client.gradient_arrays": "GradientArrays",
     "client.local": "local",
     "client.model": "Model",
     "client.optimizers": "Adagrad Adam AdamW Constant Cosine Exponential FTRL Momentum Nesterov Optimizer RMSprop SGD "
@@ -80,11 +82,11 @@ _PACKAGES = ("codecs", "torch")
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncWorker", "AuthError",
-    "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState", "Cosine", "Exponential",
-    "FencedError", "InDoubt", "InternalError", "Model", "Momentum", "Nesterov", "NotFoundError", "Optimizer", "Param",
-    "Params", "Point", "PsError", "Pushed", "RMSprop", "RequestError", "StaleMapError", "StepDecay", "Sum", "Sync",
-    "Task", "Unavailable", "Unreachable", "Worker", "connect", "local",
+    "FTRL", "SGD", "SSP", "Adagrad", "Adam", "AdamW", "Async", "AsyncClient", "AsyncModel", "AsyncWorker",
+    "AuthError", "Buffered", "Client", "ConflictError", "Consistency", "Constant", "CorruptState", "Cosine",
+    "Exponential", "FencedError", "GradientArrays", "InDoubt", "InternalError", "Model", "Momentum", "Nesterov",
+    "NotFoundError", "Optimizer", "Param", "Params", "Point", "PsError", "Pushed", "RMSprop", "RequestError",
+    "StaleMapError", "StepDecay", "Sum", "Sync", "Task", "Unavailable", "Unreachable", "Worker", "connect", "local",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
+from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
 from paramserver.client.numbers import PushNumbers, private_numbers
@@ -175,6 +176,11 @@ class AsyncModel:
         call = transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, view=not copy, **options)
         fresh = await client.run(call)
         return fresh if copy else client.shared.keep(self.name, options, fresh)
+
+    async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
+        """See `Model.gradients`."""
+        client = self._client
+        return await client.run(client.cluster.gradients(self.name, client.deadline(timeout)))
 
     async def push(
         self,

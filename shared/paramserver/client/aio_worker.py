@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
+from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
@@ -79,6 +80,10 @@ class AsyncWorker(WorkerView):
         return await self._run(
             s.pull(deadline, names=names, ranges=ranges, out=out, dtype=dtype, min_version=min_version, wait_s=wait_s)
         )
+
+    async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
+        """See `Worker.gradients`."""
+        return await self._run(self._session.cluster.gradients(self.model, self._deadline(timeout)))
 
     async def push(
         self,

@@ -13,6 +13,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
+from paramserver.client.gradient_arrays import GradientArrays, give_back
 from paramserver.client.present import Present
 from paramserver.client.retry import Backoff, deliver
 from paramserver.client.same_host import SameHost, is_same_host
@@ -154,9 +155,15 @@ class Cluster:
 
     def leave(self) -> Call[None]:
         """Give back what shards on this machine lent; without an answer they take it back by themselves later."""
+        give_back(self.same_host)
         slots = self.same_host.returned()
         if slots:
             yield [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
+
+    def gradients(self, model: str, deadline: Deadline) -> Call[GradientArrays]:
+        """Arrays to compute gradients of that model in."""
+        held = yield from self.map_of(model, deadline)
+        return GradientArrays(held.layout, self.same_host)
 
     def forget(self, model: str) -> None:
         """The model's map is not to be used again."""

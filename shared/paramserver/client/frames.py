@@ -74,11 +74,17 @@ class Outgoing:
         self._ends_s = terms.ends_s
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
+        self.place: Final = gradient.place if isinstance(gradient, Gradient) else None
+        """Where the gradient lies, if that may be slots."""
 
     def slot_bytes(self, to: str | None, parts: Sequence[Part]) -> int:
         """Bytes of the slot that these parts are worth writing into; 0 if they are to be sent."""
         size = self._gradient.body_bytes(parts)
         return size if is_same_host(to) and SLOT_BYTES_MIN <= size else 0
+
+    def lies_in(self, to: str, parts: Sequence[Part]) -> Slot | None:
+        """The slot of that shard in which these parts lie already."""
+        return None if self.place is None else self.place.slot(to, parts)
 
     def requests(
         self,
@@ -104,7 +110,9 @@ class Outgoing:
             header = self._frame(held, to, parts, pull, wait_s, ends).to_header()
             size = self._gradient.body_bytes(parts)
             if slot is not None:
-                self._gradient.write(parts, slot.memory[:size].data, scan)
+                # One that lies there is only looked at, or written onto itself where views do not tell enough.
+                if not slot.lies or (scan.look and self._gradient.views(parts, scan) is None):
+                    self._gradient.write(parts, slot.memory[:size].data, scan)
                 header["slot"] = slot.file
             prefix, body = encode_header(header), None
             views = None if slot is not None else self._gradient.views(parts, scan)

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from paramserver.client.arrays import bf16_bits_to_f32
+from paramserver.client.gradient_arrays import GradientArrays, Place
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, select, unknown
@@ -53,6 +54,8 @@ class Gradient:
     """Which of the sources hold bfloat16 bits."""
     dtype: DType
     """In which it travels."""
+    place: Place | None = None
+    """Where it lies, if that may be slots and it travels as it lies."""
 
     def body_bytes(self, parts: Sequence[Part]) -> int:
         """Length of a body of these parts."""
@@ -150,7 +153,11 @@ def prepare(
         raise combined(errors)
     if partitions is not None:
         selection = replace(selection, parts=tuple(p for p in selection.parts if p.partition in partitions))
-    return _made(selection, arrays, dtype)
+    gradient = _made(selection, arrays, dtype)
+    if isinstance(grads, GradientArrays) and gradient.dtype == "float32" and partitions is None and not ranges:
+        if list(grads) == list(layout.by_name):  # so they lie as the model's vector does
+            return replace(gradient, place=grads.place)
+    return gradient
 
 
 def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) -> Gradient:

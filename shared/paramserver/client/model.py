@@ -12,6 +12,7 @@ from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.encoding import codec_of
 from paramserver.client.frames import PushTerms
+from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.optimizers import Optimizer
@@ -130,6 +131,19 @@ class Model:
                 client.cluster, client.numbers(self.name), self.name, client.deadline(timeout), grads, terms, options
             )
         )
+
+    def gradients(self, *, timeout: float | None = None) -> GradientArrays:
+        """Arrays to compute gradients in: what is pushed from them need not be copied on the shard's own machine.
+
+            grads = model.gradients()
+            while training:
+                backward(values, out=grads)          # grads["w"][...] = ..., or into grads.flat
+                model.push(grads)
+
+        Elsewhere they are plain arrays.  Several can be had, to fill one while another is pushed.
+        """
+        client = self._client
+        return client.run(client.cluster.gradients(self.name, client.deadline(timeout)))
 
     def worker(
         self,

@@ -48,6 +48,8 @@ class Slot:
     memory: AnyArray
     """1-D uint8, writable."""
     used_at: float
+    lies: bool = False
+    """Its pages are those of the arrays that gradients are computed in (see `gradient_arrays`)."""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class SameHost:
         """An idle slot of at least that size."""
         with self._lock:
             idle = self._shard(address).slots
-            idle[:] = [s for s in idle if self._clock() - s.used_at < _FRESH_S]
+            idle[:] = [s for s in idle if self.fresh(s)]
             found = next((s for s in idle if s.memory.size >= size_bytes), None)
             if found is not None:
                 idle.remove(found)
@@ -105,9 +107,21 @@ class SameHost:
             return None
         return Slot(address, file, memory, self._clock())
 
+    def fresh(self, slot: Slot) -> bool:
+        """Whether that slot, idle, is surely this client's still."""
+        return self._clock() - slot.used_at < _FRESH_S
+
+    def touch(self, slot: Slot) -> None:
+        """That slot has been used now."""
+        slot.used_at = self._clock()
+
+    def path(self, slot: Slot) -> str:
+        """The file that it is."""
+        return f"{_folder(slot.address)}/{slot.file}"
+
     def keep(self, slot: Slot) -> None:
         """That slot is this client's again."""
-        slot.used_at = self._clock()
+        self.touch(slot)
         with self._lock:
             idle = self._shard(slot.address).slots
             idle.append(slot)

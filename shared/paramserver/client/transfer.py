@@ -6,6 +6,7 @@ have: the map is fetched anew and what is not done yet is sent again, to whoever
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import numpy as np
@@ -136,7 +137,7 @@ class Transfer:
         again.sort(key=lambda p: p.partition)
         return good, again
 
-    def slots(self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]]) -> Call[dict[str | None, Slot]]:
+    def _slots(self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]]) -> Call[dict[str | None, Slot]]:
         """A slot for each way on this machine that is worth one; what gets none is sent."""
         found: dict[str | None, Slot] = {}
         wanted: list[tuple[str, int]] = []
@@ -144,7 +145,7 @@ class Transfer:
             size = outgoing.slot_bytes(to, parts)
             if to is None or not size:
                 continue
-            slot = self.cluster.same_host.slot(to, size)
+            slot = outgoing.lies_in(to, parts) or self.cluster.same_host.slot(to, size)
             if slot is None:
                 wanted.append((to, size))
             else:
@@ -159,29 +160,31 @@ class Transfer:
                         found[to] = slot
         return found
 
-    def keep_slots(
+    def sent(
         self,
-        slots: Mapping[str | None, Slot],
+        outgoing: Outgoing,
         groups: list[tuple[str | None, list[Part]]],
-        outcomes: list[Outcome],
+        pull: PullTerms | None = None,
         sinks: Sequence[Incoming] = (),
-    ) -> None:
-        """Slots whose push was applied or refused for good are this client's again; of others the shard has need.
-
-        `sinks`: of pushpulls, whose status is that of the pull.
-        """
-        for i, ((to, _), outcome) in enumerate(zip(groups, outcomes, strict=True)):
-            if to in slots and isinstance(outcome, Response):
-                used = outcome.status == 200
-                if used and sinks:
-                    reply = sinks[i].reply
-                    pushed = None if reply is None else reply.push
-                    used = pushed is not None and (pushed.state == "applied" or pushed.released)
-                if not used and 400 <= outcome.status < 500:
-                    error = error_of(outcome)  # one that tells of the push came after it had been accepted
-                    used = error.code != "slot_gone" and "push" not in error.members
-                if used:
-                    self.cluster.same_host.keep(slots[to])
+    ) -> Call[list[Outcome]]:
+        """The outcomes of a push, or with `pull` of a pushpull into `sinks`, by each way; slots are kept, or left."""
+        slots = yield from self._slots(outgoing, groups)
+        begun, outcomes = False, []
+        try:
+            bare = outgoing.requests(self.held, groups, slots, pull, 0.0)
+            requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
+            begun = True
+            outcomes = yield requests
+            return outcomes
+        finally:  # whoever is interrupted knows nothing of any slot
+            for i, (to, parts) in enumerate(groups):
+                if (slot := slots.get(to)) is None:
+                    continue
+                ours = not begun or (bool(outcomes) and _is_over(outcomes[i], sinks[i] if sinks else None))
+                if outgoing.place is not None:
+                    outgoing.place.settled(slot, parts, ours=ours)
+                elif ours:
+                    self.cluster.same_host.keep(slot)
 
     def without_memory(self, arrivals: Arrivals) -> list[Part]:
         """What shards lent cannot be mapped here: they are reached by their other addresses; all parts anew."""
@@ -221,6 +224,20 @@ class Transfer:
         if fresh.generation != self.held.generation:
             raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
         self.held = fresh
+
+
+def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:
+    """Whether a push was applied or refused for good, so that its slot is this client's again."""
+    if not isinstance(outcome, Response):
+        return False
+    over = outcome.status == 200
+    if over and sink is not None:
+        pushed = None if sink.reply is None else sink.reply.push
+        over = pushed is not None and (pushed.state == "applied" or pushed.released)
+    if not over and 400 <= outcome.status < 500:
+        error = error_of(outcome)  # one that tells of the push came after it had been accepted
+        over = error.code != "slot_gone" and "push" not in error.members
+    return over
 
 
 def wire_dtype(selection: Selection, dtype: str | None) -> DType:
@@ -339,9 +356,7 @@ def push(
     pending = list(gradient.selection.parts)
     while pending:
         groups = transfer.groups(pending)
-        slots = yield from transfer.slots(outgoing, groups)
-        outcomes = yield [deadline.bound(r) for r in outgoing.requests(transfer.held, groups, slots, None, 0.0)]
-        transfer.keep_slots(slots, groups, outcomes)
+        outcomes = yield from transfer.sent(outgoing, groups)
         good, pending = yield from transfer.settle(groups, outcomes, outgoing)
         for i, response in good:
             replies.append(push_reply(response))
@@ -410,10 +425,7 @@ def exchange(
     while pending:
         groups = transfer.groups(pending)
         sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
-        slots = yield from transfer.slots(outgoing, groups)
-        bare = outgoing.requests(transfer.held, groups, slots, pull_terms, 0.0)
-        outcomes = yield [deadline.bound(r, s) for r, s in zip(bare, sinks, strict=True)]
-        transfer.keep_slots(slots, groups, outcomes, sinks)
+        outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
         good, pending = yield from transfer.settle(groups, outcomes, outgoing)
         replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
     pushed = summed([r.push for r in replies if r.push is not None])

@@ -2,7 +2,8 @@
 
 A model's values lie in one buffer for each partition, each a file of the shard's shared folder.  A `Window` maps them
 read-only, one behind the other, so that parameters which span partitions, even of several shards, are plain contiguous
-arrays and nothing is copied.  Python's own `mmap` cannot choose an address, hence `ctypes`.
+arrays and nothing is copied.  A `Room` is memory of one's own whose pages can become those of slots, and be one's own
+again, while arrays lie in it.  Python's own `mmap` cannot choose an address, hence `ctypes`.
 """
 
 import ctypes
@@ -27,9 +28,14 @@ _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
 _MAP_POPULATE: Final = 0x8000
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+
+_OF_A_ROOM: Final[dict[str, int]] = {"flags": _PRIVATE} if POSSIBLE else {}
 
 Piece = tuple[str, int]
 """(path of a buffer's file, bytes of it that are mapped)."""
+Run = tuple[int, int, int]
+"""(where in a room, where in a file, bytes): the first two at pages."""
 
 
 def _libc() -> Any:
@@ -50,7 +56,7 @@ class Window:
             raise ValueError("buffers that end within a page cannot lie side by side")
         size = sum(size for _, size in pieces)
         libc = _libc()
-        start = _mapped(libc, None, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        start = _mapped(libc, None, size, _PROT_NONE, _PRIVATE, -1)
         memory = (ctypes.c_char * size).from_address(start)
         weakref.finalize(memory, libc.munmap, start, size)
         at = start
@@ -76,12 +82,52 @@ class Window:
         return values
 
 
-def _mapped(libc: Any, at: int | None, size: int, protection: int, flags: int, file: int) -> int:
-    start = libc.mmap(at, size, protection, flags, file, 0)
+def _mapped(libc: Any, at: int | None, size: int, protection: int, flags: int, file: int, offset: int = 0) -> int:
+    start = libc.mmap(at, size, protection, flags, file, offset)
     if start == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
     return int(start)
+
+
+class Room:
+    """Private memory, zeros at first; runs of its pages can be those of a file instead."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.memory: Final = np.frombuffer(mmap.mmap(-1, size_bytes, **_OF_A_ROOM), np.uint8)
+        """1-D uint8, writable; the room lasts as long as any view of it."""
+        self._start = int(self.memory.__array_interface__["data"][0])
+
+    def show(self, path: str, runs: Sequence[Run]) -> None:
+        """From now on those runs are the file's; raises OSError, some of them being the file's already."""
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_size < max(_whole_pages(at + size) for _, at, size in runs):
+                raise OSError(f"{path} is shorter than it was said to be")
+            for start, at, size in runs:
+                self._map(start, size, mmap.MAP_SHARED | _MAP_POPULATE, file, at)
+        finally:
+            os.close(file)
+
+    def keep(self, runs: Sequence[Run]) -> None:
+        """Those runs are private again, with the same contents."""
+        for start, _, size in runs:
+            contents = self.memory[start : start + size].copy()
+            self._map(start, size, _PRIVATE, -1, 0)
+            self.memory[start : start + size] = contents
+
+    def clear(self, runs: Sequence[Run]) -> None:
+        """Those runs are private again, and zeros."""
+        for start, _, size in runs:
+            self._map(start, size, _PRIVATE, -1, 0)
+
+    def _map(self, start: int, size: int, flags: int, file: int, offset: int) -> None:
+        at, protection = self._start + start, mmap.PROT_READ | mmap.PROT_WRITE
+        _mapped(_libc(), at, _whole_pages(size), protection, flags | _MAP_FIXED, file, offset)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Windows:

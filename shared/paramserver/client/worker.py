@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
+from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
@@ -108,6 +109,10 @@ class Worker(WorkerView):
         """
         options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
         return self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
+
+    def gradients(self, *, timeout: float | None = None) -> GradientArrays:
+        """Arrays to compute gradients in (see `Model.gradients`): `step`, `exchange` and `push` need not copy them."""
+        return self._run(self._session.cluster.gradients(self.model, self._deadline(timeout)))
 
     def stream(
         self,

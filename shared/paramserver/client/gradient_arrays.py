@@ -1,0 +1,191 @@
+"""Arrays to compute gradients in, whose memory becomes the slots that shards of this machine have lent.
+
+The first push copies them into slots, like any gradient.  Then the slots' files are mapped where the arrays lie: what
+is computed there from now on lies where the shards read it, and the next push moves nothing.  A slot that cannot be
+used any more (its shard has kept it, or taken it back, or partitions have moved) gives way to private memory with the
+same contents, and the push after it begins anew.  Elsewhere, and wherever slots cannot be had, these are plain arrays.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from paramserver.client.same_host import SameHost, Slot
+from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run
+from paramserver.core.layout import Layout
+from paramserver.core.selection import Part
+from paramserver.types import F32, AnyArray
+
+_ITEM: Final = 4
+"""Bytes of an element."""
+
+
+class GradientArrays(Mapping[str, AnyArray]):
+    """Writable float32 arrays under parameter names, each a view of `flat`; zeros at first.
+
+    They belong to the process that asked for them (in a forked child they are zeros again), and are left alone while
+    a push of them is under way.
+    """
+
+    __slots__ = ("_arrays", "flat", "place")
+
+    def __init__(self, layout: Layout, same_host: SameHost) -> None:
+        self.place: Final = Place(layout.size * _ITEM, same_host)
+        flat = self.place.values()
+        self.flat: Final = flat
+        """1-D: all gradients end to end, in the model's order, in C order."""
+        self._arrays = {
+            name: flat[start:stop].reshape(layout.by_name[name].shape) for name, (start, stop) in layout.offsets.items()
+        }
+
+    def __getitem__(self, name: str) -> AnyArray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"<GradientArrays of {len(self)} parameters, {self.flat.size} elements>"
+
+
+@dataclass(slots=True)
+class _Mapped:
+    """A slot that lies in the arrays' place."""
+
+    slot: Slot
+    runs: tuple[Run, ...]
+    parts: tuple[tuple[int, int], ...]
+    """(first, last) elements of what it holds, in its order."""
+    pushing: bool = False
+
+
+class Place:
+    """Where gradients are computed, and which of its pages are slots; safe between threads."""
+
+    def __init__(self, size_bytes: int, same_host: SameHost) -> None:
+        self._room = Room(size_bytes)
+        self._size = size_bytes
+        self._same_host = same_host
+        self._lock = threading.RLock()
+        self._mapped: dict[str, _Mapped] = {}
+        _PLACES.add(self)
+
+    def values(self) -> F32:
+        """The arrays' memory."""
+        return self._room.memory[: self._size].view(np.float32)
+
+    def slot(self, address: str, parts: Sequence[Part]) -> Slot | None:
+        """The slot of that shard in which just these parts lie already; the push that is made now has it."""
+        with self._lock:
+            found = self._mapped.get(address)
+            if found is None or found.pushing:
+                return None
+            if found.parts != _spans(parts) or not self._same_host.fresh(found.slot):
+                self._leave(address)
+                return None
+            found.pushing = True
+            return found.slot
+
+    def settled(self, slot: Slot, parts: Sequence[Part], *, ours: bool) -> None:
+        """A push in that slot is over; `ours`: the slot is this client's again."""
+        with self._lock:
+            found = self._mapped.get(slot.address)
+            if found is not None and found.slot is slot:
+                found.pushing = False
+                if ours:
+                    self._same_host.touch(slot)
+                else:
+                    self._leave(slot.address)
+            elif ours and not self._take(slot, parts):
+                self._same_host.keep(slot)
+
+    def _take(self, slot: Slot, parts: Sequence[Part]) -> bool:
+        """Put the slot, which holds these very parts, where they lie; whether it could be done."""
+        runs = _runs(parts, self._size)
+        if runs is None:
+            return False
+        for address, other in list(self._mapped.items()):
+            if address == slot.address or _overlap(other.runs, runs):
+                self._leave(address)
+        try:
+            self._room.show(self._same_host.path(slot), runs)
+        except OSError as error:
+            self._same_host.tell(error)
+            self._room.keep(runs)
+            return False
+        self._mapped[slot.address] = _Mapped(slot, runs, _spans(parts))
+        slot.lies = True
+        return True
+
+    def _leave(self, address: str) -> None:
+        """That slot is no longer the arrays' memory; they keep their contents."""
+        found = self._mapped.pop(address)
+        found.slot.lies = False
+        self._room.keep(found.runs)
+
+    def give_back(self, same_host: SameHost) -> None:
+        """Slots of that client are its to use otherwise, if no push has them."""
+        if same_host is not self._same_host:
+            return
+        with self._lock:
+            for address, found in list(self._mapped.items()):
+                self._leave(address)
+                if not found.pushing:
+                    self._same_host.keep(found.slot)
+
+    def forget(self) -> None:
+        """In a forked child: the slots are the parent's, which may be writing to them."""
+        self._lock = threading.RLock()
+        for found in self._mapped.values():
+            self._room.clear(found.runs)
+        self._mapped.clear()
+
+
+def _spans(parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+    return tuple([(p.start, p.stop) for p in parts])
+
+
+def _runs(parts: Sequence[Part], size_bytes: int) -> tuple[Run, ...] | None:
+    """(where in the arrays, where in a slot, bytes) of parts that lie in it end to end; None unless they fill pages."""
+    if not POSSIBLE:
+        return None
+    out: list[Run] = []
+    at = 0
+    for part in parts:
+        start, size = part.start * _ITEM, (part.stop - part.start) * _ITEM
+        if start % PAGE_BYTES or at % PAGE_BYTES or (size % PAGE_BYTES and start + size != size_bytes):
+            return None
+        if out and out[-1][0] + out[-1][2] == start and out[-1][1] + out[-1][2] == at:
+            out[-1] = (out[-1][0], out[-1][1], out[-1][2] + size)
+        else:
+            out.append((start, at, size))
+        at += size
+    return tuple(out)
+
+
+def _overlap(these: Sequence[Run], those: Sequence[Run]) -> bool:
+    return any(a < b + m and b < a + n for a, _, n in these for b, _, m in those)
+
+
+def give_back(same_host: SameHost) -> None:
+    """What lies in slots of that client is private memory again, and the slots serve otherwise."""
+    for place in list(_PLACES):
+        place.give_back(same_host)
+
+
+def _forget_all() -> None:
+    for place in list(_PLACES):
+        place.forget()
+
+
+_PLACES: Final[weakref.WeakSet[Place]] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,341 @@
+"""Arrays to compute gradients in: they become what the shards of this machine read, and stay what they are."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.client import same_host
+from paramserver.client.calls import Outcome, Request
+from paramserver.client.model import Model
+
+from .processes import Nodes, eventually, nodes
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux"),
+]
+
+SIZE = 300_000
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A scheduler and two shards with shared memory."""
+    with nodes(tmp_path_factory.mktemp("gradients"), shards=2) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: Nodes) -> Iterator[ps.Client]:
+    """A client of its own for each test."""
+    with ps.connect(cluster.url) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.Client]:
+    """A client of one shard."""
+    with nodes(tmp_path_factory.mktemp("alone"), shards=1) as running, ps.connect(running.url) as connected:
+        yield connected
+
+
+@pytest.fixture(params=["one shard", "two shards"])
+def either(request: pytest.FixtureRequest, alone: ps.Client, client: ps.Client) -> ps.Client:
+    """The client of one shard, or of two."""
+    return alone if request.param == "one shard" else client
+
+
+def made(client: ps.Client, partitions: int = 4, **options: Any) -> Model:
+    """A model of two parameters that span its partitions, at a learning rate of 1.
+
+    Of two shards each gets half of the partitions, so none is moved for the balance.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
+    options = {"optimizer": ps.SGD(lr=1.0), **options}
+    return client.create_model(f"m{next(_numbers)}", params=shapes, partitions=partitions, **options)
+
+
+def shared(grads: ps.GradientArrays) -> float:
+    """How much of the arrays is memory that shards have lent."""
+    start, size = grads.flat.ctypes.data, grads.flat.nbytes
+    found = 0
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            if "paramserver" in line.rpartition(" ")[2]:
+                low, high = (int(n, 16) for n in line.split()[0].split("-"))
+                found += max(0, min(high, start + size) - max(low, start))
+    return found / size
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, model: Model) -> list[Request]:
+    """The requests that its client makes from now on."""
+    out: list[Request] = []
+    transport = model._client.transport
+    perform = transport.perform
+
+    def recorded(requests: list[Request]) -> list[Outcome]:
+        out.extend(requests)
+        return perform(requests)
+
+    monkeypatch.setattr(transport, "perform", recorded)
+    return out
+
+
+def test_from_the_second_push_on_gradients_lie_where_shards_read_them(either: ps.Client) -> None:
+    """The arrays are writable throughout, each push takes what is in them then, and every one is applied exactly."""
+    model = made(either)
+    grads = model.gradients()
+    assert {name: a.shape for name, a in grads.items()} == {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
+    assert not grads.flat.any()
+    assert shared(grads) == 0.0
+    total = np.zeros(SIZE, np.float32)
+    for i in range(1, 6):
+        grads["a"][:] = -i
+        grads["b"][1] = -10.0 * i
+        total -= grads.flat
+        model.push(grads)
+        assert shared(grads) == 1.0
+    assert (grads["b"][1] == -50.0).all()
+    assert (model.pull().flat == total).all()
+
+
+def test_a_gradient_of_the_wrong_kind_is_copied(client: ps.Client) -> None:
+    """Two bytes for an element, a codec, ranges: everything that does not travel as it lies works all the same."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads, dtype="float16")
+    model.push(grads, codec="bf16")
+    model.push({"a": grads["a"][:5]}, ranges={"a": [(0, 5)]})
+    assert shared(grads) == 0.0
+    model.push(grads)
+    values = model.pull()
+    assert (values["a"][:5] == 4.0).all()
+    assert (values["b"] == 3.0).all()
+
+
+def test_partitions_that_end_within_a_page_are_copied(alone: ps.Client) -> None:
+    """A small model in many pieces: each push is written into its slot as ever."""
+    model = alone.create_model(f"m{next(_numbers)}", {"w": (20_001,)}, optimizer=ps.SGD(lr=1.0), partitions=8)
+    grads = model.gradients()
+    for i in range(1, 4):
+        grads["w"][:] = -float(i)
+        model.push(grads)
+    assert shared(grads) == 0.0
+    assert (model.pull()["w"] == 6.0).all()
+
+
+def test_what_is_staged_stays_as_it_was_pushed(client: ps.Client) -> None:
+    """A shard that keeps a gradient keeps its slot: the arrays are private again, with the same contents."""
+    model = made(client, consistency=ps.Sync(min_workers=1))
+    with model.worker() as worker:
+        grads = worker.gradients()
+        for i in range(4):
+            grads.flat[:] = -1.0 - i
+            worker.push(grads)
+            assert (grads.flat == -1.0 - i).all()
+            assert shared(grads) == 0.0
+            grads.flat[:] = 99.0
+            worker.clock()
+        assert (worker.pull().flat == 10.0).all()
+
+
+def test_rounds_in_one_request_share_their_gradients(client: ps.Client) -> None:
+    """`exchange` waits for the commit, so the slot is the worker's again when it returns; `pushpull` is applied."""
+    model = made(client, consistency=ps.Sync(min_workers=1))
+    with model.worker() as worker:
+        grads = worker.gradients()
+        for i in range(1, 4):
+            grads.flat[:] = -float(i)
+            values = worker.exchange(grads, copy=False)
+            assert shared(grads) == 1.0
+        assert (values.flat == 6.0).all()
+    model = made(client)
+    grads = model.gradients()
+    for i in range(1, 4):
+        grads.flat[:] = -float(i)
+        values = model.pushpull(grads)
+        assert shared(grads) == 1.0
+    assert (values.flat == 6.0).all()
+
+
+def test_nan_is_refused_whole_and_named(either: ps.Client) -> None:
+    """Nothing changes, the arrays keep their contents, and what is mended in them is pushed."""
+    model = made(either)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    for _ in range(2):  # copied into slots, then lying there
+        grads["b"][1, 7] = np.nan
+        with pytest.raises(ps.RequestError, match="'b' holds NaN"):
+            model.push(grads)
+        assert (grads["a"] == -1.0).all()
+        grads["b"][1, 7] = -1.0
+        model.push(grads)
+    assert (model.pull().flat == 2.0).all()
+
+
+def test_a_norm_is_clipped_as_ever(client: ps.Client) -> None:
+    """An optimizer that clips gets the norm of what lies in the slots."""
+    model = made(client, optimizer=ps.SGD(lr=1.0, clip_norm=1.0))
+    plain = made(client, optimizer=ps.SGD(lr=1.0, clip_norm=1.0))
+    grads = model.gradients()
+    for i in range(1, 4):
+        grads.flat[:] = np.linspace(-i, i, SIZE)
+        plain.push(grads.flat.copy())
+        model.push(grads)
+    assert shared(grads) == 1.0
+    assert (model.pull().flat == plain.pull().flat).all()
+    assert model.pull().flat.any()
+
+
+def test_a_slot_taken_back_is_replaced(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that nobody has pushed for long are copied once more, whoever finds that first: client or shard."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads)
+    for found in grads.place._mapped.values():
+        found.slot.file = "b0"
+    model.push(grads)  # a slot that its shard has never lent
+    assert shared(grads) == 1.0
+    monkeypatch.setattr(same_host, "_FRESH_S", 0.0)
+    asked = counted(monkeypatch, model)
+    model.push(grads)
+    assert "/slots" in [r.path for r in asked]
+    assert (model.pull().flat == 3.0).all()
+
+
+def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows what a shard still reads: the arrays are private before anybody can write to them."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads)
+    assert shared(grads) == 1.0
+
+    def interrupted(requests: list[Request]) -> list[Outcome]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model._client.transport, "perform", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.push(grads)
+    assert shared(grads) == 0.0
+    assert (grads.flat == -1.0).all()
+    model.push(grads)
+    assert (model.pull().flat == 2.0).all()
+
+
+def test_a_closed_client_leaves_the_arrays_to_their_owner(cluster: Nodes, client: ps.Client) -> None:
+    """Their contents stay, their slots go to the next client."""
+    model = made(client)
+    with ps.connect(cluster.url) as other:
+        grads = other.model(model.name).gradients()
+        grads.flat[:] = -1.0
+        other.model(model.name).push(grads)
+        lent = {(f.slot.address, f.slot.file) for f in grads.place._mapped.values()}
+    assert shared(grads) == 0.0
+    assert (grads.flat == -1.0).all()
+    mine = model.gradients()
+    model.push(mine)
+    assert {(f.slot.address, f.slot.file) for f in mine.place._mapped.values()} == lent
+
+
+def test_a_forked_child_cannot_touch_its_parents_gradients(client: ps.Client) -> None:
+    """There the arrays are zeros of its own."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads)
+    child = os.fork()
+    if not child:
+        fine = shared(grads) == 0.0 and not grads.flat.any()
+        grads.flat[:] = 5.0
+        os._exit(0 if fine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared(grads) == 1.0
+    model.push(grads)
+    assert (model.pull().flat == 2.0).all()
+
+
+def test_two_sets_of_arrays_take_turns(client: ps.Client) -> None:
+    """One is filled while the other is on its way: neither sees the other's slots."""
+    model = made(client)
+    sets = [model.gradients(), model.gradients()]
+    for i in range(6):
+        sets[i % 2].flat[:] = -1.0 - i
+        model.push(sets[i % 2])
+    assert [shared(s) for s in sets] == [1.0, 1.0]
+    assert (model.pull().flat == 21.0).all()
+
+
+def test_the_asyncio_client_has_them_too(cluster: Nodes, client: ps.Client) -> None:
+    """Of a model and of its workers."""
+    model = made(client)
+
+    async def train() -> list[float]:
+        async with ps.AsyncClient(cluster.url) as other:
+            there = other.model(model.name)
+            async with there.worker() as worker:
+                found = []
+                for grads, push in ((await there.gradients(), there.push), (await worker.gradients(), worker.push)):
+                    grads.flat[:] = -1.0
+                    await push(grads)
+                    await push(grads)
+                    found.append(shared(grads))
+                return found
+
+    assert asyncio.run(train()) == [1.0, 1.0]
+    assert (model.pull().flat == 4.0).all()
+
+
+def test_without_shared_memory_they_are_plain_arrays(cluster: Nodes, client: ps.Client) -> None:
+    """Over HTTP, and where a gradient is not worth a slot."""
+    model = made(client)
+    small = client.create_model(f"m{next(_numbers)}", params={"w": (10,)}, optimizer=ps.SGD(lr=1.0))
+    cluster_of = model._client.cluster
+    grads, few = model.gradients(), small.gradients()
+    for name in (model.name, small.name):
+        for addresses in cluster_of._maps[name].addresses.values():
+            for address in addresses:
+                if address.startswith("unix") and name == model.name:
+                    cluster_of.lost(address, 0.0)
+    grads.flat[:], few["w"][:] = -1.0, -1.0
+    for _ in range(2):
+        small.push(few)
+    assert shared(few) == 0.0
+    assert (small.pull()["w"] == 2.0).all()
+    model.push(grads)
+    assert (model.pull().flat == 1.0).all()
+
+
+def test_partitions_that_move_take_their_gradients_along(cluster: Nodes, client: ps.Client) -> None:
+    """While one shard gives all it has to the other and takes it back, no push is lost or applied twice."""
+    for m in client.models():
+        client.model(m).delete()
+    model = made(client)
+    grads = model.gradients()
+    pushes = 0
+
+    def owners() -> set[str]:
+        nonlocal pushes
+        grads.flat[:] = -1.0 - pushes % 3
+        model.push(grads)
+        pushes += 1
+        return {p["shard"] for p in cluster.get(f"/models/{model.name}")["partitions"]}
+
+    assert owners() == {"shard-0", "shard-1"}
+    cluster.call("PUT", "/shards/shard-1", {"state": "draining"}, status=200)
+    eventually(lambda: owners() == {"shard-0"}, what="the move")
+    cluster.call("PUT", "/shards/shard-1", {"state": "active"}, status=200)
+    eventually(lambda: owners() == {"shard-0", "shard-1"}, what="the move back")
+    eventually(lambda: bool(owners()) and shared(grads) == 1.0, what="slots of both")
+    assert (model.pull().flat == sum(1.0 + i % 3 for i in range(pushes))).all()
