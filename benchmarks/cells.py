@@ -44,9 +44,11 @@ def dense(
 
 
 ALL = ("ours-same-host", "ours-http2", *RIVALS, "socket")
-COPIED = ("ours-same-host", "ours-copied", *ALL[1:])
+IN_PLACE = ("ours-same-host", "ours-in-place", *ALL[1:])
+COPIED = ("ours-same-host", "ours-in-place", "ours-copied", *ALL[1:])
 SPLIT = ("ours-same-host", "ours-http2", "torch", "torch-tcp", "ray", "grpc")
-"""What runs with two servers, and in sync."""
+"""What runs with two servers."""
+SYNC = ("ours-same-host", "ours-in-place", *SPLIT[1:])
 SMALL = ("ours-same-host", "ours-same-host-fused", "ours-http2", "ours-http2-fused", *RIVALS, "socket")
 LEARNERS = ("ours-same-host", "ours-http2", *RIVALS)
 SLOW = ("grpc", "redis")
@@ -55,10 +57,10 @@ CELLS = (
     dense("w1-0.4mb", "dense round, 0.4 MB, 1 worker", 0.4, *ALL),
     dense("w1-10mb", "dense round, 10 MB, 1 worker", 10, *COPIED),
     dense("w1-100mb", "dense round, 100 MB, 1 worker", 100, *COPIED, once=SLOW),
-    dense("w1-10mb-k2", "dense round, 10 MB, 2 workers", 10, *ALL, workers=2),
-    dense("w1-10mb-k4", "dense round, 10 MB, 4 workers", 10, *ALL, workers=4, once=SLOW),
+    dense("w1-10mb-k2", "dense round, 10 MB, 2 workers", 10, *IN_PLACE, workers=2),
+    dense("w1-10mb-k4", "dense round, 10 MB, 4 workers", 10, *IN_PLACE, workers=4, once=SLOW),
     dense("w1-10mb-2shards", "dense round, 10 MB, 2 workers, 2 servers", 10, *SPLIT, workers=2, servers=2),
-    Cell("w1-10mb-sync", "W1 dense round, 10 MB, 2 workers, sync", Work("W1", 2_500_000, 2, mode="sync"), SPLIT),
+    Cell("w1-10mb-sync", "W1 dense round, 10 MB, 2 workers, sync", Work("W1", 2_500_000, 2, mode="sync"), SYNC),
     Cell("w3-k1", "W3 small round, 1 KB, 1 worker", Work("W3", 256), SMALL),
     Cell("w3-k8", "W3 small round, 1 KB, 8 workers", Work("W3", 256, 8), SMALL),
     Cell(

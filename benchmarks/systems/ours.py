@@ -1,7 +1,8 @@
 """Ours: the cluster that `psctl up` starts, with everything on that is on by default.
 
 Workers are sessions: every push is numbered and applied exactly once.  `same host` pulls map the shard's own memory
-(`copy=False`) and pushes are written into a slot; `copied` is the same with values copied into the worker's array;
+(`copy=False`) and pushes are written into a slot; `in place` is the same with gradients that were computed in a slot
+(`worker.gradients()`), `copied` with values copied into the worker's array;
 `HTTP/2` has shared memory turned off; `fused` is `pushpull`, one round trip in place of two.
 """
 
@@ -59,13 +60,15 @@ class OurClient:
 
     pairs = 1
 
-    def __init__(self, work: Work, url: str, token: str | None, *, mapped: bool, fused: bool) -> None:
+    def __init__(self, work: Work, url: str, token: str | None, *, mapped: bool, fused: bool, in_place: bool) -> None:
         self._client = ps.connect(url, token=token)
         self._model = self._client.model(MODEL)
         self._worker = self._model.worker().__enter__()
         self._mapped, self.fused = mapped, fused
         self._sync = work.mode == "sync"
         self._values: ps.Params | None = None
+        self._place = self._worker.gradients() if in_place else None
+        self._computed: F32 | None = None
 
     def pull(self) -> Parts:
         if self._mapped:
@@ -75,9 +78,19 @@ class OurClient:
         return [self._values.flat]
 
     def push(self, gradient: F32) -> None:
-        self._worker.push(gradient)
+        self._worker.push(self._placed(gradient))
 
-    def exchange(self, gradient: F32) -> Parts:
+    def _placed(self, gradient: F32) -> Any:
+        """The gradient where this worker computes it; computing one is no part of a round."""
+        if self._place is None:
+            return gradient
+        if self._computed is not gradient:
+            self._place.flat[:] = gradient
+            self._computed = gradient
+        return self._place
+
+    def exchange(self, array: F32) -> Parts:
+        gradient = self._placed(array)
         if not self._sync:
             self._values = self._model.pushpull(gradient, out=self._values)
             return [self._values.flat]
@@ -137,11 +150,13 @@ class Connect:
     token: str | None
     mapped: bool
     fused: bool
+    in_place: bool
 
     def __call__(self, work: Work, rank: int) -> Client:
         if work.streams > 1:
             return StreamsClient(work, self.url, self.token)
-        return OurClient(work, self.url, self.token, mapped=self.mapped, fused=self.fused)
+        options = {"mapped": self.mapped, "fused": self.fused, "in_place": self.in_place}
+        return OurClient(work, self.url, self.token, **options)
 
 
 @dataclass(frozen=True)
@@ -153,6 +168,7 @@ class Ours:
     way: Way
     mapped: bool = False
     fused: bool = False
+    in_place: bool = False
 
     def missing(self) -> str:
         if self.way == "same-host" and not sys.platform.startswith("linux"):
@@ -168,7 +184,7 @@ class Ours:
             base = memory_bytes(shards, "VmRSS")
             with ps.connect(found["scheduler"], token=found.get("token")) as client:
                 create(client, work)
-            connect = Connect(found["scheduler"], found.get("token"), self.mapped, self.fused)
+            connect = Connect(found["scheduler"], found.get("token"), self.mapped, self.fused, self.in_place)
             yield Running(shards, base, connect, lambda: others, {"paramserver": ps.__version__})
 
 
@@ -185,6 +201,7 @@ def create(client: ps.Client, work: Work, name: str = MODEL, partitions: int | N
 
 VARIANTS = (
     Ours("ours-same-host", "**ours**, same host", "same-host", mapped=True),
+    Ours("ours-in-place", "**ours**, same host, in place", "same-host", mapped=True, in_place=True),
     Ours("ours-copied", "**ours**, same host, copied", "same-host"),
     Ours("ours-same-host-fused", "**ours**, same host, fused", "same-host", fused=True),
     Ours("ours-http2", "**ours**, HTTP/2", "http2"),
