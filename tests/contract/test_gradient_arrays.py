@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -13,7 +13,9 @@ import pytest
 import paramserver as ps
 from paramserver.client import same_host
 from paramserver.client.calls import Outcome, Request
+from paramserver.client.gradients import Gradient, Scan
 from paramserver.client.model import Model
+from paramserver.core.selection import Part
 
 from .processes import Nodes, eventually, nodes
 
@@ -211,6 +213,28 @@ def test_a_slot_taken_back_is_replaced(client: ps.Client, monkeypatch: pytest.Mo
     model.push(grads)
     assert "/slots" in [r.path for r in asked]
     assert (model.pull().flat == 3.0).all()
+
+
+def test_a_push_interrupted_while_it_is_written_changes_nothing(
+    client: ps.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that holds half of a gradient does not take the arrays' place."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+
+    def half(self: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
+        body[: len(body) // 2] = bytes(len(body) // 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gradient, "write", half)
+        with pytest.raises(KeyboardInterrupt):
+            model.push(grads)
+    assert shared(grads) == 0.0
+    assert (grads.flat == -1.0).all()
+    model.push(grads)
+    assert (model.pull().flat == 1.0).all()
 
 
 def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:

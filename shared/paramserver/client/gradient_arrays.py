@@ -76,7 +76,7 @@ class Place:
         self._same_host = same_host
         self._lock = threading.RLock()
         self._mapped: dict[str, _Mapped] = {}
-        _PLACES.add(self)
+        _PLACES.add(weakref.ref(self, _PLACES.discard))
 
     def values(self) -> F32:
         """The arrays' memory."""
@@ -88,8 +88,11 @@ class Place:
             found = self._mapped.get(address)
             if found is None or found.pushing:
                 return None
-            if found.parts != _spans(parts) or not self._same_host.fresh(found.slot):
+            fresh = self._same_host.fresh(found.slot)
+            if found.parts != _spans(parts) or not fresh:
                 self._leave(address)
+                if fresh:
+                    self._same_host.keep(found.slot)
                 return None
             found.pushing = True
             return found.slot
@@ -177,15 +180,20 @@ def _overlap(these: Sequence[Run], those: Sequence[Run]) -> bool:
 
 def give_back(same_host: SameHost) -> None:
     """What lies in slots of that client is private memory again, and the slots serve otherwise."""
-    for place in list(_PLACES):
+    for place in _places():
         place.give_back(same_host)
 
 
 def _forget_all() -> None:
-    for place in list(_PLACES):
+    for place in _places():
         place.forget()
 
 
-_PLACES: Final[weakref.WeakSet[Place]] = weakref.WeakSet()
+def _places() -> list[Place]:
+    return [place for found in tuple(_PLACES) if (place := found()) is not None]
+
+
+_PLACES: Final[set["weakref.ref[Place]"]] = set()
+"""Of this process; unlike a WeakSet it can be listed while another thread adds to it."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)

@@ -181,7 +181,7 @@ class Transfer:
                 if (slot := slots.get(to)) is None:
                     continue
                 ours = not begun or (bool(outcomes) and _is_over(outcomes[i], sinks[i] if sinks else None))
-                if outgoing.place is not None:
+                if outgoing.place is not None and (begun or slot.lies):  # else who knows what was written to it
                     outgoing.place.settled(slot, parts, ours=ours)
                 elif ours:
                     self.cluster.same_host.keep(slot)
