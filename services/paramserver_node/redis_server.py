@@ -12,11 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from paramserver.errors import problem
 
 START_TIMEOUT_S = 30.0
 """Longest wait for a server to load its file and answer."""
+_GIVEN: Final[set[int]] = set()
+"""Ports that this process has asked for."""
 
 
 def find_binary() -> Path:
@@ -84,10 +87,17 @@ def serving_pid(port: int, timeout_s: float = 1.0) -> int | None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens at the moment."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port of 127.0.0.1 on which nothing listens at the moment; each is given once, for it is only listened on later.
+
+    The system itself would give one twice in a few ten thousand times.
+    """
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        if port not in _GIVEN:
+            _GIVEN.add(port)
+            return port
 
 
 @contextmanager

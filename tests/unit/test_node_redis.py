@@ -7,6 +7,7 @@ from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, 
 
 from paramserver.errors import Unavailable
 from paramserver_node import redis as node_redis
+from paramserver_node import redis_server
 
 
 @pytest.mark.asyncio
@@ -37,3 +38,9 @@ def test_a_redis_that_refuses_is_storage_unavailable(error: RedisError) -> None:
         raise error
 
     assert caught.value.code == "storage_unavailable"
+
+
+def test_no_port_is_given_twice() -> None:
+    """Two servers that are to be started do not get one port, however many there were before."""
+    ports = [redis_server.free_port() for _ in range(1000)]
+    assert len(set(ports)) == len(ports)
