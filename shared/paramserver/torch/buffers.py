@@ -1,5 +1,7 @@
 """One flat buffer of gradients for each shard, on the device, and the way of its bytes to the host.
 
+On the CPU float32 needs neither (`HostGradients`); everything else goes through buffers.
+
 A shard's partitions lie end to end in its buffer; for int8 each begins at a multiple of 256 elements, so that all of
 them are encoded at once.  What the codec leaves out lies beside it on the device.  On CUDA the work runs on a side
 stream and ends in pinned host memory; on a CPU the same code runs without either.
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded, stored
+from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.codecs.codec import INT8_BLOCK, Codec
 from paramserver.core.selection import Selection, select
 from paramserver.errors import combined, problem
@@ -129,6 +132,30 @@ class ShardBuffer:
     def keep(self) -> None:
         """The push was accepted: what it left out is added to the next one."""
         self._left, self._draft = self._draft, self._left
+
+
+class HostGradients:
+    """The gradients of a whole module on the CPU, as float32, in arrays that a shard of this machine reads in place."""
+
+    def __init__(self, arrays: GradientArrays) -> None:
+        self._arrays = arrays
+        self._tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def arrange(self, held: ModelMap) -> None:
+        """They lie the same whoever owns what."""
+
+    def encode(self, grads: Mapping[str, Tensor | None]) -> GradientArrays:
+        """The gradient as it travels; what is None counts as zero."""
+        for name, into in self._tensors.items():
+            grad = grads[name]
+            if grad is None:
+                into.zero_()
+            else:
+                into.copy_(grad.detach())
+        return self._arrays
+
+    def keep(self) -> None:
+        """The push was accepted, and nothing was left out."""
 
 
 class GradientBuffers:

@@ -24,7 +24,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
 from paramserver.errors import ConflictError, NotFoundError, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
-from paramserver.torch.buffers import GradientBuffers, SideStream
+from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_params, check_fit, named
 
 log = logging.getLogger("paramserver")
@@ -92,7 +92,11 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             started = getattr(optimizer, "lr", None)
             super().__init__(list(self._params.values()), {"lr": self._rate if started is None else started})
             device = next(iter(self._params.values())).device
-            self._buffers = GradientBuffers(held, self._codec, device)
+            self._buffers: GradientBuffers | HostGradients
+            if device.type == "cpu" and self._codec.text == "fp32":
+                self._buffers = HostGradients(self._worker.gradients())
+            else:
+                self._buffers = GradientBuffers(held, self._codec, device)
             self._values = _Values(held.layout, wire_dtype(select(held.layout), pull.coding if pull else None), device)
             self._take_in()
             self._leave = weakref.finalize(self, stack.pop_all().close)
@@ -152,7 +156,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
             self._buffers.arrange(held)
-            self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss)
+            self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
             if self.pushed.state != "dropped":
                 self._buffers.keep()
 
