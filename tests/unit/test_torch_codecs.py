@@ -10,6 +10,8 @@ import pytest
 
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Encoded, Feedback, ready
+from paramserver.client.gradient_arrays import GradientArrays
+from paramserver.client.same_host import SameHost
 from paramserver.codecs import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -94,6 +96,19 @@ def _written(gradient: Any, part: Any) -> bytes:
     out = np.empty(gradient.body_bytes([part]), np.uint8)
     gradient.write([part], out.data, Scan())
     return out.tobytes()
+
+
+def test_on_the_cpu_gradients_lie_where_they_are_pushed_from() -> None:
+    """Whatever dtype they come in; what has none in a step counts as zero then, and not as it was."""
+    arrays = GradientArrays(held().layout, SameHost())
+    made = buffers.HostGradients(arrays)
+    first = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
+    assert made.encode(first) is arrays
+    assert np.array_equal(arrays.flat, np.concatenate([g.numpy().ravel() for g in first.values()]))
+    half = first["w"].half()
+    made.encode({"w": half, "b": first["b"], "deep.v": None})
+    assert np.array_equal(arrays["w"], half.float().numpy())
+    assert not arrays["deep.v"].any()
 
 
 @pytest.mark.parametrize("text", ["fp32", "fp16", "int8", "topk"])
