@@ -89,15 +89,15 @@ class OurClient:
             self._computed = gradient
         return self._place
 
-    def exchange(self, array: F32) -> Parts:
-        gradient = self._placed(array)
+    def exchange(self, gradient: F32) -> Parts:
+        placed = self._placed(gradient)
         if not self._sync:
-            self._values = self._model.pushpull(gradient, out=self._values)
+            self._values = self._model.pushpull(placed, out=self._values)
             return [self._values.flat]
         if self._mapped:
-            self._values = self._worker.exchange(gradient, copy=False)
+            self._values = self._worker.exchange(placed, copy=False)
         else:
-            self._values = self._worker.exchange(gradient, out=self._values)
+            self._values = self._worker.exchange(placed, out=self._values)
         return [self._values.flat]
 
     def close(self) -> None:

@@ -29,13 +29,6 @@ SMALL_BYTES: Final = 64 * 1024
 U8 = npt.NDArray[np.uint8]
 
 
-def _size_class(size_bytes: int) -> tuple[int, int]:
-    """The size actually taken, one of 128 steps between two powers of two, and the one above it."""
-    step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 8))
-    size = -(-size_bytes // step) * step
-    return size, size + step
-
-
 class _Memory:
     """The memory of one buffer, and the file it is, if others can map it."""
 
@@ -133,13 +126,14 @@ class BufferPool:
                 self._folder.remove(file)
 
     def _size(self, size_bytes: int) -> int:
-        """How large a buffer for so many bytes is.
+        """How large a buffer for so many bytes is: one of 128 steps between two powers of two.
 
         Partitions of a model differ by a page.  Where a step lies between them all take the size above: then the memory
         of any of them can take what becomes of another.
         """
-        size, above = _size_class(size_bytes)
-        return above if above in self._sizes else size
+        step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 8))
+        size = -(-size_bytes // step) * step
+        return size + step if size + step in self._sizes else size
 
     @staticmethod
     def _free_one(free: "deque[_Memory]", before: _Memory | None) -> _Memory | None:

@@ -2,10 +2,7 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from itertools import count
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +11,12 @@ import paramserver as ps
 from paramserver.client import same_host
 from paramserver.client.calls import Outcome, Request
 from paramserver.client.gradients import Gradient, Scan
-from paramserver.client.model import Model
 from paramserver.core.selection import Part
 
+from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
 from .processes import Nodes, eventually, nodes
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux"),
-]
-
-SIZE = 300_000
-_numbers = count()
+pytestmark = ON_LINUX
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +46,6 @@ def either(request: pytest.FixtureRequest, alone: ps.Client, client: ps.Client) 
     return alone if request.param == "one shard" else client
 
 
-def made(client: ps.Client, partitions: int = 4, **options: Any) -> Model:
-    """A model of two parameters that span its partitions, at a learning rate of 1.
-
-    Of two shards each gets half of the partitions, so none is moved for the balance.
-    """
-    shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
-    options = {"optimizer": ps.SGD(lr=1.0), **options}
-    return client.create_model(f"m{next(_numbers)}", params=shapes, partitions=partitions, **options)
-
-
 def shared(grads: ps.GradientArrays) -> float:
     """How much of the arrays is memory that shards have lent."""
     start, size = grads.flat.ctypes.data, grads.flat.nbytes
@@ -75,20 +56,6 @@ def shared(grads: ps.GradientArrays) -> float:
                 low, high = (int(n, 16) for n in line.split()[0].split("-"))
                 found += max(0, min(high, start + size) - max(low, start))
     return found / size
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, model: Model) -> list[Request]:
-    """The requests that its client makes from now on."""
-    out: list[Request] = []
-    transport = model._client.transport
-    perform = transport.perform
-
-    def recorded(requests: list[Request]) -> list[Outcome]:
-        out.extend(requests)
-        return perform(requests)
-
-    monkeypatch.setattr(transport, "perform", recorded)
-    return out
 
 
 def test_from_the_second_push_on_gradients_lie_where_shards_read_them(either: ps.Client) -> None:
@@ -126,7 +93,7 @@ def test_a_gradient_of_the_wrong_kind_is_copied(client: ps.Client) -> None:
 
 def test_partitions_that_end_within_a_page_are_copied(alone: ps.Client) -> None:
     """A small model in many pieces: each push is written into its slot as ever."""
-    model = alone.create_model(f"m{next(_numbers)}", {"w": (20_001,)}, optimizer=ps.SGD(lr=1.0), partitions=8)
+    model = alone.create_model("pages", {"w": (20_001,)}, optimizer=ps.SGD(lr=1.0), partitions=8)
     grads = model.gradients()
     for i in range(1, 4):
         grads["w"][:] = -float(i)
@@ -209,9 +176,9 @@ def test_a_slot_taken_back_is_replaced(client: ps.Client, monkeypatch: pytest.Mo
     model.push(grads)  # a slot that its shard has never lent
     assert shared(grads) == 1.0
     monkeypatch.setattr(same_host, "_FRESH_S", 0.0)
-    asked = counted(monkeypatch, model)
+    asked = requests_of(model, monkeypatch)
     model.push(grads)
-    assert "/slots" in [r.path for r in asked]
+    assert "/slots" in asked
     assert (model.pull().flat == 3.0).all()
 
 
@@ -324,21 +291,18 @@ def test_the_asyncio_client_has_them_too(cluster: Nodes, client: ps.Client) -> N
 def test_without_shared_memory_they_are_plain_arrays(cluster: Nodes, client: ps.Client) -> None:
     """Over HTTP, and where a gradient is not worth a slot."""
     model = made(client)
-    small = client.create_model(f"m{next(_numbers)}", params={"w": (10,)}, optimizer=ps.SGD(lr=1.0))
-    cluster_of = model._client.cluster
+    small = client.create_model("small", params={"w": (10,)}, optimizer=ps.SGD(lr=1.0))
     grads, few = model.gradients(), small.gradients()
-    for name in (model.name, small.name):
-        for addresses in cluster_of._maps[name].addresses.values():
-            for address in addresses:
-                if address.startswith("unix") and name == model.name:
-                    cluster_of.lost(address, 0.0)
     grads.flat[:], few["w"][:] = -1.0, -1.0
     for _ in range(2):
         small.push(few)
     assert shared(few) == 0.0
     assert (small.pull()["w"] == 2.0).all()
-    model.push(grads)
-    assert (model.pull().flat == 1.0).all()
+    lose_sockets(model)
+    for _ in range(2):
+        model.push(grads)
+    assert shared(grads) == 0.0
+    assert (model.pull().flat == 2.0).all()
 
 
 def test_partitions_that_move_take_their_gradients_along(cluster: Nodes, client: ps.Client) -> None:

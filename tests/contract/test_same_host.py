@@ -7,8 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +15,12 @@ import pytest
 
 import paramserver as ps
 from paramserver.client import same_host
-from paramserver.client.calls import Outcome, Request
 from paramserver.client.model import Model
 
+from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
 from .processes import Nodes, eventually, nodes
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux"),
-]
-
-SIZE = 300_000
-_numbers = count()
+pytestmark = ON_LINUX
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 def model(cluster: Nodes) -> Iterator[Model]:
     """A model of two parameters that span the partitions of both shards, at a learning rate of 1."""
     with ps.connect(cluster.url) as client:
-        shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
-        yield client.create_model(f"m{next(_numbers)}", params=shapes, optimizer=ps.SGD(lr=1.0), partitions=4)
+        yield made(client)
 
 
 def ways(model: Model) -> set[str]:
@@ -50,15 +42,6 @@ def ways(model: Model) -> set[str]:
     cluster = model._client.cluster
     held = cluster._maps[model.name]
     return {str(cluster.route(held, i)).partition(":")[0] for i in range(held.spec.partitions)}
-
-
-def lose_sockets(model: Model) -> None:
-    """Its client believes for a while that nothing answers on this machine's sockets."""
-    cluster = model._client.cluster
-    for addresses in cluster._maps[model.name].addresses.values():
-        for address in addresses:
-            if address.startswith("unix"):
-                cluster.lost(address, time.monotonic())
 
 
 def test_values_are_the_shards_own_memory(model: Model) -> None:
@@ -165,11 +148,8 @@ def test_a_gradient_with_nan_is_refused_and_its_slot_serves_on(model: Model) -> 
 @pytest.mark.parametrize("consistency", [ps.Async(), ps.SSP(staleness=2), ps.Sync()], ids=["async", "ssp", "sync"])
 def test_one_shard_alone_finds_the_nan(cluster: Nodes, way: str, consistency: ps.Consistency) -> None:
     """Nobody looks for it before it is sent: nothing changes, the parameter is named, the worker goes on."""
-    shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
     with ps.connect(cluster.url) as client:
-        model = client.create_model(
-            f"m{next(_numbers)}", params=shapes, optimizer=ps.SGD(lr=1.0), partitions=1, consistency=consistency
-        )
+        model = made(client, partitions=1, consistency=consistency)
         with model.worker() as worker:
             values = worker.pull()
             if way == "http":
@@ -301,19 +281,6 @@ def test_a_shard_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
             stopped.send_signal(signal.SIGCONT)
         eventually(lambda: cluster.get("/map")["shards"]["shard-0"]["alive"], what="the return")
         assert set(model.pull()["w"]) <= {1.0, 2.0}
-
-
-def requests_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that this model's client asks for from now on."""
-    transport, paths = model._client.transport, list[str]()
-    perform = transport.perform
-
-    def noted(requests: Sequence[Request]) -> list[Outcome]:
-        paths.extend(r.path for r in requests)
-        return perform(requests)
-
-    monkeypatch.setattr(transport, "perform", noted)
-    return paths
 
 
 def test_what_has_not_changed_is_pulled_without_a_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

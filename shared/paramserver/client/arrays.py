@@ -33,23 +33,41 @@ class Origin:
     """partition -> (version, incarnation)."""
 
 
-class Params(Mapping[str, AnyArray]):
+class NamedArrays(Mapping[str, AnyArray]):
+    """Arrays under parameter names, each a view of `flat`, in which they lie end to end: 1-D, in the model's order."""
+
+    __slots__ = ("_arrays", "flat")
+
+    def __init__(self, selection: Selection, flat: AnyArray) -> None:
+        self.flat: Final = flat
+        at = selection.offsets
+        self._arrays = {
+            p.name: flat[at[i] : at[i + 1]].reshape(selection.shape(i)) for i, p in enumerate(selection.params)
+        }
+
+    def __getitem__(self, name: str) -> AnyArray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+class Params(NamedArrays):
     """The parameters of one pull: a mapping from names to arrays, each a view of `flat`.
 
     `flat` is 1-D: the parameters end to end in the model's order, in C order.  The arrays are the caller's own and
     writable, unless the pull said `copy=False`.
     """
 
-    __slots__ = ("_arrays", "_origin", "_selection", "flat")
+    __slots__ = ("_origin", "_selection")
 
     def __init__(self, selection: Selection, flat: AnyArray, origin: Origin) -> None:
-        self.flat: Final = flat
+        super().__init__(selection, flat)
         self._selection = selection
         self._origin = origin
-        at = selection.offsets
-        self._arrays = {
-            p.name: flat[at[i] : at[i + 1]].reshape(selection.shape(i)) for i, p in enumerate(selection.params)
-        }
 
     @property
     def version(self) -> int:
@@ -79,15 +97,6 @@ class Params(Mapping[str, AnyArray]):
     def fits(self, selection: Selection, dtype: np.dtype[Any]) -> bool:
         """Whether a pull of this selection can be written into these arrays."""
         return self.flat.dtype == dtype and self.flat.flags.writeable and self._selection.key == selection.key
-
-    def __getitem__(self, name: str) -> AnyArray:
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{n}: {list(a.shape)}" for n, a in list(self._arrays.items())[:6])

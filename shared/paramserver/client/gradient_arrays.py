@@ -9,48 +9,35 @@ same contents, and the push after it begins anew.  Elsewhere, and wherever slots
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from paramserver.client.arrays import NamedArrays
 from paramserver.client.same_host import SameHost, Slot
 from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Part
-from paramserver.types import F32, AnyArray
+from paramserver.core.selection import Part, select
+from paramserver.types import F32
 
 _ITEM: Final = 4
 """Bytes of an element."""
 
 
-class GradientArrays(Mapping[str, AnyArray]):
+class GradientArrays(NamedArrays):
     """Writable float32 arrays under parameter names, each a view of `flat`; zeros at first.
 
     They belong to the process that asked for them (in a forked child they are zeros again), and are left alone while
     a push of them is under way.
     """
 
-    __slots__ = ("_arrays", "flat", "place")
+    __slots__ = ("place",)
 
     def __init__(self, layout: Layout, same_host: SameHost) -> None:
         self.place: Final = Place(layout.size * _ITEM, same_host)
-        flat = self.place.values()
-        self.flat: Final = flat
-        """1-D: all gradients end to end, in the model's order, in C order."""
-        self._arrays = {
-            name: flat[start:stop].reshape(layout.by_name[name].shape) for name, (start, stop) in layout.offsets.items()
-        }
-
-    def __getitem__(self, name: str) -> AnyArray:
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
+        super().__init__(select(layout), self.place.values())
 
     def __repr__(self) -> str:
         return f"<GradientArrays of {len(self)} parameters, {self.flat.size} elements>"
@@ -119,7 +106,7 @@ class Place:
             if address == slot.address or _overlap(other.runs, runs):
                 self._leave(address)
         try:
-            self._room.show(self._same_host.path(slot), runs)
+            self._room.show(slot.path, runs)
         except OSError as error:
             self._same_host.tell(error)
             self._room.keep(runs)

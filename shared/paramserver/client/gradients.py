@@ -154,9 +154,9 @@ def prepare(
     if partitions is not None:
         selection = replace(selection, parts=tuple(p for p in selection.parts if p.partition in partitions))
     gradient = _made(selection, arrays, dtype)
-    if isinstance(grads, GradientArrays) and gradient.dtype == "float32" and partitions is None and not ranges:
-        if list(grads) == list(layout.by_name):  # so they lie as the model's vector does
-            return replace(gradient, place=grads.place)
+    whole = partitions is None and not ranges and gradient.dtype == "float32"
+    if isinstance(grads, GradientArrays) and whole and list(grads) == list(layout.by_name):
+        return replace(gradient, place=grads.place)  # they lie as the model's vector does
     return gradient
 
 

@@ -39,6 +39,10 @@ def _folder(address: str) -> str:
     return path_of(address).rpartition("/")[0]
 
 
+def _path(address: str, file: str) -> str:
+    return f"{_folder(address)}/{file}"
+
+
 @dataclass(slots=True)
 class Slot:
     """Memory of a shard that this client writes a gradient into."""
@@ -50,6 +54,11 @@ class Slot:
     used_at: float
     lies: bool = False
     """Its pages are those of the arrays that gradients are computed in (see `gradient_arrays`)."""
+
+    @property
+    def path(self) -> str:
+        """The file that it is."""
+        return _path(self.address, self.file)
 
 
 @dataclass(slots=True)
@@ -101,7 +110,7 @@ class SameHost:
     def lent(self, address: str, file: str, size_bytes: int) -> Slot | None:
         """The slot that the shard has lent; None if it cannot be mapped here."""
         try:
-            memory = writable(f"{_folder(address)}/{file}", size_bytes)
+            memory = writable(_path(address, file), size_bytes)
         except (OSError, ValueError) as error:
             self.tell(error)
             return None
@@ -114,10 +123,6 @@ class SameHost:
     def touch(self, slot: Slot) -> None:
         """That slot has been used now."""
         slot.used_at = self._clock()
-
-    def path(self, slot: Slot) -> str:
-        """The file that it is."""
-        return f"{_folder(slot.address)}/{slot.file}"
 
     def keep(self, slot: Slot) -> None:
         """That slot is this client's again."""
@@ -138,9 +143,7 @@ class SameHost:
     def hold(self, leased: Sequence[Leased]) -> "Held":
         """What these leases cover, all partitions side by side."""
         pieces = sorted(
-            (partition, f"{_folder(lease.address)}/{file}", size)
-            for lease in leased
-            for partition, file, size in lease.pieces
+            (partition, _path(lease.address, file), size) for lease in leased for partition, file, size in lease.pieces
         )
         return Held(self, self._windows, leased, [(path, size) for _, path, size in pieces])
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,6 @@ _MAP_FIXED: Final = 0x10
 _MAP_POPULATE: Final = 0x8000
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-
 _OF_A_ROOM: Final[dict[str, int]] = {"flags": _PRIVATE} if POSSIBLE else {}
 
 Piece = tuple[str, int]
@@ -38,6 +38,7 @@ Run = tuple[int, int, int]
 """(where in a room, where in a file, bytes): the first two at pages."""
 
 
+@cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -55,10 +56,9 @@ class Window:
         if any(size % PAGE_BYTES for _, size in pieces[:-1]):
             raise ValueError("buffers that end within a page cannot lie side by side")
         size = sum(size for _, size in pieces)
-        libc = _libc()
-        start = _mapped(libc, None, size, _PROT_NONE, _PRIVATE, -1)
+        start = _mapped(None, size, _PROT_NONE, _PRIVATE, -1)
         memory = (ctypes.c_char * size).from_address(start)
-        weakref.finalize(memory, libc.munmap, start, size)
+        weakref.finalize(memory, _libc().munmap, start, size)
         at = start
         flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
         for path, piece_bytes in pieces:
@@ -66,7 +66,7 @@ class Window:
             try:
                 if os.fstat(file).st_size < piece_bytes:
                     raise OSError(f"{path} is shorter than it was said to be")
-                _mapped(libc, at, piece_bytes, mmap.PROT_READ, flags, file)
+                _mapped(at, piece_bytes, mmap.PROT_READ, flags, file)
             finally:
                 os.close(file)
             at += piece_bytes
@@ -82,8 +82,8 @@ class Window:
         return values
 
 
-def _mapped(libc: Any, at: int | None, size: int, protection: int, flags: int, file: int, offset: int = 0) -> int:
-    start = libc.mmap(at, size, protection, flags, file, offset)
+def _mapped(at: int | None, size: int, protection: int, flags: int, file: int, offset: int = 0) -> int:
+    start = _libc().mmap(at, size, protection, flags, file, offset)
     if start == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
@@ -123,7 +123,7 @@ class Room:
 
     def _map(self, start: int, size: int, flags: int, file: int, offset: int) -> None:
         at, protection = self._start + start, mmap.PROT_READ | mmap.PROT_WRITE
-        _mapped(_libc(), at, _whole_pages(size), protection, flags | _MAP_FIXED, file, offset)
+        _mapped(at, _whole_pages(size), protection, flags | _MAP_FIXED, file, offset)
 
 
 def _whole_pages(size_bytes: int) -> int:

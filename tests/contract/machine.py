@@ -1,0 +1,52 @@
+"""What the tests of clients on the shards' own machine share: a model, and a look at what its client does."""
+
+import sys
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+
+import paramserver as ps
+from paramserver.client.calls import Outcome, Request
+from paramserver.client.model import Model
+
+ON_LINUX = [
+    pytest.mark.process,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are mapped in place on Linux"),
+]
+SIZE = 300_000
+_numbers = count()
+
+
+def made(client: ps.Client, **options: Any) -> Model:
+    """A model of two parameters that span its partitions, at a learning rate of 1.
+
+    Of two shards each gets half of its four partitions, so none is moved for the balance.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"a": (SIZE // 3,), "b": (2, SIZE // 3)}
+    options = {"optimizer": ps.SGD(lr=1.0), "partitions": 4, **options}
+    return client.create_model(f"m{next(_numbers)}", params=shapes, **options)
+
+
+def lose_sockets(model: Model) -> None:
+    """Its client believes for a while that nothing answers on this machine's sockets."""
+    cluster = model._client.cluster
+    for addresses in cluster._maps[model.name].addresses.values():
+        for address in addresses:
+            if address.startswith("unix"):
+                cluster.lost(address, time.monotonic())
+
+
+def requests_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that this model's client asks for from now on."""
+    transport, paths = model._client.transport, list[str]()
+    perform = transport.perform
+
+    def noted(requests: Sequence[Request]) -> list[Outcome]:
+        paths.extend(r.path for r in requests)
+        return perform(requests)
+
+    monkeypatch.setattr(transport, "perform", noted)
+    return paths
