@@ -25,7 +25,7 @@ from paramserver_node.stream import BODY, UNREAD_BYTES_MAX, Stream, request_of
 
 log = logging.getLogger("paramserver.node")
 
-FRAME_BYTES: Final = 1 << 20
+FRAME_BYTES: Final = 2 << 20
 CONNECTION_WINDOW_BYTES: Final = 8 << 20
 """What a client may send of all its bodies; more than one of them takes, so that one that waits holds up no other."""
 STREAMS_MAX: Final = 256
@@ -38,11 +38,13 @@ FOLLIES_PER_S: Final = 20.0
 """... and how many more each second: a ping now and then is none."""
 SHORT_BYTES: Final = 4096
 """What is copied to go with its head in one piece."""
-READ_BYTES: Final = 512 << 10
+READ_BYTES: Final = 1 << 20
 """What is read at a time, so that others have their turn, and of a body waited for: it is dear to either side to be
 woken for a little."""
 DIRECT_BYTES_MIN: Final = 16 << 10
 """What is worth a read of its own."""
+
+_TOO_MUCH: Final = "more than the window allows"
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -62,8 +64,8 @@ class Connection(asyncio.BufferedProtocol):
         self._running = 0
         """Requests that are being answered, those that the client gave up as well."""
         self._newest = 0
-        self._place: memoryview | None = None
-        """Where the payload that is read next belongs."""
+        self._into: Stream | None = None
+        """Whose body is read next, straight to where it belongs."""
         self._awaited = 1
         """How many bytes must be here before they are read."""
         self._head_next = False
@@ -134,13 +136,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        number, due = self._scanner.due
-        self._place = None
-        if due >= DIRECT_BYTES_MIN and (stream := self._streams.get(number)) is not None:
+        self._into, due = None, self._scanner.due
+        if due >= DIRECT_BYTES_MIN and (stream := self._streams.get(self._scanner.due_stream)) is not None:
             place = stream.room()
             if len(place) >= DIRECT_BYTES_MIN:
-                self._place = place[: min(due, READ_BYTES)]
-                return self._place
+                self._into = stream
+                return place[: min(due, READ_BYTES)]
         if self._head_next:
             self._head_next = False
             return self._room[: wire.HEAD_BYTES]  # what follows it goes where it belongs
@@ -148,15 +149,15 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes are here."""
-        place, self._place = self._place, None  # which an idle connection must not keep from being used again
-        if place is None:
+        stream, self._into = self._into, None
+        if stream is None:
             self.feed(self._room[:nbytes])
         else:
-            self.feed(place[:nbytes], there=True)
+            self._filled(stream, nbytes)
         if self._can_wait:
-            number, due = self._scanner.due
+            due = self._scanner.due
             worth = nbytes >= DIRECT_BYTES_MIN and due >= DIRECT_BYTES_MIN  # of a slow client each byte counts
-            wanted = min(due, READ_BYTES) if worth and number in self._streams else 1
+            wanted = min(due, READ_BYTES) if worth and self._scanner.due_stream in self._streams else 1
             if wanted != self._awaited and not self.transport.is_closing():
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 self._awaited = wanted
@@ -174,25 +175,31 @@ class Connection(asyncio.BufferedProtocol):
 
     # What comes
 
-    def feed(self, data: memoryview, *, there: bool = False) -> None:
-        """The next bytes of the client; `there`: of a body, and where they belong."""
+    def feed(self, data: memoryview) -> None:
+        """The next bytes of the client."""
         try:
-            if there:
-                number, _ = self._scanner.due
-                ends = bool(self._scanner.passed(len(data)) & wire.END_STREAM)
-                self._head_next = self._scanner.due[1] == 0 and not ends
-                self._data(number, data, len(data), ends, there=True)
-            else:
-                self._feed(data)
+            self._scan(data)
         except Http2Error as e:
-            log.info("http2.refused client=%s reason=%s", self._scope["client"], e)
-            self.say(wire.goaway(self._newest, e.code))
-            self.flush()
-            self._hang_up()
-        else:
-            self.flush()
+            self._refuse(e)
+        self.flush()
 
-    def _feed(self, data: memoryview) -> None:
+    def _filled(self, stream: Stream, size: int) -> None:
+        """So many bytes of a body have been read to where they belong."""
+        ends = bool(self._scanner.passed(size) & wire.END_STREAM)
+        self._head_next = not (ends or self._scanner.due)
+        self._window -= size
+        if self._window < 0 or not stream.takes(size):
+            self._refuse(Http2Error(wire.FLOW_CONTROL_ERROR, _TOO_MUCH))
+        else:
+            stream.filled(size, ends)
+        self.flush()
+
+    def _refuse(self, error: Http2Error) -> None:
+        log.info("http2.refused client=%s reason=%s", self._scope["client"], error)
+        self.say(wire.goaway(self._newest, error.code))
+        self._hang_up()
+
+    def _scan(self, data: memoryview) -> None:
         for kind, flags, number, payload, cost in self._scanner.scan(data):
             if not self._greeted and kind != wire.SETTINGS:
                 raise Http2Error(wire.PROTOCOL_ERROR, "settings come first")
@@ -207,15 +214,15 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._control(kind, flags, number, payload)
 
-    def _data(self, number: int, data: memoryview, cost: int, ends: bool, *, there: bool = False) -> None:
+    def _data(self, number: int, data: memoryview, cost: int, ends: bool) -> None:
         """A piece of a body."""
         stream = self._streams.get(number)
         if stream is None and (number > self._newest or number % 2 == 0):
             raise Http2Error(wire.PROTOCOL_ERROR, "a body without a request")
         self._window -= cost
         if self._window < 0 or (stream is not None and not stream.takes(cost)):
-            raise Http2Error(wire.FLOW_CONTROL_ERROR, "more than the window allows")
-        if not data and not ends and not self._scanner.due[1]:
+            raise Http2Error(wire.FLOW_CONTROL_ERROR, _TOO_MUCH)
+        if not data and not ends and not self._scanner.due:
             self._folly()
         if stream is None:
             self.used(cost)
@@ -224,7 +231,7 @@ class Connection(asyncio.BufferedProtocol):
             raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
         if cost > len(data):
             stream.used(cost - len(data))  # padding
-        stream.arrived(data, ends, there=there)
+        stream.arrived(data, ends)
 
     def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
@@ -381,5 +388,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _hang_up(self) -> None:
         """When all is sent, or so long afterwards."""
+        self.flush()
         self.transport.close()
         self.loop.call_later(PATIENCE_S, self.transport.abort)

@@ -76,7 +76,7 @@ class Arriving:
             self._check(share)
 
     def _check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
-        if self._later and all(self._is_later(index) for index, _ in pieces):
+        if self._later and all([self._is_later(index) for index, _ in pieces]):
             self._made.append([self._unseen(index, data) for index, data in pieces])
             return
         work = partial(self._parts_of, pieces)

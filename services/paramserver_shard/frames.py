@@ -1,16 +1,15 @@
 """The binary way of `/push`, `/pull` and `/pushpull`: what the SDK sends straight to the owner of each partition.
 
-Values go out in chunks of at most 1 MiB, straight from the immutable version, so a pull never blocks a push.
+Values go out in pieces of at most 2 MiB, straight from the immutable version, so a pull never blocks a push.
 A client on this machine names a slot of shared memory in place of a body, and takes a lease in place of values.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import PartVersion, PullDone, PulledPart, PullReceived, PushDone, PushReceived, Request
 from paramserver.errors import PsError, problem
-from paramserver.limits import CHUNK_BYTES
 from paramserver.types import F32, ITEMSIZE, ModelKey
 from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.header import Lease
@@ -25,6 +24,9 @@ from paramserver_shard.models import Models
 from paramserver_shard.names import after_push
 from paramserver_shard.receiving import Body
 from paramserver_shard.runtime import Runtime
+
+PIECE_BYTES: Final = 2 << 20
+"""What is handed to the server at a time: a frame of it costs Python as much as a tenth of a millisecond of copying."""
 
 
 class FrameService:
@@ -50,7 +52,7 @@ class FrameService:
         """The push that a header announces, and where its body goes.  Raises PsError."""
         frame = PushFrame.from_header(header)
         known = await self._models.find(frame.model, frame.generation)
-        here = self._all_here(known, (p.partition for p in frame.parts))
+        here = self._all_here(known, [p.partition for p in frame.parts])
         arriving = Arriving(known, frame, here, self._part_bytes(known, frame), self._runtime)
         return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check)
 
@@ -106,7 +108,7 @@ class FrameService:
         done = await self._push(arriving)
         accepted(done)
         frame, key = arriving.frame, done.model
-        push_id, clock, indices = frame.push_id, frame.clock, tuple(p.partition for p in frame.parts)
+        push_id, clock, indices = frame.push_id, frame.clock, tuple([p.partition for p in frame.parts])
         if frame.ends is None or push_id is None or clock is None or done.state != "staged" or not arriving.here:
             return done, None
         served = self._runtime.core.served(key)
@@ -188,7 +190,7 @@ class FrameService:
 
     async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
         """`split`: partitions of other shards are fetched; otherwise they are refused with 421."""
-        indices = tuple(p for p, _ in spec.parts)
+        indices = tuple([p for p, _ in spec.parts])
         if not split or self._all_here(known, indices):
             done = await self._runtime.pull(
                 lambda request: PullReceived(
@@ -204,11 +206,11 @@ class FrameService:
 
     def _body(self, known: KnownModel, spec: PullSpec, done: PullDone) -> "FrameBody":
         """What was asked for of these values, lent where it can be."""
-        got = {p.partition: p for p in done.parts}
-        parts = [
-            GotPart(index, got[index].version, got[index].incarnation, cut(got[index].state.values, ranges))
-            for index, ranges in spec.parts
-        ]
+        by_index = {p.partition: p for p in done.parts}
+        parts = []
+        for index, ranges in spec.parts:
+            got = by_index[index]
+            parts.append(GotPart(index, got.version, got.incarnation, cut(got.state.values, ranges)))
         answer = FrameBody(known, spec.dtype, done.timeline, parts)
         if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
             answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)
@@ -249,7 +251,7 @@ class FrameService:
         return sum(stop - start for start, stop in ranges)
 
     def _all_here(self, known: KnownModel, partitions: Iterable[int]) -> bool:
-        return all(known.owners[p][0] == self._directory.shard for p in partitions)
+        return all([known.owners[p][0] == self._directory.shard for p in partitions])
 
 
 def push_reply(done: PushDone, made: PullDone | None = None, lease: Lease | None = None) -> PushReply:
@@ -280,13 +282,12 @@ class FrameBody:
         self._dtype = dtype
         self._timeline = timeline
         self._parts = parts
+        self.pieces: Final = [piece for part in parts for piece in part.pieces]
+        """The values, part by part."""
+        self.values_bytes: Final = ITEMSIZE[dtype] * sum([piece.size for piece in self.pieces])
+        """Length of the values, sent or lent."""
         self.lease: Lease | None = None
         """The values are lent by it in place of being sent."""
-
-    @property
-    def pieces(self) -> list[F32]:
-        """The values, part by part."""
-        return [piece for part in self._parts for piece in part.pieces]
 
     def header(self) -> bytes:
         """The frame up to its body."""
@@ -294,10 +295,10 @@ class FrameBody:
             model=self._known.key.name,
             generation=self._known.key.generation,
             timeline=self._timeline,
-            version=min((p.version for p in self._parts), default=0),
-            incarnation=max((p.incarnation for p in self._parts), default=0),
+            version=min([p.version for p in self._parts], default=0),
+            incarnation=max([p.incarnation for p in self._parts], default=0),
             dtype=self._dtype,
-            parts=tuple((p.partition, p.version, p.incarnation) for p in self._parts),
+            parts=tuple([(p.partition, p.version, p.incarnation) for p in self._parts]),
             push=self.push,
             lease=self.lease,
         )
@@ -308,16 +309,11 @@ class FrameBody:
         """Length of the body."""
         return 0 if self.lease is not None else self.values_bytes
 
-    @property
-    def values_bytes(self) -> int:
-        """Length of the values, sent or lent."""
-        return ITEMSIZE[self._dtype] * sum(piece.size for piece in self.pieces)
-
     def chunks(self, first: bytes) -> Iterator[bytes | memoryview]:
-        """`first` and the body, in pieces of 1 MiB at most: the values themselves, but for small ones, put together."""
+        """`first` and the body, in pieces of 2 MiB at most: the values themselves, but for small ones, put together."""
         waiting: list[bytes | memoryview] = [first]
         size = len(first)
-        step = CHUNK_BYTES // ITEMSIZE[self._dtype]
+        step = PIECE_BYTES // ITEMSIZE[self._dtype]
         for piece in () if self.lease is not None else self.pieces:
             for at in range(0, piece.size, step):
                 data = _bytes(piece[at : at + step], self._dtype)

@@ -4,8 +4,6 @@ A client is the address that a connection comes from.  What is over a bound is r
 429 where the client alone has too much in flight, 503 where the shard has; both say when to come again.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,31 +27,18 @@ class InFlight:
         self.client_bytes_max = self.bytes_max // 2
         self.requests = 0
         self.size_bytes = 0
-        self._clients: dict[str, _Client] = {}
+        self.clients: dict[str, _Client] = {}
 
-    @contextmanager
-    def request(self, address: str) -> Iterator["Account"]:
-        """One request from its first byte to its answer; raises Unavailable: `too_many_requests` or `queue_full`."""
-        client = self._clients.get(address) or _Client()
+    def request(self, address: str) -> "Account":
+        """One request, open until its answer; raises Unavailable: `too_many_requests` or `queue_full`."""
+        client = self.clients.get(address) or _Client()
         if client.requests >= CLIENT_REQUESTS_MAX:
             raise problem(
                 "too_many_requests", f"{client.requests} requests of this client are in flight; that is its part"
             )
         if self.requests >= QUEUED_REQUESTS_MAX:
             raise problem("queue_full", f"{self.requests} requests are in flight in this shard")
-        self._clients[address] = client
-        account = Account(self, client)
-        self.requests += 1
-        client.requests += 1
-        try:
-            yield account
-        finally:
-            self.requests -= 1
-            client.requests -= 1
-            self.size_bytes -= account.size_bytes
-            client.size_bytes -= account.size_bytes
-            if not client.requests:
-                del self._clients[address]
+        return Account(self, client, address)
 
 
 class _Client:
@@ -65,14 +50,30 @@ class _Client:
 
 
 class Account:
-    """What one request has in flight."""
+    """What one request has in flight, while it is open."""
 
-    __slots__ = ("_client", "_whole", "size_bytes")
+    __slots__ = ("_address", "_client", "_whole", "size_bytes")
 
-    def __init__(self, whole: InFlight, client: _Client) -> None:
+    def __init__(self, whole: InFlight, client: _Client, address: str) -> None:
         self._whole = whole
         self._client = client
+        self._address = address
         self.size_bytes = 0
+
+    def __enter__(self) -> "Account":
+        self._whole.clients[self._address] = self._client
+        self._whole.requests += 1
+        self._client.requests += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        whole, client = self._whole, self._client
+        whole.requests -= 1
+        client.requests -= 1
+        whole.size_bytes -= self.size_bytes
+        client.size_bytes -= self.size_bytes
+        if not client.requests:
+            del whole.clients[self._address]
 
     def grow(self, size_bytes: int) -> None:
         """A body of that size is about to be read; raises as `InFlight.request` does.

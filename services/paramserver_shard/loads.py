@@ -19,22 +19,26 @@ class Loads:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()
-        self._bytes: dict[tuple[ModelKey, int], int] = {}
+        self._bytes: dict[ModelKey, dict[int, int]] = {}
         self._rates: dict[tuple[ModelKey, int], float] = {}
 
     def pushed(self, event: PushReceived, done: PushDone) -> None:
         """A push was accepted."""
+        loads = self._of(done.model)
         for part in event.parts:
-            self._add(done.model, part.partition, part.data.nbytes)
+            loads[part.partition] = loads.get(part.partition, 0) + part.data.nbytes
 
     def pulled(self, done: PullDone) -> None:
         """A pull was answered."""
+        loads = self._of(done.model)
         for part in done.parts:
-            self._add(done.model, part.partition, part.state.values.nbytes)
+            loads[part.partition] = loads.get(part.partition, 0) + part.state.values.nbytes
 
-    def _add(self, model: ModelKey, partition: int, size_bytes: int) -> None:
-        key = (model, partition)
-        self._bytes[key] = self._bytes.get(key, 0) + size_bytes
+    def _of(self, model: ModelKey) -> dict[int, int]:
+        found = self._bytes.get(model)
+        if found is None:
+            found = self._bytes[model] = {}
+        return found
 
     def rates(self) -> list[list[str | int | float]]:
         """[model, generation, index, bytes per second] of each partition that carries anything."""
@@ -42,9 +46,10 @@ class Loads:
         passed_s = now - self._since
         if passed_s >= INTERVAL_S:
             kept = KEPT_PER_S**passed_s
+            carried = {(model, index): size for model, sizes in self._bytes.items() for index, size in sizes.items()}
             rates: dict[tuple[ModelKey, int], float] = {}
-            for key in self._rates.keys() | self._bytes.keys():
-                rate = kept * self._rates.get(key, 0.0) + (1 - kept) * self._bytes.get(key, 0) / passed_s
+            for key in self._rates.keys() | carried.keys():
+                rate = kept * self._rates.get(key, 0.0) + (1 - kept) * carried.get(key, 0) / passed_s
                 if rate >= LOW_BYTES_PER_S:
                     rates[key] = rate
             self._since, self._bytes, self._rates = now, {}, rates

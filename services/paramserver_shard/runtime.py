@@ -180,7 +180,8 @@ class Runtime:
                 if self.core.superseded:
                     self.superseded(self.core.superseded)
                     self.core.superseded.clear()  # their memory is free now
-                self._apply([e for e in effects if isinstance(e, Apply)])
+                if jobs := [e for e in effects if isinstance(e, Apply)]:
+                    self._apply(jobs)
                 for effect in effects:
                     self._perform(effect)
         finally:
@@ -241,7 +242,7 @@ class Runtime:
 
     def _apply(self, jobs: Sequence[Apply]) -> None:
         """Computes what one event has made due: all partitions of a commit together, if they are worth a thread."""
-        if sum(task_elements(task) for job in jobs for task in job.tasks) > INLINE_ELEMENTS_MAX:
+        if sum([task_elements(task) for job in jobs for task in job.tasks]) > INLINE_ELEMENTS_MAX:
             self._spawn(self._apply_beside(jobs))
             return
         for job in jobs:

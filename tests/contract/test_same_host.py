@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -191,10 +192,11 @@ def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Mod
         assert not held.returned()
         return found
 
-    first = slots_after_a_push()
-    assert first
-    assert slots_after_a_push() == first
-    assert (model.pull().flat == 2.0).all()
+    # What a killed client of another test held may come back in between, and be lent first.
+    found = [slots_after_a_push() for _ in range(4)]
+    assert all(found)
+    assert any(later == earlier for earlier, later in pairwise(found))
+    assert (model.pull().flat == 4.0).all()
 
 
 def test_the_asyncio_client_shares_memory_too(cluster: Nodes, model: Model) -> None:

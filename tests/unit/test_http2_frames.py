@@ -38,7 +38,7 @@ def test_frames_are_found_wherever_the_bytes_are_cut(
     scanner, got, at, cost = Scanner(100, 100), list[list[object]](), 0, 0
     while at < len(sent):
         step = cuts[at % len(cuts)]
-        past, due = scanner.due
+        past, due = scanner.due_stream, scanner.due
         if due >= past_min:
             taken = sent[at : at + min(due, step)]
             cost, at = cost + len(taken), at + len(taken)

@@ -96,7 +96,8 @@ class Params(NamedArrays):
 
     def fits(self, selection: Selection, dtype: np.dtype[Any]) -> bool:
         """Whether a pull of this selection can be written into these arrays."""
-        return self.flat.dtype == dtype and self.flat.flags.writeable and self._selection.key == selection.key
+        same = self._selection is selection or self._selection.key == selection.key
+        return same and self.flat.dtype == dtype and self.flat.flags.writeable
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{n}: {list(a.shape)}" for n, a in list(self._arrays.items())[:6])

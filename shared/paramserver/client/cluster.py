@@ -194,13 +194,14 @@ class Cluster:
     def _due(self, held: ModelMap, now: float) -> bool:
         """Whether some address is to be tried: a new one, or one that was silent, if none answers or it is nearer."""
         for owner in held.in_use:
-            states = {a: self._known.get(a) for a in held.addresses.get(owner, ())}
-            reached = any(s is not None and s.answers for s in states.values())
-            for address, s in states.items():
+            addresses = held.addresses.get(owner, ())
+            for address in addresses:
+                s = self._known.get(address)
                 if s is None:
                     return True
-                again = s.again_at is not None and s.again_at <= now
-                if again and not s.answers and (not reached or is_same_host(address)):
+                if s.answers or s.again_at is None or s.again_at > now:
+                    continue
+                if is_same_host(address) or not any(k.answers for a in addresses if (k := self._known.get(a))):
                     return True
         return False
 

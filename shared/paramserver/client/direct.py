@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
@@ -99,16 +100,8 @@ class DirectTransport:
         return Response(answer.status, answer.headers, bytes(answer.body), address)
 
     def _headers(self, request: Request, address: str, size: int) -> list[Header]:
-        secure = address.startswith("https:")
-        authority, prefix = ("localhost", "") if address.startswith(SCHEME) else urlsplit(address)[1:3]
-        headers: list[Header] = [
-            (b":method", request.method.encode()),
-            (b":scheme", b"https" if secure else b"http"),
-            (b":authority", authority.encode()),
-            (b":path", (prefix + request.path).encode()),
-            *self._common,
-        ]
-        headers += [(name.lower().encode(), value.encode("latin-1")) for name, value in request.headers.items()]
+        target, own = _encoded(request.method, address, request.path, tuple(request.headers.items()))
+        headers = [*target, *self._common, *own]
         if size or request.method not in ("GET", "HEAD", "DELETE"):
             headers.append((b"content-length", b"%d" % size))
         return headers
@@ -144,3 +137,18 @@ class DirectTransport:
             for connection in [c for idle in self._idle.values() for c in idle]:
                 connection.close()
             self._idle.clear()
+
+
+@lru_cache(maxsize=256)
+def _encoded(
+    method: str, address: str, path: str, own: tuple[tuple[str, str], ...]
+) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
+    """What a request asks of whom, and its own headers, as they travel."""
+    authority, prefix = ("localhost", "") if address.startswith(SCHEME) else urlsplit(address)[1:3]
+    target = (
+        (b":method", method.encode()),
+        (b":scheme", b"https" if address.startswith("https:") else b"http"),
+        (b":authority", authority.encode()),
+        (b":path", (prefix + path).encode()),
+    )
+    return target, tuple([(name.lower().encode(), value.encode("latin-1")) for name, value in own])

@@ -298,7 +298,7 @@ class Incoming:
     def _place(self, reply: PullReply) -> None:
         if not reply.parts and reply.push is not None:
             return  # a commit was awaited and did not come: what is pushed is there, and the values are asked for later
-        if reply.dtype != self._dtype or sorted(p[0] for p in reply.parts) != sorted(self._parts):
+        if reply.dtype != self._dtype or sorted([p[0] for p in reply.parts]) != sorted(self._parts):
             raise problem("in_doubt", "the answer to a pull is not what was asked for")
         if reply.lease is not None:
             if len(reply.lease[1]) != len(reply.parts):

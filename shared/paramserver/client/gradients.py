@@ -59,7 +59,7 @@ class Gradient:
 
     def body_bytes(self, parts: Sequence[Part]) -> int:
         """Length of a body of these parts."""
-        return sum(p.stop - p.start for p in parts) * ITEMSIZE[self.dtype]
+        return sum([p.stop - p.start for p in parts]) * ITEMSIZE[self.dtype]
 
     def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
         """Write the elements of `parts` end to end into `body`, and scan them."""
@@ -190,7 +190,7 @@ def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, boo
 def _made(selection: Selection, arrays: Sequence[tuple[AnyArray, bool]], dtype: str | None) -> Gradient:
     kinds = {"bfloat16" if bf16 else _NARROW.get(a.dtype, "float32") for a, bf16 in arrays}
     chosen: Any = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
-    return Gradient(selection, tuple(a for a, _ in arrays), tuple(b for _, b in arrays), chosen)
+    return Gradient(selection, tuple([a for a, _ in arrays]), tuple([b for _, b in arrays]), chosen)
 
 
 @dataclass(slots=True)

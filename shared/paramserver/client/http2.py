@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 SILENCE_S: Final = 5.0
 """How long a shard may be silent before it is asked whether it lives, and how long it has for saying so."""
-FRAME_BYTES: Final = 1 << 20
+FRAME_BYTES: Final = 2 << 20
 WINDOW_BYTES: Final = wire.WINDOW_MAX
 """What a shard may send ahead: its answer goes straight to where it is wanted."""
 _READ_BYTES: Final = 256 << 10
-_AWAITED_BYTES_MAX: Final = 512 << 10
+_AWAITED_BYTES_MAX: Final = 1 << 20
 """How much of a body is waited for: it is dear to either side to be woken for a little."""
 _DIRECT_BYTES_MIN: Final = 16 << 10
 """What is worth a read to where it belongs."""
@@ -267,8 +267,8 @@ class Connection:
 
     def _place(self) -> memoryview | None:
         """Where what is read next belongs, if it is of the present answer's body and not little."""
-        stream, due = self._scanner.due
-        if due < _DIRECT_BYTES_MIN or stream != self._stream:
+        due = self._scanner.due
+        if due < _DIRECT_BYTES_MIN or self._scanner.due_stream != self._stream:
             return None
         room = self._answer.room()
         return room[:due] if len(room) >= _DIRECT_BYTES_MIN else None

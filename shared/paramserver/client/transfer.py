@@ -451,12 +451,12 @@ def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:
     state: Any = next((s for s in ("staged", "buffered") if s in states), "applied")
     return Pushed(
         state,
-        min(r.version for r in replies),
-        all(r.duplicate for r in replies),
-        min(r.durable_version for r in replies),
-        max(r.incarnation for r in replies),
-        any(r.late for r in replies),
-        all(r.released for r in replies),
+        min([r.version for r in replies]),
+        all([r.duplicate for r in replies]),
+        min([r.durable_version for r in replies]),
+        max([r.incarnation for r in replies]),
+        any([r.late for r in replies]),
+        all([r.released for r in replies]),
     )
 
 
@@ -486,7 +486,7 @@ def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
 
 def _params(selection: Selection, flat: AnyArray, out: Params | None, model: str, replies: list[PullReply]) -> Params:
     versions = {p: (v, i) for r in replies for p, v, i in r.parts}
-    origin = _origin(model, replies[0].generation, max(r.timeline for r in replies), versions)
+    origin = _origin(model, replies[0].generation, max([r.timeline for r in replies]), versions)
     return _handed_out(selection, flat, out, origin)
 
 
@@ -495,5 +495,5 @@ def _handed_out(selection: Selection, flat: AnyArray, out: Params | None, origin
 
 
 def _origin(model: str, generation: int, timeline: int, versions: Mapping[int, tuple[int, int]]) -> Origin:
-    oldest, newest = min(v for v, _ in versions.values()), max(i for _, i in versions.values())
+    oldest, newest = min([v for v, _ in versions.values()]), max([i for _, i in versions.values()])
     return Origin(model, generation, timeline, oldest, newest, versions)

@@ -28,7 +28,7 @@ class Lines:
             operation = self._candidates.popleft()
             if operation.running or operation.over:
                 continue
-            if all(p.operations and p.operations[0] is operation for p in operation.partitions):
+            if all([p.operations and p.operations[0] is operation for p in operation.partitions]):
                 return operation
         return None
 

@@ -131,9 +131,9 @@ class PushOperation(Operation):
         admission.check_worker(event, mode, self.model.workers, self.answer)
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)
-            shard.durability.admit(self.level, sum(part.data.nbytes for part in event.parts))
+            shard.durability.admit(self.level, sum([part.data.nbytes for part in event.parts]))
         immediate = spec.consistency.immediate
-        if not immediate or any(p.memory.holds(event.push_id, event.key) for p in self.partitions):
+        if not immediate or any([p.memory.holds(event.push_id, event.key) for p in self.partitions]):
             event = self._looked_at(shard)
         pairs = list(zip(self.partitions, event.parts, strict=True))
         self._seen = [p.memory.judge(event.push_id, event.key, part.crc or 0) for p, part in pairs]
@@ -212,7 +212,7 @@ class PushOperation(Operation):
             shard.flush_by(p, p.flush_at, now)
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
-        if any(r.state is None for r in results):
+        if any([r.state is None for r in results]):
             self.refuse(shard, self._not_finite(results))
             return
         for i, ((p, part), result) in enumerate(zip(self._fresh, results, strict=True)):

@@ -37,17 +37,23 @@ class WaitingPull:
         event, model = self.event, self.model
         model.check(event.generation, event.timeline)
         partitions = [model.owned(i, map_epoch) for i in event.parts]
+        ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
         for p in partitions:
-            until = self.version_until if p.state is not None and model.ready else self.load_until
-            if p.state is not None and model.ready and _reached(p, event):
+            there = ready and p.state is not None
+            if there and p.version >= min_version and p.clock >= min_clock:
                 continue
+            until = self.version_until if there else self.load_until
             if now >= until:
                 raise self._late(p)
             self.at = p
             return until
-        parts = tuple(PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None)
+        parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
         return PullDone(
-            model.key, model.timeline, min(p.version for p in parts), max(p.incarnation for p in parts), parts
+            model.key,
+            model.timeline,
+            min([p.version for p in parts]),
+            max([p.incarnation for p in parts]),
+            tuple(parts),
         )
 
     def _late(self, p: Partition) -> PsError:
@@ -132,10 +138,6 @@ class PullDesk:
         _leave(pull)
         del self._waiting[pull.event.request]
         self._shard.reply(pull.event.request, outcome)
-
-
-def _reached(p: Partition, event: PullReceived) -> bool:
-    return p.version >= event.min_version and p.clock >= event.min_clock
 
 
 def _wanted(event: PullReceived) -> str:

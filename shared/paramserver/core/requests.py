@@ -137,7 +137,7 @@ class RequestDesk:
         except PsError as error:
             operation.refuse(shard, error)
             return
-        if all(p.ready for p in operation.partitions):
+        if all([p.ready for p in operation.partitions]):
             self._lines.add(operation)
             return
         model.parked.append(operation)

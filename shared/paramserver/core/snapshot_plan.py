@@ -99,14 +99,9 @@ class SnapshotPlan:
 
     def next(self, now: float) -> StoreSnapshot | None:
         """A snapshot to write now, if one is due and none of its kind is being written; ask until there is none."""
-        for idle in [p for p in self._urgent if p.by_cuts and not p.held and p.mark.rebase is None]:
-            del self._urgent[idle]  # its move was called off: stored now, it would take the place of a cut
-        if self._urgent and self._rush.storing is None and now >= self._rush.free_at:
-            partition = self._first(self._urgent, self._usual)
-            if partition is not None:
-                del self._urgent[partition]
-                self._rush.storing = self._captured(partition, urgent=True)
-                return self._rush.storing
+        if self._urgent and (store := self._urgent_next(now)) is not None:
+            self._rush.storing = store
+            return store
         if self._usual.storing is not None or now < self._usual.free_at:
             return None
         store = self._usual_next(now)
@@ -114,6 +109,17 @@ class SnapshotPlan:
             self._usual.storing = store
             self._usual.free_at = now + store.capture.nbytes / limits.SNAPSHOT_BYTES_PER_S
         return store
+
+    def _urgent_next(self, now: float) -> StoreSnapshot | None:
+        for idle in [p for p in self._urgent if p.by_cuts and not p.held and p.mark.rebase is None]:
+            del self._urgent[idle]  # its move was called off: stored now, it would take the place of a cut
+        if self._rush.storing is not None or now < self._rush.free_at:
+            return None
+        partition = self._first(self._urgent, self._usual)
+        if partition is None:
+            return None
+        del self._urgent[partition]
+        return self._captured(partition, urgent=True)
 
     def _first(self, waiting: Iterable[Partition], other: _Lane) -> Partition | None:
         """The first of them that the other lane does not write just now."""

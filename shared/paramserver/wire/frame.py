@@ -214,7 +214,7 @@ class PushFrame:
         """Raises RequestError (`malformed`, `invalid_range`, `invalid_field`, `unknown_codec`, `invalid_encoding`)."""
         h = Header(header)
         ident = [h.text("worker", size_max=limits.WORKER_NAME_BYTES_MAX), h.integer("epoch"), h.integer("seq")]
-        if any(x is None for x in ident) and any(x is not None for x in ident):
+        if ident.count(None) not in (0, len(ident)):
             raise problem("invalid_field", "worker, epoch and seq come together or not at all")
         parts = []
         for p, base, ranges in h.rows("parts", 3):
@@ -223,10 +223,10 @@ class PushFrame:
             if base is not None and not (isinstance(base, list) and len(base) == 2 and all(map(count, base))):
                 raise problem("malformed", "frame header: a base is [version, incarnation]")
             parts.append(PushPart(p, (base[0], base[1]) if base else None, _ranges(ranges)))
-        _check_parts((p.partition, p.ranges) for p in parts)
+        _check_parts([(p.partition, p.ranges) for p in parts])
         if not parts:
             raise problem("empty_push", "the push names no partition")
-        pull = h.take("pull", lambda v: isinstance(v, dict), "a map")
+        pull = h.inner("pull")
         codec, sizes = _encoding(h, parts)
         return cls(
             h.model(),
@@ -268,7 +268,7 @@ def _encoding(h: Header, parts: Sequence[PushPart]) -> tuple[Codec | None, tuple
     if text is None:
         return None, ()
     codec = Codec.of_frame(text)
-    sizes = tuple((a, b) for a, b in h.counts("sizes", 2))
+    sizes = h.counts("sizes", 2)
     if len(sizes) != len(parts):
         raise problem("invalid_encoding", f"the frame has {len(parts)} parts and {len(sizes)} sizes")
     if codec.whole and any(p.ranges is not None for p in parts):
@@ -369,7 +369,7 @@ class PushReply:
             h.integer("durable_version", needed=True),
             h.integer("incarnation", needed=True),
             h.integer("timeline", needed=True),
-            tuple((a, b, c, d) for a, b, c, d in h.counts("parts", 4)),
+            h.counts("parts", 4),
             h.header.get("late") is True,
             h.lease(),
             h.header.get("released") is True,
@@ -409,7 +409,7 @@ class PullReply:
     def from_header(cls, header: Mapping[str, Any]) -> Self:
         """Raises RequestError (`malformed`)."""
         h = Header(header)
-        push = h.take("push", lambda v: isinstance(v, dict), "a map")
+        push = h.inner("push")
         return cls(
             h.model(),
             h.integer("generation", needed=True),
@@ -417,7 +417,7 @@ class PullReply:
             h.integer("version", needed=True),
             h.integer("incarnation", needed=True),
             h.dtype(),
-            tuple((a, b, c) for a, b, c in h.counts("parts", 3)),
+            h.counts("parts", 3),
             None if push is None else PushReply.from_header(push),
             h.lease(),
         )

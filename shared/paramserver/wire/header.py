@@ -67,8 +67,17 @@ class Header:
         return None if value is None else float(value)
 
     def model(self) -> str:
-        ok = lambda v: isinstance(v, str) and MODEL_NAME.fullmatch(v) is not None  # noqa: E731
-        return str(self.take("model", ok, "a model's name", needed=True))
+        value = self.header.get("model")
+        if not isinstance(value, str) or MODEL_NAME.fullmatch(value) is None:
+            raise self._wrong("model", "a model's name")
+        return value
+
+    def inner(self, name: str) -> dict[str, Any] | None:
+        """A map within the header, or None where there is none."""
+        value = self.header.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(name, "a map")
+        return value
 
     def dtype(self) -> str:
         value = self.header.get("dtype")
@@ -80,10 +89,12 @@ class Header:
         return str(value)
 
     def rows(self, name: str, width: int) -> list[list[Any]]:
-        rows = self.take(name, lambda v: isinstance(v, list), "a list", needed=True)
+        rows = self.header.get(name)
+        if type(rows) is not list:
+            raise self._wrong(name, "a list")
         if not all([type(r) is list and len(r) == width for r in rows]):
             raise self._wrong(name, f"a list of lists of {width}")
-        return list(rows)
+        return rows
 
     def leases(self) -> tuple[int, ...]:
         if "release" not in self.header:
@@ -92,6 +103,9 @@ class Header:
         return tuple(self.take("release", ok, "a list of leases", ()))
 
     def lease(self) -> Lease | None:
+        if "lease" not in self.header:
+            return None
+
         def ok(v: Any) -> bool:
             return (
                 isinstance(v, list)
@@ -122,8 +136,8 @@ class Header:
         value = self.take("ends", ok, "[shards, seconds]")
         return None if value is None else (value[0], float(value[1]))
 
-    def counts(self, name: str, width: int) -> tuple[tuple[int, ...], ...]:
-        """Rows of `width` integers each."""
+    def counts(self, name: str, width: int) -> Any:
+        """A tuple of tuples of `width` integers each."""
         rows = self.rows(name, width)
         if not all([type(v) is int and 0 <= v < 1 << 63 for row in rows for v in row]):
             raise self._wrong(name, f"a list of lists of {width} integers of at least 0")

@@ -142,19 +142,16 @@ class Scanner:
         self._data_bytes_max, self._other_bytes_max = payload_bytes_max, other_bytes_max
         self._rest = b""
         """Of a frame that has begun."""
-        self._stream = self._flags = 0
-        """Of the DATA frame that has begun, with that many bytes to come."""
-        self._left = self._padding = 0
-
-    @property
-    def due(self) -> tuple[int, int]:
-        """(stream, bytes) of a DATA frame's payload, where what comes next is that; else no bytes."""
-        return self._stream, self._left
+        self.due = 0
+        """How many bytes of a DATA frame's payload come next."""
+        self.due_stream = 0
+        """The stream that they are of."""
+        self._flags = self._padding = 0
 
     def passed(self, size: int) -> int:
         """So many bytes of what was due have been read past this scanner; the flags of the piece that they are."""
-        self._left -= size
-        return 0 if self._left else self._flags
+        self.due -= size
+        return 0 if self.due else self._flags
 
     def scan(self, data: memoryview) -> Iterator[tuple[int, int, int, memoryview, int]]:
         """(type, flags, stream, payload, bytes that count against the windows) of each frame; raises Http2Error.
@@ -166,10 +163,10 @@ class Scanner:
             data, self._rest = memoryview(self._rest + data), b""
         at, end = 0, len(data)
         while at < end:
-            if self._left:
-                n = min(self._left, end - at)
-                self._left -= n
-                yield DATA, 0 if self._left else self._flags, self._stream, data[at : at + n], n
+            if self.due:
+                n = min(self.due, end - at)
+                self.due -= n
+                yield DATA, 0 if self.due else self._flags, self.due_stream, data[at : at + n], n
                 at += n
                 continue
             if self._padding:
@@ -199,10 +196,10 @@ class Scanner:
                 if padding > size:
                     raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
             at += HEAD_BYTES + (padding > 0)
-            self._stream, self._flags = stream, flags & END_STREAM
-            self._left, self._padding = size - padding, max(0, padding - 1)
-            if padding or not self._left:
-                yield DATA, 0 if self._left else self._flags, stream, data[at:at], padding
+            self.due_stream, self._flags = stream, flags & END_STREAM
+            self.due, self._padding = size - padding, max(0, padding - 1)
+            if padding or not self.due:
+                yield DATA, 0 if self.due else self._flags, stream, data[at:at], padding
         self._rest = bytes(data[at:])
 
 
