@@ -6,7 +6,7 @@ once more after the map has been refreshed; then the answer is 503.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, TypeVar, cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from paramserver.core.shard_io import (
     SetReceived,
 )
 from paramserver.errors import PsError, StaleMapError, problem
-from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
+from paramserver.types import F32, ITEMSIZE, AnyArray, PushState, record
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
 from paramserver.wire.state import SetFrame, SetPart
@@ -39,7 +39,7 @@ Part = TypeVar("Part")
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WantedPart:
     """What is asked of one partition."""
 
@@ -48,7 +48,7 @@ class WantedPart:
     """Relative to the partition; None: all of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GotPart:
     """What one partition gave."""
 

@@ -5,7 +5,6 @@ here or sent on, so one that is refused for its content has changed nothing anyw
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -15,14 +14,14 @@ from paramserver.core.fields import Reader
 from paramserver.core.selection import Selection, select, unknown
 from paramserver.core.shard_io import PushDone, PushPart, PushReceived
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import F32, ITEMSIZE, AnyArray, DType, PushId
+from paramserver.types import F32, ITEMSIZE, AnyArray, DType, PushId, record
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
 from paramserver_shard.models import Models
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PullRequest:
     """What a pull by name asks for."""
 
@@ -33,7 +32,7 @@ class PullRequest:
     """None: each parameter's own."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pulled:
     """The answer to a pull by name."""
 

@@ -1,13 +1,12 @@
 """Parameters as a pull returns them: arrays under names that are views of one flat vector."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from paramserver.core.selection import Selection
-from paramserver.types import AnyArray
+from paramserver.types import AnyArray, record
 
 HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
@@ -18,7 +17,7 @@ HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {
 """The numpy dtype in which elements of a wire dtype are handed out."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Origin:
     """Where the values of one pull come from."""
 

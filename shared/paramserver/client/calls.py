@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from paramserver.errors import PsError, from_document, problem
+from paramserver.types import record
 from paramserver.wire.sink import Sink as Place
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class Sink(Place, Protocol):
         """The body is complete.  Raises InDoubt if it is too short."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Request:
     """One HTTP request."""
 
@@ -59,7 +60,7 @@ class Request:
         return self.body if not self.rest else b"".join((self.body or b"", *self.rest))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Response:
     """One HTTP response, whole."""
 
@@ -72,7 +73,7 @@ class Response:
     """Base URL of the node that answered."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pause:
     """Nothing to send for a while."""
 

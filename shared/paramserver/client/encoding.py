@@ -1,7 +1,6 @@
 """Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import hypot, isfinite
 
 import numpy as np
@@ -11,7 +10,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Ranges, Selection
 from paramserver.errors import PsError, problem
-from paramserver.types import F32, AnyArray, DType
+from paramserver.types import F32, AnyArray, DType, record
 
 
 class Feedback:
@@ -58,7 +57,7 @@ class Feedback:
         return hypot(*(float(np.linalg.norm(a)) for a in self._left.values()))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Encoded:
     """A gradient whose parts are encoded already."""
 

@@ -5,7 +5,6 @@ caller's arrays lie, or written once, straight from them; a pull's body goes chu
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +18,7 @@ from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot,
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import PsError, problem
-from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
+from paramserver.types import ITEMSIZE, AnyArray, DType, PushId, record
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PREFIX_BYTES,
@@ -38,7 +37,7 @@ from paramserver.wire.sink import pour
 _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PushTerms:
     """What is said of a push besides its values; the same on every shard and in every attempt."""
 
@@ -53,7 +52,7 @@ class PushTerms:
     """sync: the push ends its worker's iteration, and so long it waits for the others; None: it does not."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PullTerms:
     """What is said of a pull besides the partitions."""
 

@@ -19,7 +19,7 @@ from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, select, unknown
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import ITEMSIZE, AnyArray, DType
+from paramserver.types import ITEMSIZE, AnyArray, DType, record
 from paramserver.wire.tensor import f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
@@ -43,7 +43,7 @@ _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Gradient:
     """A gradient that fits its model: names and shapes are right, values are not looked at yet."""
 

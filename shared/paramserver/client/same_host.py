@@ -18,7 +18,7 @@ from paramserver.client.board import BoardView
 from paramserver.client.direct import SCHEME, path_of
 from paramserver.client.windows import POSSIBLE, Windows, writable
 from paramserver.limits import SHARED_LEASE_S
-from paramserver.types import F32, AnyArray
+from paramserver.types import F32, AnyArray, record
 
 log = logging.getLogger("paramserver")
 
@@ -68,7 +68,7 @@ class _Shard:
     board: BoardView | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Leased:
     """Values that one shard lent in place of sending them."""
 

@@ -5,8 +5,9 @@ alike, so plans end: nothing moves to and fro.  A move that is under way counts 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+from paramserver.types import record
 
 WORTH: Final = 0.05
 """Bytes are levelled further than the rule demands while a move gains this part of a shard's share."""
@@ -21,7 +22,7 @@ PieceKey = tuple[str, int]
 """(model, partition)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """One partition: where it is, or will be once its move is over."""
 
@@ -34,7 +35,7 @@ class Piece:
     movable: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Place:
     """One living shard."""
 
@@ -46,7 +47,7 @@ class Place:
     """Under way, from it or to it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Move:
     """A partition is to go from one shard to another."""
 

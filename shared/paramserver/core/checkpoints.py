@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from paramserver.core.spec import CheckpointSpec
+from paramserver.types import record
 
 IDLE_S: Final = 1.0
 """Without a commit for so long, a synchronous model counts as standing still."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Record:
     """A checkpoint that is there."""
 

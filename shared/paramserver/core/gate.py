@@ -12,13 +12,14 @@ from typing import Any, Final
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import problem
+from paramserver.types import record
 
 AHEAD_MAX: Final = 4096
 """Clocks that a sync worker may report beyond the one that is open."""
 CLOCK_MAX: Final = 1 << 53
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Commit:
     """The decision on one synchronous clock."""
 

@@ -21,10 +21,9 @@ Heads hold plain msgpack values.  Every head has `version`, the partition's vers
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from paramserver.types import AnyArray, PartitionKey, Token
+from paramserver.types import AnyArray, PartitionKey, Token, record
 
 if TYPE_CHECKING:
     from paramserver.core.layout import Range
@@ -35,7 +34,7 @@ KINDS: Final = ("push", "hold", "commit", "flush", "config", "set", "drop")
 _HEAD_BYTES: Final = 256  # about what a head takes; ranges come on top
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JournalEntry:
     """One executed command of one partition."""
 

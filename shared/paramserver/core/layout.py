@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paramserver.core.spec import ModelSpec, ParamSpec
+from paramserver.types import record
 
 Range = tuple[int, int]
 """Half-open element range [start, stop)."""
@@ -14,7 +15,7 @@ _ALIGN = (1024, 16)
 """Elements: where partitions are large enough, cuts fall on memory pages of float32, else on cache lines."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Segment:
     """The part of one parameter that lies in one partition."""
 

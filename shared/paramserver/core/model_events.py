@@ -1,16 +1,15 @@
 """What the scheduler's core hears about models and their checkpoints; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from paramserver.errors import PsError
-from paramserver.types import ModelKey
+from paramserver.types import ModelKey, record
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CreateModel:
     """POST /models.  Answer 201 (new) or 200 (the same spec) with the model document, when every partition is served.
 
@@ -26,7 +25,7 @@ class CreateModel:
     restore: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PatchModel:
     """PATCH /models/{m}, a JSON merge patch.  Answer 200 with the model document."""
 
@@ -35,7 +34,7 @@ class PatchModel:
     patch: Any
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DeleteModel:
     """DELETE /models/{m}.  Answer 204."""
 
@@ -43,7 +42,7 @@ class DeleteModel:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ParameterUploaded:
     """POST /internal/models/{m}/uploaded: all owners have that parameter's values.  Answer 200 {"missing":[...]}."""
 
@@ -54,7 +53,7 @@ class ParameterUploaded:
     """The upload token quoted; None from a shard that has already compared it (see `upload` in the feed's document)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FilesLoaded:
     """Completion of `LoadFiles`: the owners hold these parameters, or `error` says why not (the model is removed)."""
 
@@ -63,7 +62,7 @@ class FilesLoaded:
     error: PsError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartRestore:
     """POST /models/{m}/restore onto the living model: commits pause.  Answer 200 with the model document.
 
@@ -74,7 +73,7 @@ class StartRestore:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RestoreFinished:
     """Every partition of the model was set (or not: `error`).  Answer 200 with the model document, or the error."""
 
@@ -83,7 +82,7 @@ class RestoreFinished:
     error: PsError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestCheckpoint:
     """POST /models/{m}/checkpoints.  Answer 201 with the checkpoint's document once it is written.
 
@@ -95,7 +94,7 @@ class RequestCheckpoint:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointWritten:
     """Completion of `WriteCheckpoint`."""
 
@@ -109,7 +108,7 @@ class CheckpointWritten:
     """The name of the scheduler that has the files."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointFailed:
     """`WriteCheckpoint` did not succeed; nothing of it is left."""
 

@@ -1,15 +1,15 @@
 """What the scheduler's core hears from shards, and about Redis; see `scheduler_io`."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
-from paramserver.types import PartitionKey
+from paramserver.types import PartitionKey, record
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JoinShard:
     """POST /internal/shards.
 
@@ -22,7 +22,7 @@ class JoinShard:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShardHeartbeat:
     """PUT /internal/shards/{name}.  Answer {"state":"active"|"draining"}; 409 `fenced` when dead or replaced."""
 
@@ -52,7 +52,7 @@ class ShardHeartbeat:
     """[model, generation, index, bytes per second] of what goes in and out; those not listed have none."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeaveShard:
     """DELETE /internal/shards/{name}?epoch=.  Answer 204; its partitions go to the others at once."""
 
@@ -61,7 +61,7 @@ class LeaveShard:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SetShardState:
     """PUT /shards/{name}, or POST /internal/shards/{name}/drain?epoch= by the shard itself.
 
@@ -77,7 +77,7 @@ class SetShardState:
     epoch: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OpenFeed:
     """GET /internal/feed.  Answer {"documents": [...]}, everything once; subscribe when performing that `Reply`.
 
@@ -89,7 +89,7 @@ class OpenFeed:
     epoch: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RedisEmptied:
     """Redis has lost everything, and this leader has taken the new term `term`, higher than its own.
 
@@ -102,7 +102,7 @@ class RedisEmptied:
     """Partitions whose newest token was not stored yet, so nobody has been told of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StorageChanged:
     """Redis has stopped answering (`reason` says how) or answers again (""): no moves meanwhile."""
 

@@ -4,17 +4,16 @@ An optimizer's state is a tuple of float32 arrays ("slots"), each as long as the
 torch's `state_dict` where torch has the optimizer; ftrl's are the paper's.
 """
 
-from dataclasses import dataclass
 from math import sqrt
 from typing import Final
 
 import numpy as np
 
 from paramserver.core.spec import OptimizerSpec
-from paramserver.types import F32
+from paramserver.types import F32, record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SegmentStep:
     """One step of the elements [start, stop) of a partition.
 

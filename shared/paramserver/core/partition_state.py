@@ -1,14 +1,14 @@
 """One partition's numbers as they travel: live, captured for a snapshot, and loaded from one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from paramserver.core.layout import Range
-from paramserver.types import F32, AnyArray, Coding, PartitionKey, Token
+from paramserver.types import F32, AnyArray, Coding, PartitionKey, Token, record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PartitionState:
     """The numbers of one partition at one version: replaced, never written."""
 
@@ -25,7 +25,7 @@ class PartitionState:
         return self.values.nbytes + sum(s.nbytes for s in self.slots)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HeldPart:
     """A gradient that was accepted and is not applied yet (sync: staged; buffered: held)."""
 
@@ -47,7 +47,7 @@ class HeldPart:
     dtype: Coding
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Capture:
     """One partition at one moment, ready to be written away: it shares the live buffers, which never change."""
 
@@ -74,7 +74,7 @@ class Capture:
         return self.state.nbytes + sum(h.data.nbytes for h in (*self.held, *self.staged))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoadedState:
     """What a partition starts from: the fields of a stored `Capture`, or drawn initial values at version 0."""
 

@@ -1,13 +1,15 @@
 """What the scheduler's core hears about runs and from the worker pool; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
+
+from paramserver.types import record
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CreateRun:
     """POST /runs.  Answer 201 with the run's document."""
 
@@ -24,7 +26,7 @@ class CreateRun:
     checkpoint_every: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PatchRun:
     """PATCH /runs/{id}: state `paused`, `running` or `stopped`, number of workers, stopping rule.  Answer 200."""
 
@@ -35,7 +37,7 @@ class PatchRun:
     stop: Json | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JoinPool:
     """POST /pool.  Answer 201 {"member","epoch","lease_s"}."""
 
@@ -44,7 +46,7 @@ class JoinPool:
     allow: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PoolHeartbeat:
     """PUT /pool/{member}.
 
@@ -59,7 +61,7 @@ class PoolHeartbeat:
     """What its process takes: `cpu_cores`, `rss_bytes`; None: it does not say."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeavePool:
     """DELETE /pool/{member}.  Answer 204; its place is free again."""
 
@@ -68,7 +70,7 @@ class LeavePool:
     epoch: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlaceDone:
     """POST /runs/{id}/places/{place}/done.  Answer 200 with the run's document."""
 

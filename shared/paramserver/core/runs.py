@@ -12,6 +12,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.documents import check_document
 from paramserver.errors import PsError, combined, problem
+from paramserver.types import record
 
 RESTARTS_MAX: Final = 3
 """A place whose entry has raised more often fails the run."""
@@ -32,7 +33,7 @@ class Place:
     """The entry has returned."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StopRule:
     """When a run is finished; the first condition met counts, none of them means when every entry has returned."""
 

@@ -1,16 +1,15 @@
 """What the scheduler's core decides, for its runtime to carry out; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from paramserver.errors import PsError
-from paramserver.types import ModelKey, PartitionKey, Token
+from paramserver.types import ModelKey, PartitionKey, Token, record
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Store:
     """Write these fields of the hash `ps:state` in one script guarded by the term; None deletes a field.
 
@@ -20,7 +19,7 @@ class Store:
     fields: Mapping[str, Json | None]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SetTokens:
     """Write the owner tokens of these partitions (`{NAME.GEN/INDEX}:token`, 20 digits) and these fences.
 
@@ -32,7 +31,7 @@ class SetTokens:
     """(shard, highest epoch that is fenced) for the hash `ps:fence`; epoch 0 deletes the field."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Publish:
     """A document for every open feed; all are level-triggered, so one that is lost is healed by reconnecting.
 
@@ -52,7 +51,7 @@ class Publish:
     document: Json
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reply:
     """The answer to a request: a JSON body (None: empty) with its status, or an error."""
 
@@ -63,7 +62,7 @@ class Reply:
     """False: need not wait for the stores before it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoadFiles:
     """Read these parameters from safetensors files and set them on their owners; completed by `FilesLoaded`."""
 
@@ -72,7 +71,7 @@ class LoadFiles:
     """Parameter name -> file name (one path component below the state directory)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WriteCheckpoint:
     """Write a checkpoint; completed by `CheckpointWritten` or `CheckpointFailed`."""
 
@@ -86,7 +85,7 @@ class WriteCheckpoint:
     workers {id: {"rank","clock","state"}}."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RemoveCheckpoint:
     """Delete a checkpoint's files; no completion."""
 
@@ -94,7 +93,7 @@ class RemoveCheckpoint:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ForgetModel:
     """Delete every Redis key of that creation's partitions; no completion."""
 

@@ -11,7 +11,6 @@ An event with a `request` is answered by exactly one `Reply` with the same numbe
 Times are seconds; `now` is monotonic.  What GET routes need is in `SchedulerCore.read` (`core.reading`), not here.
 """
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from paramserver.core.model_events import CheckpointFailed as CheckpointFailed
@@ -56,16 +55,17 @@ from paramserver.core.worker_events import ReportMetrics as ReportMetrics
 from paramserver.core.worker_events import RequestEvaluation as RequestEvaluation
 from paramserver.core.worker_events import TaskDone as TaskDone
 from paramserver.core.worker_events import WorkerHeartbeat as WorkerHeartbeat
+from paramserver.types import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestGone:
     """The client of a parked request hung up; it gets no `Reply`."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tick:
     """Time has passed.  Send one whenever `SchedulerCore.deadline()` is reached, and at least each second."""
 

@@ -7,7 +7,6 @@ the flat vector itself.  Each partition's share of it is contiguous, which is wh
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -15,12 +14,13 @@ from paramserver import limits
 from paramserver.core.layout import Layout, Range
 from paramserver.core.spec import ParamSpec
 from paramserver.errors import PsError, combined, problem
+from paramserver.types import record
 
 Names: TypeAlias = str | Iterable[str]
 Ranges: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """A run of elements of one parameter in one partition."""
 
@@ -31,7 +31,7 @@ class Piece:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Part:
     """What is touched of one partition."""
 
@@ -44,7 +44,7 @@ class Part:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Selection:
     """Some elements of a model."""
 

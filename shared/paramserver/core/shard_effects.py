@@ -1,6 +1,5 @@
 """What comes out of the shard's core: every effect, and what effects are made of."""
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from paramserver.core.journal import JournalEntry
@@ -10,10 +9,10 @@ from paramserver.core.partition_state import Capture, PartitionState
 from paramserver.core.shard_events import AssignPart, Request, Source
 from paramserver.core.spec import ModelSpec, OptimizerSpec
 from paramserver.errors import PsError
-from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushState, Token
+from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushState, Token, record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoadPartition:
     """Read the partition's state from its source and answer with `PartitionLoaded` or `LoadFailed`.
 
@@ -28,7 +27,7 @@ class LoadPartition:
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """A range of a partition and the gradients whose weighted sum it gets."""
 
@@ -39,7 +38,7 @@ class Piece:
     partition."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class UpdateTask:
     """One optimizer step of one partition.
 
@@ -64,7 +63,7 @@ class UpdateTask:
     """Nobody has looked at `direct` yet: its checksum is part of the result."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AssignTask:
     """New values for ranges of one partition; everything else is kept."""
 
@@ -76,7 +75,7 @@ class AssignTask:
 Task: TypeAlias = UpdateTask | AssignTask
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Apply:
     """Compute these tasks into new buffers and answer with `Applied`; the tasks are of different partitions."""
 
@@ -84,7 +83,7 @@ class Apply:
     tasks: tuple[Task, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PartVersion:
     """Where one partition stands, as replies tell it."""
 
@@ -94,7 +93,7 @@ class PartVersion:
     durable_version: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PushDone:
     """The push is accepted (200 if `applied`, else 202); also the answer to a `SetReceived`."""
 
@@ -116,7 +115,7 @@ class PushDone:
     """A base version was of another incarnation, so its lag counts as 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PulledPart:
     """One partition of a pull."""
 
@@ -126,7 +125,7 @@ class PulledPart:
     incarnation: Token
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PullDone:
     """The values asked for, in the order asked; the states stay valid for as long as they are referenced."""
 
@@ -142,7 +141,7 @@ class PullDone:
 Outcome: TypeAlias = PushDone | PullDone | Capture | PsError
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reply:
     """Answer that request: exactly one for each; the runtime ignores one for a request whose client has gone."""
 
@@ -150,7 +149,7 @@ class Reply:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StoreSnapshot:
     """Write that capture to Redis under its token; answer with `SnapshotStored` or `SnapshotFailed`."""
 
@@ -163,7 +162,7 @@ class StoreSnapshot:
     """Stored means on disk, as at level `fsynced`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Journal:
     """Append these to the journals of their partitions, in this order, and all `Journal` effects in theirs.
 
@@ -178,12 +177,12 @@ class Journal:
     """Durable means on disk (level `fsynced`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Report:
     """Send a heartbeat now: a partition is served, or a cut is stored."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AskWorker:
     """Ask the scheduler about a worker that the roster lacks; answer with `WorkerAnswered`."""
 
@@ -192,7 +191,7 @@ class AskWorker:
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Resync:
     """A commit is missing: connect the feed again, which then tells everything once more."""
 

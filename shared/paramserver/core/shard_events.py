@@ -1,27 +1,27 @@
 """What goes into the shard's core: every event."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Self, TypeAlias
 
 from paramserver.core.layout import Layout, Range
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.types import F32, AnyArray, Coding, DType, ModelKey, PartitionKey, PushId, Token
+from paramserver.types import F32, AnyArray, Coding, DType, ModelKey, PartitionKey, PushId, Token, record
 
 Request: TypeAlias = int
 """The runtime's number of one request that waits for an outcome."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MapChanged:
     """The cluster map has a new epoch; 421 answers quote it."""
 
     map_epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Contribution:
     """One entry of a commit's list: what (worker, epoch) pushed for `clock`."""
 
@@ -33,7 +33,7 @@ class Contribution:
     """What it adds to the divisor."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CommitDecided:
     """The leader has decided commit `t`: exactly these contributions, in (rank, clock) order, on every partition."""
 
@@ -67,7 +67,7 @@ Source: TypeAlias = str | int
 """Where a partition's first state comes from: "init", "snapshot" (the newest good one), or the clock of a cut."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelView:
     """All that this shard must know of one model, as the scheduler's feed says it now (level-triggered)."""
 
@@ -129,7 +129,7 @@ def _source(value: Any) -> Source:
     return int(value["cut"]) if isinstance(value, Mapping) else str(value)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RosterChanged:
     """Workers have joined, left or died."""
 
@@ -139,14 +139,14 @@ class RosterChanged:
     live_workers: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelGone:
     """The model was deleted, or created anew under another generation."""
 
     model: ModelKey
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PartitionLoaded:
     """`LoadPartition` has succeeded."""
 
@@ -155,7 +155,7 @@ class PartitionLoaded:
     loaded: LoadedState
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoadFailed:
     """`LoadPartition` has failed; it is asked for again after a second, and requests are told the reason."""
 
@@ -164,7 +164,7 @@ class LoadFailed:
     error: PsError
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PushPart:
     """One partition's slice of a push."""
 
@@ -187,7 +187,7 @@ class PushPart:
     """`data` is all there is in its memory and nobody else's: once applied it may hold something else."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PushReceived:
     """A push, direct or by name, with its body read to the end, split into the parts this shard owns."""
 
@@ -207,7 +207,7 @@ class PushReceived:
     ack: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PullReceived:
     """A request for the present values of some partitions."""
 
@@ -223,7 +223,7 @@ class PullReceived:
     """sync: the number of commits that each partition has taken at least."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AssignPart:
     """New values for ranges of one partition."""
 
@@ -240,7 +240,7 @@ class AssignPart:
     """Restores: step counts per segment; None keeps what is there."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SetReceived:
     """Values are assigned (`PUT params`, a restore, an upload): version + 1, or still 0 while the model initializes."""
 
@@ -252,7 +252,7 @@ class SetReceived:
     """A restore also drops what is staged or buffered."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CaptureReceived:
     """A request for one partition's whole state (checkpoints): the present one, or that of the newest cut."""
 
@@ -264,14 +264,14 @@ class CaptureReceived:
     """The clock of a cut; None: the present state."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestGone:
     """The client of that request has gone; a waiting pull is dropped, a push runs its course unanswered."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerAnswered:
     """The answer to `AskWorker`."""
 
@@ -284,7 +284,7 @@ class WorkerAnswered:
     """The scheduler could not be asked."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TaskResult:
     """What one task of a job gave."""
 
@@ -296,7 +296,7 @@ class TaskResult:
     """The gradient itself is not finite."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Applied:
     """`Apply` is done: all its tasks have been computed, none is visible yet."""
 
@@ -305,7 +305,7 @@ class Applied:
     """One for each task, in their order."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SnapshotStored:
     """`StoreSnapshot` has succeeded: that version is durable."""
 
@@ -316,7 +316,7 @@ class SnapshotStored:
     """As in the effect."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SnapshotFailed:
     """`StoreSnapshot` has failed (Redis away, or its token is no longer the owner's)."""
 
@@ -327,7 +327,7 @@ class SnapshotFailed:
     """As in the effect."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Journaled:
     """Everything of that partition up to `lsn` is durable at its model's level."""
 
@@ -336,7 +336,7 @@ class Journaled:
     lsn: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JournalRefused:
     """Another owner has the partition's token: nothing more is served for it."""
 
@@ -344,7 +344,7 @@ class JournalRefused:
     token: Token
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JournalLost:
     """Redis came back without something that it once had of the partition: a snapshot is due at once.
 
@@ -356,7 +356,7 @@ class JournalLost:
     token: Token
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StorageChanged:
     """Whether anything can be made durable now; the first one may be left out while all is well."""
 
@@ -366,12 +366,12 @@ class StorageChanged:
     """Why this Redis cannot acknowledge `fsynced`; empty: it can."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveAll:
     """The process is about to end: store each `Partition.unsaved`, outside the budget; may be repeated."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tick:
     """Time has passed: sent at `ShardCore.deadline(now)`, or earlier without harm."""
 

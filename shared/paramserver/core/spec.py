@@ -4,17 +4,17 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from math import prod
 from typing import Any, Final, Self
 
 from paramserver import limits
 from paramserver.core.fields import MODEL_NAME, Reader, check_model_name, check_param_name, merge_patch
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import ITEMSIZE
+from paramserver.types import ITEMSIZE, record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InitSpec:
     """How a parameter gets its first values."""
 
@@ -76,7 +76,7 @@ class InitSpec:
 _DEFAULTS: Final = {"value": 0.0, "mean": 0.0, "std": 1.0, "low": 0.0, "high": 1.0, "gain": 1.0, "a": 0.0}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ParamSpec:
     """One dense parameter."""
 
@@ -139,7 +139,7 @@ class ParamSpec:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScheduleSpec:
     """How the learning rate changes with the number of updates (see `core.schedule`)."""
 
@@ -186,7 +186,7 @@ _OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
 """The server-side optimizers with their hyperparameters; names and defaults are torch's (ftrl: the paper's)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OptimizerSpec:
     """The server-side optimizer of a model."""
 
@@ -256,7 +256,7 @@ class OptimizerSpec:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ConsistencySpec:
     """When pushes are applied and who waits for whom."""
 
@@ -319,7 +319,7 @@ class ConsistencySpec:
         return {"mode": self.mode, **own, "lag": self.lag, "lag_bound": self.lag_bound}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointSpec:
     """When the scheduler writes a checkpoint of the model by itself, and how many it keeps."""
 
@@ -349,7 +349,7 @@ class CheckpointSpec:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelSpec:
     """A named set of parameters with one optimizer and one consistency setting."""
 

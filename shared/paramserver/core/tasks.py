@@ -13,6 +13,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.fields import MODEL_NAME
 from paramserver.errors import PsError, combined, problem
+from paramserver.types import record
 
 OPEN_PASSES: Final = 2
 EVALUATE: Final = "evaluate"
@@ -58,7 +59,7 @@ class RangeSet:
         yield from range(at, size)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DatasetSpec:
     """A dataset as registered."""
 

@@ -8,19 +8,18 @@ is older cannot be told and is refused.  An epoch fences all lower ones of its w
 
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from paramserver import limits
 from paramserver.errors import PsError, problem
-from paramserver.types import PushId
+from paramserver.types import PushId, record
 
 _EMPTY = -1
 _START = 4  # slots of a fresh window; doubles up to limits.WINDOW, a power of two
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Seen:
     """What was answered when the push came first."""
 

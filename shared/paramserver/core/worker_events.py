@@ -1,13 +1,15 @@
 """What the scheduler's core hears from workers of a model; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
+
+from paramserver.types import record
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JoinWorker:
     """POST /models/{m}/workers.
 
@@ -25,7 +27,7 @@ class JoinWorker:
     """Seconds it may be silent; None: the usual lease."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerHeartbeat:
     """PUT /models/{m}/workers/{w}.
 
@@ -45,7 +47,7 @@ class WorkerHeartbeat:
     """Whatever the worker wants kept with checkpoints (its iterator, its random state); None: as before."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeaveWorker:
     """DELETE /models/{m}/workers/{w}.  Answer 204; repeatable."""
 
@@ -55,7 +57,7 @@ class LeaveWorker:
     epoch: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DrainWorker:
     """Ask one worker to finish: its heartbeats answer `draining`.  Answer 200 with the worker's document."""
 
@@ -64,7 +66,7 @@ class DrainWorker:
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ClockStaged:
     """A shard has accepted a push that ends its worker's iteration, which it so reports for the worker.
 
@@ -87,7 +89,7 @@ class ClockStaged:
     """To how many the push went."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReportClock:
     """POST /models/{m}/clock: iterations finished, absolute and repeatable.
 
@@ -105,7 +107,7 @@ class ReportClock:
     wait_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReportMetrics:
     """POST /models/{m}/metrics.  Answer 200 {"accepted": number of values}."""
 
@@ -116,7 +118,7 @@ class ReportMetrics:
     clock: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RegisterDataset:
     """POST /models/{m}/tasks.  Answer 201 with the dataset's document; the same again 200, another one 409 `conflict`.
 
@@ -136,7 +138,7 @@ class RegisterDataset:
     """How often the data is worked through; None: for ever."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeaseTask:
     """POST /models/{m}/tasks/lease.
 
@@ -153,7 +155,7 @@ class LeaseTask:
     wait_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TaskDone:
     """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; repeatable.
 
@@ -168,7 +170,7 @@ class TaskDone:
     metrics: Json = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestEvaluation:
     """An evaluation at the present clock, please.  Answer 201 {"id","clock"}."""
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paramserver.core import scheduler_io as io
@@ -100,7 +101,7 @@ class SimShard(Node):
         """This membership is over: nothing is owned any more."""
         self.epoch, self._yes_s = 0, float("-inf")
         for view in list(self.views.values()):
-            self._view(sio.ModelView(**{f: getattr(view, f) for f in view.__slots__} | {"owned": {}, "release": {}}))
+            self._view(replace(view, owned={}, release={}))
         self._join(self.deaths)
 
     def _heartbeat(self, epoch: int, *, again: bool = True) -> None:

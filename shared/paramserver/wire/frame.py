@@ -11,7 +11,6 @@ offset  bytes
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import msgpack
@@ -20,7 +19,7 @@ from paramserver import limits
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Range
 from paramserver.errors import problem
-from paramserver.types import PushId
+from paramserver.types import PushId, record
 from paramserver.wire.bounded import Buffer, unpack_short
 from paramserver.wire.header import Header, Lease, count
 
@@ -99,7 +98,7 @@ def _check_parts(parts: Iterable[tuple[int, Sequence[Range] | None]]) -> None:
         raise problem("too_large", f"the frame names {ranges} ranges; at most {limits.RANGES_PER_PUSH_MAX} are allowed")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PushPart:
     """One partition of a push frame."""
 
@@ -110,7 +109,7 @@ class PushPart:
     """Relative to the partition; None: all of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PullSpec:
     """What a pull asks for."""
 
@@ -144,7 +143,7 @@ class PullSpec:
         return cls(tuple(parts), h.integer("min_version", 0), wait_s, h.dtype(), header.get("map") is True)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PushFrame:
     """A push of whole partitions or ranges of them; the body holds the elements of `parts` in order."""
 
@@ -276,7 +275,7 @@ def _encoding(h: Header, parts: Sequence[PushPart]) -> tuple[Codec | None, tuple
     return codec, sizes
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PullFrame:
     """A pull of whole partitions or ranges of them; it has no body."""
 
@@ -325,7 +324,7 @@ class PullFrame:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PushReply:
     """The answer to a push frame; it has no body."""
 
@@ -376,7 +375,7 @@ class PushReply:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PullReply:
     """The answer to a pull or pushpull frame; the body holds the elements of `parts` in order."""
 

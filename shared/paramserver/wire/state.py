@@ -6,7 +6,6 @@ the part's dtype, then each slot of the whole partition, float32.  Headers are f
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -14,10 +13,10 @@ import numpy as np
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
-from paramserver.types import ITEMSIZE, AnyArray
+from paramserver.types import ITEMSIZE, AnyArray, record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StateFrame:
     """The header of one partition's whole state."""
 
@@ -78,7 +77,7 @@ class StateFrame:
         return PartitionState(arrays[0], tuple(arrays[1:]), self.steps)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SetPart:
     """One partition's part of a `SetFrame`."""
 
@@ -100,7 +99,7 @@ class SetPart:
         return self.count * ITEMSIZE[self.dtype] + 4 * self.size * self.slots
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SetFrame:
     """The header of an assignment of values."""
 
