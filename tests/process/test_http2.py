@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from paramserver.wire import http2 as wire
+from paramserver_node.http2 import FRAME_BYTES
 
 from .cluster import eventually
 from .test_servers import Node, node
@@ -111,7 +112,7 @@ PING = wire.frame(wire.PING, 0, 0, b"12345678")
         (True, BEGUN + wire.frame(wire.CONTINUATION, wire.END_HEADERS, 3), wire.PROTOCOL_ERROR),
         (True, wire.frame(wire.CONTINUATION, wire.END_HEADERS, 1), wire.PROTOCOL_ERROR),
         (True, BEGUN + 2 * wire.frame(wire.CONTINUATION, 0, 1, bytes(60_000)), wire.ENHANCE_YOUR_CALM),
-        (True, wire.head((1 << 20) + 1, wire.DATA, 0, 1), wire.FRAME_SIZE_ERROR),
+        (True, wire.head(FRAME_BYTES + 1, wire.DATA, 0, 1), wire.FRAME_SIZE_ERROR),
         (True, wire.head(1 << 17, wire.HEADERS, 0, 1), wire.FRAME_SIZE_ERROR),
         (True, wire.frame(wire.PUSH_PROMISE, 0, 1, bytes(8)), wire.PROTOCOL_ERROR),
         (True, wire.frame(wire.PING, 0, 0, b"1234"), wire.FRAME_SIZE_ERROR),
