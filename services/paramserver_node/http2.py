@@ -44,8 +44,6 @@ woken for a little."""
 DIRECT_BYTES_MIN: Final = 16 << 10
 """What is worth a read of its own."""
 
-_TOO_MUCH: Final = "more than the window allows"
-
 
 class Connection(asyncio.BufferedProtocol):
     """One client's HTTP/2, after the preface."""
@@ -64,8 +62,8 @@ class Connection(asyncio.BufferedProtocol):
         self._running = 0
         """Requests that are being answered, those that the client gave up as well."""
         self._newest = 0
-        self._into: Stream | None = None
-        """Whose body is read next, straight to where it belongs."""
+        self._place: memoryview | None = None
+        """Where the payload that is read next belongs."""
         self._awaited = 1
         """How many bytes must be here before they are read."""
         self._head_next = False
@@ -136,12 +134,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        self._into, due = None, self._scanner.due
+        self._place, due = None, self._scanner.due
         if due >= DIRECT_BYTES_MIN and (stream := self._streams.get(self._scanner.due_stream)) is not None:
             place = stream.room()
             if len(place) >= DIRECT_BYTES_MIN:
-                self._into = stream
-                return place[: min(due, READ_BYTES)]
+                self._place = place[: min(due, READ_BYTES)]
+                return self._place
         if self._head_next:
             self._head_next = False
             return self._room[: wire.HEAD_BYTES]  # what follows it goes where it belongs
@@ -149,11 +147,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes are here."""
-        stream, self._into = self._into, None
-        if stream is None:
+        place, self._place = self._place, None  # which an idle connection must not keep from being used again
+        if place is None:
             self.feed(self._room[:nbytes])
         else:
-            self._filled(stream, nbytes)
+            self.feed(place[:nbytes], there=True)
         if self._can_wait:
             due = self._scanner.due
             worth = nbytes >= DIRECT_BYTES_MIN and due >= DIRECT_BYTES_MIN  # of a slow client each byte counts
@@ -175,31 +173,24 @@ class Connection(asyncio.BufferedProtocol):
 
     # What comes
 
-    def feed(self, data: memoryview) -> None:
-        """The next bytes of the client."""
+    def feed(self, data: memoryview, *, there: bool = False) -> None:
+        """The next bytes of the client; `there`: of a body, and where they belong."""
         try:
-            self._scan(data)
+            if there:
+                ends = bool(self._scanner.passed(len(data)) & wire.END_STREAM)
+                self._head_next = self._scanner.due == 0 and not ends
+                self._data(self._scanner.due_stream, data, len(data), ends, there=True)
+            else:
+                self._feed(data)
         except Http2Error as e:
-            self._refuse(e)
-        self.flush()
-
-    def _filled(self, stream: Stream, size: int) -> None:
-        """So many bytes of a body have been read to where they belong."""
-        ends = bool(self._scanner.passed(size) & wire.END_STREAM)
-        self._head_next = not (ends or self._scanner.due)
-        self._window -= size
-        if self._window < 0 or not stream.takes(size):
-            self._refuse(Http2Error(wire.FLOW_CONTROL_ERROR, _TOO_MUCH))
+            log.info("http2.refused client=%s reason=%s", self._scope["client"], e)
+            self.say(wire.goaway(self._newest, e.code))
+            self.flush()
+            self._hang_up()
         else:
-            stream.filled(size, ends)
-        self.flush()
+            self.flush()
 
-    def _refuse(self, error: Http2Error) -> None:
-        log.info("http2.refused client=%s reason=%s", self._scope["client"], error)
-        self.say(wire.goaway(self._newest, error.code))
-        self._hang_up()
-
-    def _scan(self, data: memoryview) -> None:
+    def _feed(self, data: memoryview) -> None:
         for kind, flags, number, payload, cost in self._scanner.scan(data):
             if not self._greeted and kind != wire.SETTINGS:
                 raise Http2Error(wire.PROTOCOL_ERROR, "settings come first")
@@ -214,14 +205,14 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._control(kind, flags, number, payload)
 
-    def _data(self, number: int, data: memoryview, cost: int, ends: bool) -> None:
+    def _data(self, number: int, data: memoryview, cost: int, ends: bool, *, there: bool = False) -> None:
         """A piece of a body."""
         stream = self._streams.get(number)
         if stream is None and (number > self._newest or number % 2 == 0):
             raise Http2Error(wire.PROTOCOL_ERROR, "a body without a request")
         self._window -= cost
         if self._window < 0 or (stream is not None and not stream.takes(cost)):
-            raise Http2Error(wire.FLOW_CONTROL_ERROR, _TOO_MUCH)
+            raise Http2Error(wire.FLOW_CONTROL_ERROR, "more than the window allows")
         if not data and not ends and not self._scanner.due:
             self._folly()
         if stream is None:
@@ -231,7 +222,7 @@ class Connection(asyncio.BufferedProtocol):
             raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
         if cost > len(data):
             stream.used(cost - len(data))  # padding
-        stream.arrived(data, ends)
+        stream.arrived(data, ends, there=there)
 
     def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
@@ -388,6 +379,5 @@ class Connection(asyncio.BufferedProtocol):
 
     def _hang_up(self) -> None:
         """When all is sent, or so long afterwards."""
-        self.flush()
         self.transport.close()
         self.loop.call_later(PATIENCE_S, self.transport.abort)

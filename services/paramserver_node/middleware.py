@@ -101,8 +101,7 @@ class _Exchange:
         self._scope = scope
         self._size, self.request_id = _told(scope)
         self._body_ended = self._size == 0
-        self._reading: asyncio.Future[None] | None = None
-        """Done when whoever reads now has read."""
+        self._reading: asyncio.Lock | None = None
         self._began_s = patience.now()
         self.received = 0
         self._too_slow = False
@@ -111,15 +110,11 @@ class _Exchange:
         self.ended = False
 
     async def receive(self) -> Message:
-        while self._reading is not None:  # an endpoint may listen for a hang-up while the rest is being drained
-            await asyncio.wait((self._reading,))
-        self._reading = read = self._patience.loop.create_future()
-        try:
+        if self._reading is None:
+            self._reading = asyncio.Lock()
+        async with self._reading:  # an endpoint may listen for a hang-up while the rest is being drained
             patient = self._body_ended or _LASTING in self._scope["state"]
             message = await (self._receive() if patient else self._received_in_time())
-        finally:
-            self._reading = None
-            read.set_result(None)
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._body_ended = True
         return message

@@ -34,28 +34,6 @@ _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 _NOWHERE: Final = memoryview(b"")
 
 
-class Bell:
-    """Wakes the one who waits for it now; rung for nobody it is forgotten, unlike an `asyncio.Event`."""
-
-    __slots__ = ("_waiting",)
-
-    def __init__(self) -> None:
-        self._waiting: asyncio.Future[None] | None = None
-
-    def ring(self) -> None:
-        """It has happened."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    async def rung(self) -> None:
-        """Returns when it rings from now on."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
-
-
 class Stream:
     """One request and its answer."""
 
@@ -77,7 +55,7 @@ class Stream:
         self._answered = False
         self._head = b""
         """The answer's headers, which go with its first piece."""
-        self._more, self._room = Bell(), Bell()
+        self._more, self._room = asyncio.Event(), asyncio.Event()
         """Something has come of the body; there may be room for the answer."""
 
     # Of the connection
@@ -91,24 +69,15 @@ class Stream:
         """Where the next bytes of the body belong, as far as that is known."""
         return _NOWHERE if self._sink is None or self._failed is not None else self._sink.room()
 
-    def filled(self, size: int, ends: bool) -> None:
-        """So many bytes of the body have been put where `room` said."""
-        assert self._sink is not None
-        self.body_ended = ends
-        try:
-            self._sink.filled(size)
-        except Exception as e:
-            self._failed = e
-        self.used(size)
-        if ends or self._failed is not None:
-            self._more.ring()
-
-    def arrived(self, data: memoryview, ends: bool) -> None:
-        """The next bytes of the body."""
+    def arrived(self, data: memoryview, ends: bool, *, there: bool = False) -> None:
+        """The next bytes of the body; `there`: they have been put where `room` said."""
         self.body_ended = ends
         if self._sink is not None and self._failed is None and data:
             try:
-                self._sink.feed(data)
+                if there:
+                    self._sink.filled(len(data))
+                else:
+                    self._sink.feed(data)
             except Exception as e:
                 self._failed = e
             self.used(len(data))
@@ -117,18 +86,18 @@ class Stream:
         elif data:
             self._pieces.append(bytes(data))
         if self._sink is None or ends or self._failed is not None:
-            self._more.ring()
+            self._more.set()
 
     def cut(self) -> None:
         """The client has hung up, or has given this request up."""
         self._cut = True
         self._drop()
-        self._more.ring()
-        self._room.ring()
+        self._more.set()
+        self._room.set()
 
     def wake(self) -> None:
         """There may be more room for the answer."""
-        self._room.ring()
+        self._room.set()
 
     def used(self, size: int) -> None:
         """So many bytes of what arrived are held no longer."""
@@ -164,7 +133,7 @@ class Stream:
         self._sink = sink
         try:
             while not (self.body_ended or self._cut or self._failed is not None):
-                await self._more.rung()
+                await _next(self._more)
         finally:
             self._sink = None
         if self._failed is not None:
@@ -176,7 +145,7 @@ class Stream:
     async def receive(self) -> Message:
         """ASGI's next event."""
         while not self._pieces and not self._cut and (self._end_told or not self.body_ended):
-            await self._more.rung()
+            await _next(self._more)
         if self._cut and not self._pieces and (self._end_told or not self.body_ended):
             return {"type": "http.disconnect"}
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -209,7 +178,7 @@ class Stream:
                 client.say(head)
                 client.flush()
                 head = b""
-                await self._room.rung()
+                await _next(self._room)
                 continue
             if not client.writable:  # who asks and does not read gets no more, and soon may ask no more
                 await client.drained()
@@ -243,6 +212,12 @@ class Stream:
                     self._client.say(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
                 self._drop()
             self._client.ended(self._number)
+
+
+async def _next(event: asyncio.Event) -> None:
+    """Returns when it is set from now on."""
+    event.clear()
+    await event.wait()
 
 
 def request_of(headers: Sequence[Header]) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """The binary way of `/push`, `/pull` and `/pushpull`: what the SDK sends straight to the owner of each partition.
 
-Values go out in pieces of at most 2 MiB, straight from the immutable version, so a pull never blocks a push.
+Values go out in pieces of at most a frame, straight from the immutable version, so a pull never blocks a push.
 A client on this machine names a slot of shared memory in place of a body, and takes a lease in place of values.
 """
 
@@ -14,6 +14,7 @@ from paramserver.types import F32, ITEMSIZE, ModelKey
 from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.header import Lease
 from paramserver.wire.tensor import from_f32
+from paramserver_node.http2 import FRAME_BYTES
 from paramserver_shard.arriving import Arriving, check_sizes
 from paramserver_shard.buffers import SMALL_BYTES
 from paramserver_shard.clocks import ClockReports
@@ -24,9 +25,6 @@ from paramserver_shard.models import Models
 from paramserver_shard.names import after_push
 from paramserver_shard.receiving import Body
 from paramserver_shard.runtime import Runtime
-
-PIECE_BYTES: Final = 2 << 20
-"""What is handed to the server at a time: a frame of it costs Python as much as a tenth of a millisecond of copying."""
 
 
 class FrameService:
@@ -310,10 +308,10 @@ class FrameBody:
         return 0 if self.lease is not None else self.values_bytes
 
     def chunks(self, first: bytes) -> Iterator[bytes | memoryview]:
-        """`first` and the body, in pieces of 2 MiB at most: the values themselves, but for small ones, put together."""
+        """`first` and the body, in pieces of a frame at most: the values themselves, small ones put together."""
         waiting: list[bytes | memoryview] = [first]
         size = len(first)
-        step = PIECE_BYTES // ITEMSIZE[self._dtype]
+        step = FRAME_BYTES // ITEMSIZE[self._dtype]
         for piece in () if self.lease is not None else self.pieces:
             for at in range(0, piece.size, step):
                 data = _bytes(piece[at : at + step], self._dtype)

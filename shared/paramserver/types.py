@@ -27,7 +27,7 @@ T = TypeVar("T")
 def record(cls: type[T]) -> type[T]:
     """A frozen dataclass for type checkers, which refuse to change it; at run time nothing guards its fields.
 
-    What guards them makes each field cost a call, and a small push makes some forty such objects: it was a tenth of it.
+    What guards them makes each field cost a call, and a small push makes some forty such objects.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)
 

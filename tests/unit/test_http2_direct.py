@@ -136,3 +136,17 @@ async def test_a_body_that_nobody_wants_any_more_holds_up_nothing() -> None:
         assert [wire.encoded([(b":status", s)]) for s in (b"400", b"200")] == await answered(theirs, 2)
         assert last.at == BODY_BYTES
         assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
+    """Also where it is read before anybody has seen the end: the client is told, and hung up on."""
+    sink = Into()
+    async with connected([sink]) as (theirs, connection):
+        await asked(theirs, connection, 1)
+        for flags in (wire.END_STREAM, 0):
+            for piece in (wire.head(50_000, wire.DATA, flags, 1), bytes(50_000)):
+                connection.get_buffer(-1)[: len(piece)] = piece
+                connection.buffer_updated(len(piece))
+        assert connection.transport.is_closing()
+        assert sink.at == 50_000
