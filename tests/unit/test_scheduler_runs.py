@@ -117,6 +117,25 @@ def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
     assert beat(d, m)["state"] == "idle"
 
 
+def test_the_rank_of_a_worker_whose_run_is_over_goes_to_the_next_run() -> None:
+    """A run may begin before the last one's workers have heard that it is over; nobody else's rank is taken so."""
+    d = Driver()
+    d.model()
+    run(d)
+    member(d, "p")
+    old = d.join("run-1/w0", rank=0)
+    with pytest.raises(ConflictError):
+        d.join("other", rank=0)
+    d.ask(lambda n: io.PatchRun(n, "run-1", state="stopped"))
+    run(d)
+    new = d.join("run-2/w0", rank=0)
+    assert new["rank"] == 0
+    with pytest.raises(FencedError):
+        d.ask(lambda n: io.WorkerHeartbeat(n, "m", old["worker"], old["epoch"]))
+    with pytest.raises(ConflictError):
+        d.join("run-1/w0", rank=0)
+
+
 def test_stop_by_metric_and_by_minutes() -> None:
     """A metric that reaches its bound, or the minutes in which the run was running."""
     d = Driver()

@@ -63,6 +63,7 @@ class WorkerDesk:
             _count(e.above, "above", EPOCH_MAX - 1)
         lease_s = _lease_s(e.lease_s)
         name = self._name(model, e.name)
+        self._clear_rank(model, name, e.rank)
         rank = model.roster.choose_rank(name, e.rank)
         old = model.roster.workers.get(name)
         if old is not None and old.alive:
@@ -87,6 +88,13 @@ class WorkerDesk:
             "state": worker.state,
         }
         self.c.answer(e.request, body, 201)
+
+    def _clear_rank(self, model: Model, name: str, rank: int | None) -> None:
+        """Who has that rank goes if its run is over: the next run may begin before it has heard so."""
+        for worker in model.roster.live():
+            if worker.rank == rank and worker.name != name and self.runs.worker_state(worker.name) == "stop":
+                self._part(model, worker)
+                break
 
     def _name(self, model: Model, name: Any) -> str:
         if name is None:
