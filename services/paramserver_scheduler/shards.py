@@ -12,7 +12,7 @@ from paramserver.core.shard_io import PartitionState
 from paramserver.errors import PsError, StaleMapError, Unavailable, from_document, problem
 from paramserver.limits import CHUNK_BYTES
 from paramserver.types import AnyArray, ModelKey
-from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import SetFrame, StateFrame, restore_frame
 
 PATIENCE_S: Final = 30.0
@@ -55,8 +55,7 @@ class ShardClient:
             url = f"{owner(index)}/internal/state/{model.name}/{index}"
             response = await self._http.get(url, params=params)
             _check(response)
-            header, offset = decode_prefix(response.content)
-            frame = StateFrame.from_header(header)
+            frame, offset = decode_header(response.content, StateFrame)
             if (frame.generation, frame.partition) != (model.generation, index):
                 raise problem("model_replaced", f"model '{model.name}' was created anew")
             return frame, frame.read(memoryview(response.content)[offset:])
@@ -86,7 +85,7 @@ class ShardClient:
         await _each(len(indices), send)
 
     async def _set(self, url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:
-        prefix = encode_header(frame.to_header())
+        prefix = encode_header(frame)
         size = len(prefix) + sum(a.nbytes for a in arrays)
         headers = {"content-type": MEDIA_TYPE, "content-length": str(size)}
         response = await self._http.post(

@@ -52,11 +52,13 @@ class Arriving:
         self.sizes: Final = sizes
         """Bytes of each part as it travels."""
         self.size: Final = sum(sizes)
-        self._with_crc = here and (frame.push_id is not None or frame.key is not None)
-        self._staged = frame.codec is not None and frame.codec.stage is not None
+        self.push_id: Final = frame.push_id
+        self._codec: Final = frame.codec
+        self._with_crc = here and (frame.seq is not None or frame.key is not None)
+        self._staged = self._codec is not None and self._codec.stage is not None
         self._later = here and not self._staged and known.spec.consistency.immediate
         """Whether whole partitions are looked at when they are applied."""
-        self._coding: Coding = cast(DType, frame.dtype) if frame.codec is None else frame.codec.coding
+        self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
         self._threads = threads
         self._apart = frame.slot is None and apart(sizes)
         self._made: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
@@ -88,7 +90,7 @@ class Arriving:
         self._made.append(future)
 
     def _is_later(self, index: int) -> bool:
-        codec = self.frame.codec
+        codec = self._codec
         return self.frame.parts[index].ranges is None and (codec is None or not codec.whole)
 
     def _unseen(self, index: int, data: AnyArray) -> PushPart:
@@ -108,7 +110,7 @@ class Arriving:
         return [self._part(index, data) for index, data in pieces]
 
     def _part(self, index: int, data: AnyArray) -> PushPart:
-        frame, codec, part, coding = self.frame, self.frame.codec, self.frame.parts[index], self._coding
+        frame, codec, part, coding = self.frame, self._codec, self.frame.parts[index], self._coding
         size = self.known.layout.partition_size(part.partition)
         count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
         if codec is not None and codec.stage is not None:

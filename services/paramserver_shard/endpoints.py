@@ -20,11 +20,7 @@ from paramserver.limits import (
     JSON_BODY_BYTES_MAX,
     JSON_ELEMENTS_MAX,
 )
-from paramserver.wire.frame import (
-    MEDIA_TYPE,
-    PullFrame,
-    encode_header,
-)
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
 from paramserver_node.race import while_there
@@ -93,8 +89,7 @@ class _Endpoint:
 
         def accepted(done: PushDone) -> None:
             frame = arriving.frame
-            worker = frame.push_id.worker if frame.push_id is not None else None
-            self._telemetry.pushed(done, arriving.size, began_s, worker, frame_lag(done, frame))
+            self._telemetry.pushed(done, arriving.size, began_s, frame.worker, frame_lag(done, frame))
 
         return accepted
 
@@ -107,11 +102,11 @@ class Push(_Endpoint):
     """POST /push"""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, self._frames.sized_push)
+        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
         done, made = await self._frames.push(arriving, self._counted(arriving, began_s))
         reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
         status = 200 if done.state == "applied" or reply.released else 202
-        await _send(send, status, encode_header(reply.to_header()))
+        await _send(send, status, encode_header(reply))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         done = await self._names.push(body, idempotency_key(request))
@@ -125,7 +120,7 @@ class Pull(_Endpoint):
     paramserver_role = "reader"
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        frame, _ = await self._reader.read(scope, receive, _sized_pull)
+        frame, _ = await self._reader.read(scope, receive, PullFrame, _sized_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         await _send_body(send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
@@ -141,7 +136,7 @@ class PushPull(_Endpoint):
     """POST /pushpull"""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, self._frames.sized_push)
+        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
         await _send_body(send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
@@ -158,8 +153,8 @@ async def _while_there(receive: Receive, wait_s: object, work: Coroutine[Any, An
     return await (while_there(receive, work) if wait_s else work)
 
 
-async def _sized_pull(header: dict[str, Any]) -> tuple[PullFrame, Body]:
-    return PullFrame.from_header(header), Body(())
+async def _sized_pull(frame: PullFrame) -> tuple[PullFrame, Body]:
+    return frame, Body(())
 
 
 async def _send(send: Send, status: int, body: bytes) -> None:

@@ -78,12 +78,14 @@ class Exchange:
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[PushPart]) -> PushDone:
             coding = parts[0].dtype
-            encoded = coding not in ITEMSIZE
+            encoded, ident = coding not in ITEMSIZE, command.push_id
             frame = PushFrame(
                 model=command.model,
                 generation=now.key.generation,
                 timeline=command.timeline,
-                push_id=command.push_id,
+                worker=ident.worker if ident else None,
+                epoch=ident.epoch if ident else None,
+                seq=ident.seq if ident else None,
                 key=command.key,
                 clock=command.clock,
                 parts=[FramePart(p.partition, p.base, p.ranges) for p in parts],
@@ -92,12 +94,12 @@ class Exchange:
                 norm=command.norm,
                 ack=command.ack,
                 forwarded=True,
-                codec=Codec(coding) if encoded else None,
+                encoding=Codec(coding).text if encoded else None,
                 sizes=[(p.data.nbytes, p.data.nbytes) for p in parts] if encoded else (),
             )
             url = f"{self._directory.address(shard)}/push"
-            header, _ = await self._peers.call(url, frame.to_header(), [p.data for p in parts])
-            return push_done(now, PushReply.from_header(header))
+            reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
+            return push_done(now, reply)
 
         done = await self._spread(known, command.parts, lambda p: p.partition, local, remote)
         return merged_push(known, done)
@@ -130,8 +132,8 @@ class Exchange:
                 forwarded=True,
             )
             url = f"{self._directory.address(shard)}/pull"
-            header, body = await self._peers.call(url, frame.to_header(), [], timeout_s=wait_s + 10.0)
-            return _got(now, parts, PullReply.from_header(header), body)
+            reply, body = await self._peers.call(url, frame, [], PullReply, timeout_s=wait_s + 10.0)
+            return _got(now, parts, reply, body)
 
         answers = await self._spread(known, wanted, lambda p: p.partition, local, remote)
         return {part.partition: part for answer in answers for part in answer}
@@ -146,8 +148,8 @@ class Exchange:
             set_parts = tuple(SetPart(p.partition, p.data.size, p.ranges, p.dtype) for p in parts)
             frame = SetFrame(command.model, now.key.generation, set_parts, command.restore)
             url = f"{self._directory.address(shard)}/internal/set/{command.model}"
-            header, _ = await self._peers.call(url, frame.to_header(), [p.data for p in parts])
-            return push_done(now, PushReply.from_header(header))
+            reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
+            return push_done(now, reply)
 
         done = await self._spread(known, command.parts, lambda p: p.partition, local, remote)
         return merged_push(known, done)

@@ -4,15 +4,15 @@ Values go out in pieces of at most a frame, straight from the immutable version,
 A client on this machine names a slot of shared memory in place of a body, and takes a lease in place of values.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import PartVersion, PullDone, PulledPart, PullReceived, PushDone, PushReceived, Request
 from paramserver.errors import PsError, problem
+from paramserver.limits import WAIT_S_MAX
 from paramserver.types import F32, ITEMSIZE, ModelKey
-from paramserver.wire.frame import PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
-from paramserver.wire.header import Lease
+from paramserver.wire.frame import Lease, PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
 from paramserver.wire.tensor import from_f32
 from paramserver_node.http2 import FRAME_BYTES
 from paramserver_shard.arriving import Arriving, check_sizes
@@ -46,9 +46,8 @@ class FrameService:
         self._clocks = clocks
         self._lending = lending
 
-    async def sized_push(self, header: Mapping[str, Any]) -> tuple[Arriving, Body]:
+    async def sized_push(self, frame: PushFrame) -> tuple[Arriving, Body]:
         """The push that a header announces, and where its body goes.  Raises PsError."""
-        frame = PushFrame.from_header(header)
         known = await self._models.find(frame.model, frame.generation)
         here = self._all_here(known, [p.partition for p in frame.parts])
         arriving = Arriving(known, frame, here, self._part_bytes(known, frame), self._runtime)
@@ -57,8 +56,9 @@ class FrameService:
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
         """Bytes of each part of a push as it travels; raises RequestError where one is not of the model."""
         elements = [self._elements(known, p.partition, p.ranges) for p in frame.parts]
-        if frame.codec is not None:
-            check_sizes(frame.codec, frame.sizes, elements)
+        codec = frame.codec
+        if codec is not None:
+            check_sizes(codec, frame.sizes, elements)
             return [stored for stored, _ in frame.sizes]
         return [count * ITEMSIZE[frame.dtype] for count in elements]
 
@@ -106,7 +106,7 @@ class FrameService:
         done = await self._push(arriving)
         accepted(done)
         frame, key = arriving.frame, done.model
-        push_id, clock, indices = frame.push_id, frame.clock, tuple([p.partition for p in frame.parts])
+        push_id, clock, indices = arriving.push_id, frame.clock, tuple([p.partition for p in frame.parts])
         if frame.ends is None or push_id is None or clock is None or done.state != "staged" or not arriving.here:
             return done, None
         served = self._runtime.core.served(key)
@@ -138,7 +138,7 @@ class FrameService:
                 parts,
                 known.key.generation,
                 frame.timeline,
-                frame.push_id,
+                arriving.push_id,
                 frame.key,
                 frame.clock,
                 frame.weight,
@@ -159,10 +159,9 @@ class FrameService:
         known = await self._models.find(frame.model, frame.generation)
         if self._lending is not None:
             self._lending.release(frame.release)
-        spec = PullSpec(frame.parts, frame.min_version, frame.wait_s, frame.dtype, frame.mapped)
-        self._check_pull(known, spec)
+        self._check_pull(known, frame)
         split = not frame.forwarded and frame.map_epoch is None
-        return await self._pull(known, spec, frame.timeline, split=split)
+        return await self._pull(known, frame, frame.timeline, split=split)
 
     async def pushpull(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> "FrameBody":
         """A push, then the pull that it carries; no values where it was to wait for a commit that did not come."""
@@ -189,16 +188,17 @@ class FrameService:
     async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
         """`split`: partitions of other shards are fetched; otherwise they are refused with 421."""
         indices = tuple([p for p, _ in spec.parts])
+        wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
         if not split or self._all_here(known, indices):
             done = await self._runtime.pull(
                 lambda request: PullReceived(
-                    request, known.key.name, indices, known.key.generation, timeline, spec.min_version, spec.wait_s
+                    request, known.key.name, indices, known.key.generation, timeline, spec.min_version, wait_s
                 )
             )
             return self._body(known, spec, done)
         wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
-            known, wanted, timeline=timeline, min_version=spec.min_version, wait_s=spec.wait_s
+            known, wanted, timeline=timeline, min_version=spec.min_version, wait_s=wait_s
         )
         return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
 
@@ -300,7 +300,7 @@ class FrameBody:
             push=self.push,
             lease=self.lease,
         )
-        return encode_header(reply.to_header())
+        return encode_header(reply)
 
     @property
     def body_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Routes between nodes: a partition's whole state for a checkpoint, values from a restore or an upload."""
 
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -10,7 +9,7 @@ from paramserver import kernels
 from paramserver.core.shard_io import AssignPart, CaptureReceived, SetReceived
 from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX
-from paramserver.types import F32, AnyArray, DType
+from paramserver.types import F32, AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, encode_header
 from paramserver.wire.state import SetFrame, StateFrame
 from paramserver.wire.tensor import NUMPY_DTYPE
@@ -51,7 +50,7 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
             len(slots),
             capture.state.steps,
         )
-        parts = [encode_header(frame.to_header()), *(a.tobytes() for a in (values, *slots))]
+        parts = [encode_header(frame), *(a.tobytes() for a in (values, *slots))]
         return ChunkedResponse(b"".join(parts), media_type=MEDIA_TYPE)
 
     @routes.post("/set/{model}", summary="Assign values to partitions of this shard")
@@ -59,17 +58,16 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
     async def assign(model: str, request: Request) -> Response:
         membership.check_serving()
 
-        async def sized(header: dict[str, Any]) -> tuple[tuple[KnownModel, SetFrame], Body]:
-            frame = SetFrame.from_header(header)
+        async def sized(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame], Body]:
             known = await models.find(model, frame.generation)
             check_frame(known, frame)
             return (known, frame), Body((frame.body_bytes(),))
 
-        (known, frame), body = await reader.read(request.scope, request.receive, sized)
+        (known, frame), body = await reader.read(request.scope, request.receive, SetFrame, sized)
         command = SetReceived(0, model, assignments(frame, body.parts[0]), known.key.generation, frame.restore)
         done = await runtime.push(lambda number: replace(command, request=number))
         membership.check_serving()
-        return Response(encode_header(push_reply(done).to_header()), media_type=MEDIA_TYPE)
+        return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)
 
     return routes
 
@@ -114,7 +112,7 @@ def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:
             AssignPart(
                 part.partition,
                 data,
-                cast(DType, part.dtype),
+                part.dtype,
                 finite,
                 part.ranges,
                 None if keeps_slots else tuple(slots),

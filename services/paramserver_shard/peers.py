@@ -1,9 +1,9 @@
 """Sends frames to other shards over HTTP/2 with prior knowledge, one connection to each."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import numpy as np
 from pyreqwest.client import ClientBuilder
@@ -14,11 +14,13 @@ from paramserver.client.transport import trusting
 from paramserver.errors import from_document, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES
 from paramserver.types import AnyArray
-from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, Header, decode_header, encode_header
 from paramserver_shard.buffers import U8, BufferPool
 
 TIMEOUT_S: Final = 10.0
 CONNECT_S: Final = 2.0
+
+H = TypeVar("H", bound=Header)
 
 
 class PeerClient:
@@ -39,9 +41,9 @@ class PeerClient:
         )
 
     async def call(
-        self, url: str, header: Mapping[str, Any], body: Sequence[AnyArray], *, timeout_s: float = TIMEOUT_S
-    ) -> tuple[Mapping[str, Any], U8]:
-        """POSTs one frame; the header and the body of the frame that answers.
+        self, url: str, header: Header, body: Sequence[AnyArray], of: type[H], *, timeout_s: float = TIMEOUT_S
+    ) -> tuple[H, U8]:
+        """POSTs one frame; the header, which is to be that of an `of`, and the body of the frame that answers.
 
         Raises the PsError that the other shard answered, or Unavailable when it gave no answer.
         """
@@ -71,7 +73,7 @@ class PeerClient:
             raise _refusal(status, bytes(view[:at]))
         if at != declared:
             raise problem("unavailable", f"{url} broke off its answer")
-        head, offset = decode_prefix(view)
+        head, offset = decode_header(view, of)
         return head, received[offset:]
 
     async def aclose(self) -> None:

@@ -5,14 +5,14 @@ that breaks off, or is longer or shorter than its header says, is refused withou
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from starlette.types import Message, Receive, Scope
 
 from paramserver.errors import PsError, problem
 from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray
-from paramserver.wire.frame import PREFIX_BYTES, decode_prefix, header_end
+from paramserver.wire.frame import PREFIX_BYTES, Header, decode_header, header_end
 from paramserver.wire.sink import pour
 from paramserver_node.stream import BODY
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
@@ -83,7 +83,8 @@ class Body:
 
 
 T = TypeVar("T")
-Sized = Callable[[dict[str, Any]], Awaitable[tuple[T, Body]]]
+H = TypeVar("H", bound=Header)
+Sized = Callable[[H], Awaitable[tuple[T, Body]]]
 """Makes of a header what the request is, and where its body is to go.  Raises PsError."""
 
 
@@ -93,8 +94,8 @@ class FrameReader:
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
 
-    async def read(self, scope: Scope, receive: Receive, sized: Sized[T]) -> tuple[T, Body]:
-        """What `sized` makes of the header, and the body, whole.
+    async def read(self, scope: Scope, receive: Receive, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
+        """What `sized` makes of the header, which is to be that of an `of`, and the body, whole.
 
         Raises RequestError for a body that breaks off or has another length, Unavailable when there is no room for it.
         """
@@ -107,19 +108,19 @@ class FrameReader:
             return message
 
         try:
-            return await self._read(scope, tracked, sized)
+            return await self._read(scope, tracked, of, sized)
         except PsError:
             # The answer would be lost if it came before the end of a body, however big.
             while not ended:
                 await tracked()
             raise
 
-    async def _read(self, scope: Scope, receive: Receive, sized: Sized[T]) -> tuple[T, Body]:
+    async def _read(self, scope: Scope, receive: Receive, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
         data, more = await _next(receive)
         while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
             chunk, more = await _next(receive)
             data += chunk
-        header, offset = decode_prefix(data)
+        header, offset = decode_header(data, of)
         request, body = await sized(header)
         account(scope).grow(body.size)
         body.open(self._pool)

@@ -1,11 +1,13 @@
 """Encoded pushes at a shard's door: applied, staged, forwarded, repeated, refused when they are not what they say."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, PushId
-from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, PushReply, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, Header, PushFrame, PushPart, PushReply, decode_header, encode_header
 
 from .processes import Nodes, eventually, nodes, unique
 
@@ -27,6 +29,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Two shards that no test hurts."""
     with nodes(tmp_path_factory.mktemp("codecs"), shards=2) as running:
         yield running
+
+
+def ident(push_id: PushId | None) -> dict[str, Any]:
+    """The fields of a frame that say which push it is."""
+    return {} if push_id is None else asdict(push_id)
 
 
 class Model:
@@ -53,17 +60,20 @@ class Model:
             decoded.append(decode_whole(codec.coding, parts[-1], b - a))
         return parts, np.concatenate(decoded)
 
-    def push(self, text: str, parts: Sequence[AnyArray], sizes: Any = None, **fields: Any) -> httpx.Response:
+    def push(
+        self, text: str, parts: Sequence[AnyArray], push_id: PushId | None = None, clock: int | None = None
+    ) -> httpx.Response:
         """One frame of all partitions to the first shard, which hands on what the second one owns."""
         codec = Codec.parse(text)
         bodies = parts if codec.stage is None else [pack(codec.stage, p) for p in parts]
         frame = PushFrame(
             self.name, [PushPart(i) for i in range(len(parts))],
-            codec=codec, sizes=sizes or [(b.size, p.size) for b, p in zip(bodies, parts, strict=True)], **fields,
+            encoding=codec.text, sizes=[(b.size, p.size) for b, p in zip(bodies, parts, strict=True)], clock=clock,
+            **ident(push_id),
         )  # fmt: skip
-        return self.send(frame.to_header(), b"".join(b.tobytes() for b in bodies))
+        return self.send(frame, b"".join(b.tobytes() for b in bodies))
 
-    def send(self, header: dict[str, Any], body: bytes) -> httpx.Response:
+    def send(self, header: Header | dict[str, Any], body: bytes) -> httpx.Response:
         """POST a frame."""
         content = encode_header(header) + body
         return self.http.post(f"{self.shard_url}/push", content=content, headers={"content-type": MEDIA_TYPE})
@@ -103,14 +113,13 @@ def test_encoded_partitions_are_applied_on_both_shards(model: Model, text: str) 
 def test_elements_may_be_packed_too(model: Model, stage: str) -> None:
     """fp32 with a second stage is the same push as the plain elements: a repeat without it is a duplicate."""
     whole = [p.view(np.uint8) for p in np.split(model.flat, model.layout.bounds[1:-1])]
-    ident = PushId("w", 1, 1)
 
-    first = model.push(f"fp32+{stage}", whole, push_id=ident)
-    frame = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], push_id=ident)
-    again = model.send(frame.to_header(), model.flat.tobytes())
+    first = model.push(f"fp32+{stage}", whole, push_id=PushId("w", 1, 1))
+    frame = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], worker="w", epoch=1, seq=1)
+    again = model.send(frame, model.flat.tobytes())
 
     assert first.status_code == 200, first.text
-    assert PushReply.from_header(decode_prefix(again.content)[0]).duplicate
+    assert decode_header(again.content, PushReply)[0].duplicate
     assert np.array_equal(model.values(), model.flat)
 
 
@@ -118,13 +127,13 @@ def test_a_repeat_is_known_by_its_encoded_bytes(model: Model) -> None:
     """The same id and bytes are a duplicate, packed or not; the same id with other bytes is refused."""
     parts, decoded = model.encoded("int8")
     other, _ = model.encoded("topk:0.5")
-    ident = PushId("w", 1, 1)
+    push_id = PushId("w", 1, 1)
 
-    assert model.push("int8", parts, push_id=ident).status_code == 200
-    again = model.push("int8+zstd", parts, push_id=ident)
+    assert model.push("int8", parts, push_id=push_id).status_code == 200
+    again = model.push("int8+zstd", parts, push_id=push_id)
 
-    assert PushReply.from_header(decode_prefix(again.content)[0]).duplicate
-    refused(model.push("topk:0.5", other, push_id=ident), 422, "id_reused")
+    assert decode_header(again.content, PushReply)[0].duplicate
+    refused(model.push("topk:0.5", other, push_id=push_id), 422, "id_reused")
     assert np.array_equal(model.values(), decoded)
 
 
@@ -140,8 +149,8 @@ def test_a_commit_takes_encoded_and_plain_contributions(cluster: Nodes) -> None:
 
     assert model.push("int8", int8, push_id=ids[0], clock=0).status_code == 202
     assert model.push("topk:0.1+zstd", topk, push_id=ids[1], clock=0).status_code == 202
-    ranged = PushFrame(model.name, [PushPart(0, None, [(10, 50)])], push_id=ids[2], clock=0)
-    assert model.send(ranged.to_header(), c[10:50].tobytes()).status_code == 202
+    ranged = PushFrame(model.name, [PushPart(0, None, [(10, 50)])], clock=0, **ident(ids[2]))
+    assert model.send(ranged, c[10:50].tobytes()).status_code == 202
     for j in joined:
         body = {"worker": j["worker"], "epoch": j["epoch"], "clock": 1, "wait_s": 0}
         model.http.post(f"{model.url}/models/{model.name}/clock", json=body).raise_for_status()
@@ -156,9 +165,8 @@ def test_what_is_not_what_it_says_changes_nothing(model: Model) -> None:
     """Unknown codecs are 415; wrong sizes, ranges, indices, stages and scales are 422, and nothing was applied."""
     parts, _ = model.encoded("int8")
     sizes = [(p.size, p.size) for p in parts]
-    whole = PushFrame(
-        model.name, [PushPart(i) for i in range(PARTITIONS)], codec=Codec("int8"), sizes=sizes
-    ).to_header()
+    frame = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], encoding="int8", sizes=sizes)
+    whole = msgspec.to_builtins(frame)
     body = b"".join(p.tobytes() for p in parts)
 
     refused(model.send({**whole, "codec": "int4"}, body), 415, "unknown_codec")
@@ -190,7 +198,7 @@ def test_a_bomb_is_refused_before_it_unpacks(model: Model) -> None:
 
     body = b"".join([bomb.tobytes(), *(p.tobytes() for p in parts[1:])])
     said = [[bomb.size, 1 << 28], *([p.size, p.size] for p in parts[1:])]
-    header = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], codec=Codec("topk", "zstd")).to_header()
+    header = msgspec.to_builtins(PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], encoding="topk+zstd"))
     refused(model.send({**header, "sizes": said}, body), 422, "invalid_encoding")
     small = pack("zstd", np.zeros(1 << 20, np.uint8))
     header["parts"], size = header["parts"][:1], parts[0].size
@@ -232,4 +240,4 @@ def test_journaled_pushes_survive_encoded(tmp_path: Path) -> None:
 
         again = eventually(repeated, within_s=30, what="the answer to a repeated push")
         assert again is not None
-        assert PushReply.from_header(decode_prefix(again.content)[0]).duplicate
+        assert decode_header(again.content, PushReply)[0].duplicate

@@ -14,7 +14,6 @@ import pytest
 
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.types import PushId
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
@@ -22,7 +21,7 @@ from paramserver.wire.frame import (
     PushFrame,
     PushPart,
     PushReply,
-    decode_prefix,
+    decode_header,
     encode_header,
 )
 
@@ -78,7 +77,7 @@ class Model:
 
     def frame(self, path: str, frame: PushFrame | PullFrame, body: bytes = b"", shard: int = 0) -> httpx.Response:
         """POST a frame to a shard."""
-        content = encode_header(frame.to_header()) + body
+        content = encode_header(frame) + body
         return self.http.post(self.url(shard) + path, content=content, headers={"content-type": MEDIA_TYPE})
 
     def everywhere(self, value: float, **fields: Any) -> tuple[PushFrame, bytes]:
@@ -134,8 +133,8 @@ def test_json_msgpack_and_frames_name_the_same_push(model: Model) -> None:
     assert answer.headers["content-type"] == "application/msgpack"
     assert msgpack.unpackb(answer.content)["duplicate"] is True
 
-    frame, body = model.everywhere(3.0, push_id=PushId("w", 1, 1))
-    reply = PushReply.from_header(decode_prefix(model.frame("/push", frame, body).content)[0])
+    frame, body = model.everywhere(3.0, worker="w", epoch=1, seq=1)
+    reply = decode_header(model.frame("/push", frame, body).content, PushReply)[0]
     assert (reply.duplicate, reply.version) == (True, 1)
 
     problem(model.push({"w": [[4.0] * 4] * 6, "b": 3.0}, **ident), 422, "id_reused")
@@ -274,13 +273,12 @@ def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Mode
     addressed, body = model.everywhere(1.0, map_epoch=1)
     refused = problem(model.frame("/push", addressed, body), 421, "wrong_owner")
     assert refused["map_epoch"] >= 1
-    own = PullFrame(model.name, [(i, None) for i in model.owned(0)], map_epoch=1)
-    header, offset = decode_prefix(model.frame("/pull", own).content)
-    reply = PullReply.from_header(header)
+    own = PullFrame([(i, None) for i in model.owned(0)], model=model.name, map_epoch=1)
+    reply, _ = decode_header(model.frame("/pull", own).content, PullReply)
     assert [p[0] for p in reply.parts] == model.owned(0)
     assert reply.version == 1, "the refused frame changed nothing on the shard that got it"
-    everything = model.frame("/pull", PullFrame(model.name, [(i, None) for i in range(4)]), shard=1)
-    _, offset = decode_prefix(everything.content)
+    everything = model.frame("/pull", PullFrame([(i, None) for i in range(4)], model=model.name), shard=1)
+    _, offset = decode_header(everything.content, PullReply)
     assert np.frombuffer(everything.content[offset:], np.float32).tolist() == [1.0] * 25
 
 
@@ -297,7 +295,7 @@ def test_a_transfer_cut_in_the_middle_applies_nothing(cluster: Nodes) -> None:
     """A connection that closes before the body is complete leaves every partition as it was."""
     model = Model(cluster, params={"w": {"shape": [200_000]}})
     frame, body = model.everywhere(1.0)
-    content = encode_header(frame.to_header()) + body
+    content = encode_header(frame) + body
     head = f"POST /push HTTP/1.1\r\nhost: x\r\ncontent-type: {MEDIA_TYPE}\r\ncontent-length: {len(content)}\r\n\r\n"
     for cut in (10, 300, len(content) // 2, len(content) - 1):
         with socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"])) as s:
@@ -317,8 +315,8 @@ def test_big_values_travel_in_pieces(cluster: Nodes) -> None:
     body = msgpack.packb({"model": model.name})
     pulled = msgpack.unpackb(model.http.post(model.url(1) + "/pull", content=body, headers=MSGPACK).content)
     assert pulled["params"]["w"]["data"] == want.tobytes()
-    frame = model.frame("/pull", PullFrame(model.name, [(i, None) for i in range(4)]))
-    assert frame.content[decode_prefix(frame.content)[1] :] == want.tobytes()
+    frame = model.frame("/pull", PullFrame([(i, None) for i in range(4)], model=model.name))
+    assert frame.content[decode_header(frame.content, PullReply)[1] :] == want.tobytes()
     file = model.http.get(f"{model.url(1)}/pull/{model.name}/w")
     assert np.array_equal(np.load(io.BytesIO(file.content)), want)
 

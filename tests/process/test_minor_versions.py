@@ -9,11 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgpack
 import numpy as np
 import pytest
 
 import paramserver as ps
-from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, PREFIX_BYTES, encode_header, header_end
 
 from .cluster import Cluster
 
@@ -25,7 +26,8 @@ NEWS = {"from_the_future": {"colour": "blue", "parts": [[1, None]], "more": 7.5}
 
 def newer_frame(frame: bytes) -> bytes:
     """The frame as a later minor would send it: a number in the byte kept for it, and keys nobody knows yet."""
-    header, offset = decode_prefix(frame)
+    offset, end = header_end(frame), PREFIX_BYTES + int.from_bytes(frame[4:8], "little")
+    header = msgpack.unpackb(frame[PREFIX_BYTES:end])
     pull = header.get("pull")
     if isinstance(pull, dict):
         header["pull"] = pull | NEWS

@@ -18,7 +18,7 @@ from paramserver.wire.frame import (
     PullReply,
     PushFrame,
     PushReply,
-    decode_prefix,
+    decode_header,
     encode_header,
 )
 from paramserver.wire.tensor import from_f32, to_f32
@@ -84,8 +84,7 @@ class Shards:
         if request.path == "/models/m":
             return Response(200, {}, json.dumps(self.document()).encode())
         assert request.body is not None
-        header, offset = decode_prefix(bytes(request.body))
-        return self.frame(request, header, memoryview(bytes(request.body))[offset:])
+        return self.frame(request, bytes(request.body))
 
     def document(self) -> dict[str, Any]:
         return {
@@ -95,9 +94,11 @@ class Shards:
             "shards": {"a": {"addresses": [A]}, "b": {"addresses": [B + "/"]}},
         }  # fmt: skip
 
-    def frame(self, request: Request, header: dict[str, Any], body: memoryview) -> Outcome:
+    def frame(self, request: Request, data: bytes) -> Outcome:
         pull_only = request.path == "/pull"
-        frame: Any = (PullFrame if pull_only else PushFrame).from_header(header)
+        frame: Any
+        frame, offset = decode_header(data, PullFrame if pull_only else PushFrame)
+        body = memoryview(data)[offset:]
         mine = [p[0] if pull_only else p.partition for p in frame.parts]
         if request.to is not None:
             shard = "a" if request.to == A else "b"
@@ -106,7 +107,7 @@ class Shards:
         push = None if pull_only else self.push(frame, body)
         if request.path == "/push":
             assert push is not None
-            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(push.to_header()))
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(push))
         return self.pull(request, frame if pull_only else frame.pull, push)
 
     def push(self, frame: PushFrame, body: memoryview) -> PushReply:
@@ -141,7 +142,7 @@ class Shards:
         timelines = self.timelines.get(request.to, [0])
         timeline = timelines.pop(0) if len(timelines) > 1 else timelines[0]
         reply = PullReply("m", 7, timeline, min(p[1] for p in parts), 9, frame.dtype, parts, push)
-        raw = encode_header(reply.to_header()) + b"".join(pieces)
+        raw = encode_header(reply) + b"".join(pieces)
         assert request.sink is not None
         request.sink.begin()
         for i in range(0, len(raw), 13):  # awkward chunks
@@ -160,8 +161,7 @@ class Shards:
             if request.path != path:
                 return None
             assert request.body is not None
-            header, offset = decode_prefix(bytes(request.body))
-            self.frame(request, header, memoryview(bytes(request.body))[offset:])
+            self.frame(request, bytes(request.body))
             return problem("in_doubt", "the answer was lost")
 
         self.trouble.append(lose)

@@ -8,7 +8,7 @@ import pytest
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
-from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import drive
 from .test_client_session import GRAD, Node, deadline, no, opened
@@ -28,22 +28,21 @@ class Shard(Node):
     def __call__(self, request: Request) -> Outcome:
         if request.path not in ("/push", "/pushpull") or self.script.get(request.path):
             return super().__call__(request)
-        header, _ = decode_prefix(bytes(request.body or b""))
-        frame = PushFrame.from_header(header)
+        frame, _ = decode_header(bytes(request.body or b""), PushFrame)
         self.pushes.append(frame)
         released = self.released and frame.ends is not None
         self.version += released or self.mode != "sync"
         state = "staged" if self.mode == "sync" else "applied"
         push = PushReply(state, False, self.version, 0, 1, self.timeline, [(0, self.version, 1, 0)], released=released)
         if request.path == "/push":
-            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(push.to_header()))
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(push))
         whole = released or self.mode != "sync"
         parts = [(0, self.version, 1)] if whole else []
         values = PullReply("m", 1, self.timeline, self.version, 1, "float32", parts, push)
         assert request.sink is not None
         request.sink.begin()
         body = np.full(4 if whole else 0, self.version, "<f4").tobytes()
-        request.sink.feed(memoryview(encode_header(values.to_header()) + body))
+        request.sink.feed(memoryview(encode_header(values) + body))
         request.sink.end()
         return self.lost.pop(0) if self.lost else Response(200, {})
 

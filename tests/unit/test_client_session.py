@@ -13,7 +13,7 @@ from paramserver.client.numbers import PushNumbers
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import Unavailable, problem
-from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import drive
 
@@ -70,17 +70,16 @@ class Node:
         if path == "/models/m/metrics":
             return ok({"accepted": 1})
         assert framed, path
-        header, _ = decode_prefix(body)
         if path == "/push":
-            self.pushes.append(PushFrame.from_header(header))
+            self.pushes.append(decode_header(body, PushFrame)[0])
             state = "staged" if self.mode == "sync" else "applied"
             reply = PushReply(state, False, 0, 0, 1, self.timeline, [(0, 0, 1, 0)])
-            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply.to_header()))
-        self.pulls.append(PullFrame.from_header(header))
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))
+        self.pulls.append(decode_header(body, PullFrame)[0])
         values = PullReply("m", 1, self.timeline, self.version, 1, "float32", [(0, self.version, 1)])
         assert request.sink is not None
         request.sink.begin()
-        request.sink.feed(memoryview(encode_header(values.to_header()) + np.zeros(4, "<f4").tobytes()))
+        request.sink.feed(memoryview(encode_header(values) + np.zeros(4, "<f4").tobytes()))
         request.sink.end()
         return Response(200, {})
 

@@ -10,7 +10,7 @@ from paramserver.client import transfer
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, RequestError, Unavailable, problem
-from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
 from .sharding import A, B, Now, Shards, drive, grads, refusal, terms
 
@@ -337,7 +337,7 @@ def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards
         assert request.sink is not None
         request.sink.begin()
         reply = PullReply("m", 7, 0, int(lends), 9, "float32", parts, push, lease)
-        request.sink.feed(memoryview(encode_header(reply.to_header())))
+        request.sink.feed(memoryview(encode_header(reply)))
         request.sink.end()
         return Response(200, {"content-type": MEDIA_TYPE})
 
@@ -365,7 +365,7 @@ def test_a_cut_answer_is_pulled_again(shards: Shards, now: Now, cluster: Cluster
             return None
         request.sink.begin()
         reply = PullReply("m", 7, 0, 0, 9, "float32", [(0, 0, 9), (2, 0, 9)])
-        request.sink.feed(memoryview(encode_header(reply.to_header()) + b"\xff" * 60))
+        request.sink.feed(memoryview(encode_header(reply) + b"\xff" * 60))
         try:
             request.sink.end()
         except PsError as e:
@@ -410,7 +410,7 @@ def test_waiting_for_a_version_is_asked_for_in_short_pieces(shards: Shards, now:
         if request.path != "/pull" or request.to != A:
             return shards(request)
         assert request.body is not None
-        waits.append(PullFrame.from_header(decode_prefix(bytes(request.body))[0]).wait_s)
+        waits.append(decode_header(bytes(request.body), PullFrame)[0].wait_s)
         now.s += waits[-1]
         return refusal("version_not_reached")
 

@@ -5,7 +5,7 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paramserver.core.shard_io import PartVersion, PushDone
-from paramserver.types import ModelKey, PushId, PushState
+from paramserver.types import ModelKey, PushState
 from paramserver.wire.frame import PushFrame, PushPart
 from paramserver_node import tally
 from paramserver_node.usage import Usage
@@ -30,7 +30,7 @@ def done(model: str, version: int, *, state: PushState = "applied", duplicate: b
 
 
 def frame(model: str, base: tuple[int, int] | None) -> PushFrame:
-    return PushFrame(model, (PushPart(0, base), PushPart(1, base)), push_id=PushId("a/w0", 1, 1))
+    return PushFrame(model, (PushPart(0, base), PushPart(1, base)), worker="a/w0", epoch=1, seq=1)
 
 
 def test_heartbeats_tell_rates_times_and_lags() -> None:

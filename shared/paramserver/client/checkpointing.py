@@ -13,7 +13,7 @@ from paramserver.client.control import create_model, listed
 from paramserver.client.retry import Backoff, judged, passes
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import PsError, StaleMapError, problem
-from paramserver.wire.frame import MEDIA_TYPE, decode_prefix, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame
 
 AT_ONCE: Final = 8
@@ -107,8 +107,7 @@ def _states(
         pending = again + later
     out: list[tuple[StateFrame, PartitionState]] = []
     for i in range(held.spec.partitions):
-        header, offset = decode_prefix(found[i].body)
-        frame = StateFrame.from_header(header)
+        frame, offset = decode_header(found[i].body, StateFrame)
         out.append((frame, frame.read(memoryview(found[i].body)[offset:])))
     return out
 
@@ -148,7 +147,7 @@ def _settled(
 
 def _set_request(cluster: Cluster, held: ModelMap, index: int, state: PartitionState, deadline: Deadline) -> Request:
     frame, arrays = restore_frame(held.name, held.generation, {index: state})
-    head = encode_header(frame.to_header())
+    head = encode_header(frame)
     body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
     request = Request("POST", f"/internal/set/{held.name}", body.data, headers, cluster.route(held, index))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.calls import Request, Response, foreign
@@ -28,7 +29,7 @@ from paramserver.wire.frame import (
     PushFrame,
     PushPart,
     PushReply,
-    decode_prefix,
+    decode_header,
     encode_header,
     header_end,
 )
@@ -100,19 +101,18 @@ class Outgoing:
         """
         clips = held.spec.optimizer.clip_norm is not None
         scan = Scan(exact=clips, look=clips or len(groups) > 1)
-        drafts: list[tuple[str | None, dict[str, Any], bytes, AnyArray | None, Sequence[memoryview]]] = []
+        drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only where one attempt brings all of it do the shards know among them that it is whole.
         ends_s, self._ends_s = self._ends_s, None
         ends = None if ends_s is None else (len(groups), ends_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(held, to, parts, pull, wait_s, ends).to_header()
+            header = self._frame(held, to, parts, pull, wait_s, ends, slot)
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 # One that lies there is only looked at, or written onto itself where views do not tell enough.
                 if not slot.lies or (scan.look and self._gradient.views(parts, scan) is None):
                     self._gradient.write(parts, slot.memory[:size].data, scan)
-                header["slot"] = slot.file
             prefix, body = encode_header(header), None
             views = None if slot is not None else self._gradient.views(parts, scan)
             if slot is None and views is None:
@@ -126,8 +126,7 @@ class Outgoing:
         out: list[Request] = []
         for to, header, prefix, body, rest in drafts:
             if clips:
-                header["norm"] = self._norm
-                prefix, placeholder = encode_header(header), prefix
+                prefix, placeholder = encode_header(replace(header, norm=self._norm)), prefix
                 assert len(prefix) == len(placeholder), "a float has the same length whatever its value"
             if body is not None:
                 body[: len(prefix)] = np.frombuffer(prefix, np.uint8)
@@ -149,30 +148,32 @@ class Outgoing:
         pull: PullTerms | None,
         wait_s: float,
         ends: tuple[int, float] | None,
+        slot: Slot | None,
     ) -> PushFrame:
-        base = self._terms.base or {}
+        base, ident = self._terms.base or {}, self._terms.push_id
         return PushFrame(
             model=held.name,
             generation=held.generation,
             map_epoch=held.map_epoch if to is not None else None,
             timeline=self._terms.timeline,
-            push_id=self._terms.push_id,
-            key=None,
+            worker=ident.worker,
+            epoch=ident.epoch,
+            seq=ident.seq,
             clock=self._terms.clock,
             parts=[PushPart(p.partition, base.get(p.partition), _listed(p)) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
             norm=None if held.spec.optimizer.clip_norm is None else 0.0,  # until it is known
             ack=self._terms.ack,
-            forwarded=False,
             pull=None
             if pull is None
             else PullSpec(
                 [(p.partition, _listed(p)) for p in parts], pull.min_version, wait_s, pull.dtype, _mapped(to, pull)
             ),
-            codec=self._gradient.codec if isinstance(self._gradient, Encoded) else None,
+            encoding=self._gradient.codec.text if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
             release=self._same_host.released(to),
+            slot=None if slot is None else slot.file,
             mapped=self._mapped and is_same_host(to),
             ends=ends,
         )
@@ -201,11 +202,10 @@ def pull_request(
         min_version=terms.min_version,
         wait_s=wait_s,
         dtype=terms.dtype,
-        forwarded=False,
         mapped=_mapped(to, terms),
         release=same_host.released(to),
     )
-    return Request("POST", "/pull", encode_header(frame.to_header()), _HEADERS, to, sink)
+    return Request("POST", "/pull", encode_header(frame), _HEADERS, to, sink)
 
 
 def _listed(part: Part) -> Any:
@@ -216,8 +216,7 @@ def push_reply(response: Response) -> PushReply:
     """The reply that a good response to a push holds; raises PsError if it is something else."""
     if MEDIA_TYPE not in response.headers.get("content-type", ""):
         raise foreign(response)
-    header, _ = decode_prefix(response.body)
-    return PushReply.from_header(header)
+    return decode_header(response.body, PushReply)[0]
 
 
 def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layout) -> Leased | None:
@@ -287,8 +286,7 @@ class Incoming:
                 except PsError as e:
                     raise problem("in_doubt", f"the answer to a pull is no frame: {e.detail}") from e
         try:
-            header, _ = decode_prefix(bytes(self._head))
-            self.reply = PullReply.from_header(header)
+            self.reply, _ = decode_header(bytes(self._head), PullReply)
         except PsError as e:
             raise problem("in_doubt", f"the answer to a pull cannot be read: {e}") from e
         self._place(self.reply)

@@ -24,7 +24,6 @@ _FIXED: Final = (
     | {0xCC + i: 1 << i for i in range(4)}
     | {0xD0 + i: 1 << i for i in range(4)}
 )
-_SHORT_BYTES: Final = 2048
 _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _LONG: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
@@ -107,26 +106,6 @@ def unpack(
         )
     except (ValueError, TypeError, OverflowError, struct.error, msgpack.exceptions.UnpackException) as e:
         raise problem("malformed", f"the msgpack body cannot be read: {e}") from None
-
-
-def unpack_short(view: memoryview, *, container_max: int, depth_max: int) -> Any:
-    """What `unpack` gives, without its walk where the body is so short that nothing it claims can cost much.
-
-    It may be nested deeper than that: for readers that look at what they know and at nothing else.
-    """
-    if len(view) <= _SHORT_BYTES:
-        try:
-            return msgpack.unpackb(
-                view,
-                strict_map_key=True,
-                max_array_len=len(view),
-                max_map_len=len(view),
-                max_ext_len=0,
-                object_pairs_hook=_object,
-            )
-        except (ValueError, TypeError, OverflowError, struct.error, msgpack.exceptions.UnpackException):
-            pass  # the walk finds out what is wrong
-    return unpack(view, container_max=container_max, depth_max=depth_max)
 
 
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
