@@ -3,10 +3,10 @@
 import difflib
 import json
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any, Final
 
 import typer
+from msgspec.structs import fields
 
 from paramserver.core.spec import CheckpointSpec, ConsistencySpec, OptimizerSpec
 

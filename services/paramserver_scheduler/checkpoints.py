@@ -7,11 +7,11 @@ components, checked here, so nothing that comes over the network leads out of th
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 
 from paramserver import checkpoint

@@ -5,9 +5,10 @@ Where a push is applied at once, its elements are looked at then: one way throug
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, cast
+
+from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.codecs import Codec, check_content, check_whole

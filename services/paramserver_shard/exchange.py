@@ -6,10 +6,11 @@ once more after the map has been refreshed; then the answer is 503.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Final, TypeVar, cast
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from paramserver.codecs import Codec
 from paramserver.core.layout import Range
@@ -23,7 +24,7 @@ from paramserver.core.shard_io import (
     SetReceived,
 )
 from paramserver.errors import PsError, StaleMapError, problem
-from paramserver.types import F32, ITEMSIZE, AnyArray, PushState, record
+from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
 from paramserver.wire.state import SetFrame, SetPart
@@ -39,8 +40,7 @@ Part = TypeVar("Part")
 Answer = TypeVar("Answer")
 
 
-@record
-class WantedPart:
+class WantedPart(Struct, frozen=True):
     """What is asked of one partition."""
 
     partition: int
@@ -48,8 +48,7 @@ class WantedPart:
     """Relative to the partition; None: all of it."""
 
 
-@record
-class GotPart:
+class GotPart(Struct, frozen=True):
     """What one partition gave."""
 
     partition: int

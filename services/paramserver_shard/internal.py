@@ -1,9 +1,8 @@
 """Routes between nodes: a partition's whole state for a checkpoint, values from a restore or an upload."""
 
-from dataclasses import replace
-
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.shard_io import AssignPart, CaptureReceived, SetReceived

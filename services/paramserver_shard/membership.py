@@ -7,11 +7,11 @@ connection it tells everything once more, so nothing is lost with a connection.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from time import monotonic
 from typing import Any, Final
 
 import httpx
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 

@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from msgspec import Struct
 
 from paramserver import kernels, limits
 from paramserver.core.fields import Reader
 from paramserver.core.selection import Selection, select, unknown
 from paramserver.core.shard_io import PushDone, PushPart, PushReceived
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import F32, ITEMSIZE, AnyArray, DType, PushId, record
+from paramserver.types import F32, ITEMSIZE, AnyArray, DType, PushId
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
 from paramserver_shard.models import Models
 
 
-@record
-class PullRequest:
+class PullRequest(Struct, frozen=True):
     """What a pull by name asks for."""
 
     selection: Selection
@@ -32,8 +32,7 @@ class PullRequest:
     """None: each parameter's own."""
 
 
-@record
-class Pulled:
+class Pulled(Struct, frozen=True):
     """The answer to a pull by name."""
 
     known: KnownModel

@@ -1,10 +1,10 @@
 """The values that every part of paramserver passes around."""
 
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 F32: TypeAlias = npt.NDArray[np.float32]
 AnyArray: TypeAlias = npt.NDArray[Any]
@@ -20,20 +20,8 @@ ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "f
 PushState: TypeAlias = Literal["applied", "staged", "buffered"]
 AckLevel: TypeAlias = Literal["applied", "journaled", "fsynced"]
 
-T = TypeVar("T")
 
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def record(cls: type[T]) -> type[T]:
-    """A frozen dataclass for type checkers, which refuse to change it; at run time nothing guards its fields.
-
-    What guards them makes each field cost a call, and a small push makes some forty such objects.
-    """
-    return dataclass(slots=True, unsafe_hash=True)(cls)
-
-
-@record
-class PushId:
+class PushId(Struct, frozen=True):
     """What makes a push the same push however often it is delivered: (worker, epoch, seq)."""
 
     worker: str
@@ -41,8 +29,7 @@ class PushId:
     seq: int
 
 
-@record
-class ModelKey:
+class ModelKey(Struct, frozen=True):
     """One creation of a model: its name and generation."""
 
     name: str
@@ -52,8 +39,7 @@ class ModelKey:
         return f"{self.name}.{self.generation}"
 
 
-@record
-class PartitionKey:
+class PartitionKey(Struct, frozen=True):
     """One partition of one creation of a model."""
 
     model: ModelKey

@@ -6,8 +6,9 @@ The chaos tests must notice each of them; one that they did not notice would be 
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from paramserver.core.journal import JournalEntry
 from paramserver.core.shard_io import Journaled, Task, TaskResult, UpdateTask

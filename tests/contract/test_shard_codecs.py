@@ -1,7 +1,6 @@
 """Encoded pushes at a shard's door: applied, staged, forwarded, repeated, refused when they are not what they say."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 from paramserver.codecs import Codec, decode_whole, encode_whole
 from paramserver.codecs.stage import pack

@@ -1,9 +1,8 @@
 """Computing an update: results in memory that nobody else has need of."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.layout import Layout

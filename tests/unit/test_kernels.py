@@ -1,12 +1,12 @@
 """The fused steps and reductions: exact arithmetic, segments, refusal of NaN, element types, sums in order."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.spec import OptimizerSpec

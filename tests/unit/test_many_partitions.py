@@ -1,11 +1,11 @@
 """A call costs by the partitions it touches, not by those that the model has: steps are counted, nothing is timed."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline

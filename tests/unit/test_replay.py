@@ -1,7 +1,7 @@
 """Replay against the live partition: any prefix of the journal, on any snapshot, gives the same bytes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paramserver.codecs import Codec
 from paramserver.codecs.parts import encode_whole

@@ -1,8 +1,7 @@
 """The learning rate of an update: warm-up, where schedules end, and scaling by workers."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from paramserver.core.schedule import learning_rate
 from paramserver.core.spec import OptimizerSpec, ScheduleSpec

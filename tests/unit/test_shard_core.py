@@ -1,9 +1,9 @@
 """The shard's core, event by event: pulls, assignments, ownership, snapshots; see `test_shard_pushes`."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.shard_io import (

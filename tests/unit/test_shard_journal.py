@@ -1,11 +1,11 @@
 """Acknowledgement levels: who is answered when, what is journaled, and what a Redis that fails does to it."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.shard_io import (

@@ -3,13 +3,13 @@
 Every push adds a power of two to its partitions, so a value tells exactly which pushes it holds, and how often.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from paramserver.core.shard_io import Contribution, LoadPartition, ModelView, PullDone, PushDone, StorageChanged
 from paramserver.core.spec import ModelSpec

@@ -1,10 +1,10 @@
 """Partitions that change hands while they live: holding, handing over, calling off, renewed tokens."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.shard_io import (

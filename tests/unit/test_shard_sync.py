@@ -1,11 +1,11 @@
 """The shard's core in synchronous mode: staging, commits, cuts, timelines."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.shard_io import (

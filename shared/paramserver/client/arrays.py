@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
+from msgspec import Struct
 
 from paramserver.core.selection import Selection
-from paramserver.types import AnyArray, record
+from paramserver.types import AnyArray
 
 HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
@@ -17,8 +18,7 @@ HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {
 """The numpy dtype in which elements of a wire dtype are handed out."""
 
 
-@record
-class Origin:
+class Origin(Struct, frozen=True):
     """Where the values of one pull come from."""
 
     model: str

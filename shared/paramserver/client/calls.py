@@ -8,13 +8,13 @@ a request that got none.  The blocking and the asyncio client drive the same cal
 import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+from msgspec import Struct, field
 
 from paramserver.errors import PsError, from_document, problem
-from paramserver.types import record
 from paramserver.wire.sink import Sink as Place
 
 T = TypeVar("T")
@@ -37,8 +37,7 @@ class Sink(Place, Protocol):
         """The body is complete.  Raises InDoubt if it is too short."""
 
 
-@record
-class Request:
+class Request(Struct, frozen=True):
     """One HTTP request."""
 
     method: str
@@ -60,8 +59,7 @@ class Request:
         return self.body if not self.rest else b"".join((self.body or b"", *self.rest))
 
 
-@record
-class Response:
+class Response(Struct, frozen=True):
     """One HTTP response, whole."""
 
     status: int
@@ -73,8 +71,7 @@ class Response:
     """Base URL of the node that answered."""
 
 
-@record
-class Pause:
+class Pause(Struct, frozen=True):
     """Nothing to send for a while."""
 
     seconds: float

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver.client.calls import Call, Deadline, Pause, Request, Response
 from paramserver.client.cluster import Cluster, ModelMap, model_path

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from math import hypot, isfinite
 
 import numpy as np
+from msgspec import Struct
 
 from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare, write
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Ranges, Selection
 from paramserver.errors import PsError, problem
-from paramserver.types import F32, AnyArray, DType, record
+from paramserver.types import F32, AnyArray, DType
 
 
 class Feedback:
@@ -57,8 +58,7 @@ class Feedback:
         return hypot(*(float(np.linalg.norm(a)) for a in self._left.values()))
 
 
-@record
-class Encoded:
+class Encoded(Struct, frozen=True):
     """A gradient whose parts are encoded already."""
 
     selection: Selection

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
@@ -19,7 +20,7 @@ from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot,
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import PsError, problem
-from paramserver.types import ITEMSIZE, AnyArray, DType, PushId, record
+from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PREFIX_BYTES,
@@ -38,8 +39,7 @@ from paramserver.wire.sink import pour
 _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
 
-@record
-class PushTerms:
+class PushTerms(Struct, frozen=True):
     """What is said of a push besides its values; the same on every shard and in every attempt."""
 
     push_id: PushId
@@ -53,8 +53,7 @@ class PushTerms:
     """sync: the push ends its worker's iteration, and so long it waits for the others; None: it does not."""
 
 
-@record
-class PullTerms:
+class PullTerms(Struct, frozen=True):
     """What is said of a pull besides the partitions."""
 
     dtype: DType

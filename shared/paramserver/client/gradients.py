@@ -7,11 +7,13 @@ the shard does that, and refuses it as a whole.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.gradient_arrays import GradientArrays, Place
@@ -19,7 +21,7 @@ from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, select, unknown
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import ITEMSIZE, AnyArray, DType, record
+from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.tensor import f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
@@ -43,8 +45,7 @@ _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
 }
 
 
-@record
-class Gradient:
+class Gradient(Struct, frozen=True):
     """A gradient that fits its model: names and shapes are right, values are not looked at yet."""
 
     selection: Selection

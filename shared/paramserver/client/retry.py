@@ -6,8 +6,9 @@ A request is always sent again as it was, push id included, so that its second d
 """
 
 import random
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from paramserver.client.calls import Call, Deadline, Outcome, Pause, Request, Response, error_of
 from paramserver.errors import InDoubt, PsError, Unavailable, Unreachable, problem

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import Struct
+
 from paramserver.client.board import BoardView
 from paramserver.client.direct import SCHEME, path_of
 from paramserver.client.windows import POSSIBLE, Windows, writable
 from paramserver.limits import SHARED_LEASE_S
-from paramserver.types import F32, AnyArray, record
+from paramserver.types import F32, AnyArray
 
 log = logging.getLogger("paramserver")
 
@@ -68,8 +70,7 @@ class _Shard:
     board: BoardView | None = None
 
 
-@record
-class Leased:
+class Leased(Struct, frozen=True):
     """Values that one shard lent in place of sending them."""
 
     address: str

@@ -5,11 +5,12 @@ have: the map is fetched anew and what is not done yet is sent again, to whoever
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals

@@ -7,7 +7,7 @@ alike, so plans end: nothing moves to and fro.  A move that is under way counts 
 from collections.abc import Iterable
 from typing import Final
 
-from paramserver.types import record
+from msgspec import Struct
 
 WORTH: Final = 0.05
 """Bytes are levelled further than the rule demands while a move gains this part of a shard's share."""
@@ -22,8 +22,7 @@ PieceKey = tuple[str, int]
 """(model, partition)."""
 
 
-@record
-class Piece:
+class Piece(Struct, frozen=True):
     """One partition: where it is, or will be once its move is over."""
 
     key: PieceKey
@@ -35,8 +34,7 @@ class Piece:
     movable: bool = True
 
 
-@record
-class Place:
+class Place(Struct, frozen=True):
     """One living shard."""
 
     name: str
@@ -47,8 +45,7 @@ class Place:
     """Under way, from it or to it."""
 
 
-@record
-class Move:
+class Move(Struct, frozen=True):
     """A partition is to go from one shard to another."""
 
     key: PieceKey

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import Struct
+
 from paramserver.core.spec import CheckpointSpec
-from paramserver.types import record
 
 IDLE_S: Final = 1.0
 """Without a commit for so long, a synchronous model counts as standing still."""
 
 
-@record
-class Record:
+class Record(Struct, frozen=True):
     """A checkpoint that is there."""
 
     name: str

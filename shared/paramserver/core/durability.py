@@ -7,8 +7,9 @@ level waits for a snapshot, which is due at once.  Nothing here costs a push at 
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.partition import Partition

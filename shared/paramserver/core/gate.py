@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Final
 
+from msgspec import Struct
+
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import problem
-from paramserver.types import record
 
 AHEAD_MAX: Final = 4096
 """Clocks that a sync worker may report beyond the one that is open."""
 CLOCK_MAX: Final = 1 << 53
 
 
-@record
-class Commit:
+class Commit(Struct, frozen=True):
     """The decision on one synchronous clock."""
 
     t: int

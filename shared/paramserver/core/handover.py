@@ -1,8 +1,9 @@
 """Partitions that change hands while they live: handed over whole, or kept under a renewed token (semantics 6)."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from paramserver.core.durability import Durability
 from paramserver.core.line import Lines

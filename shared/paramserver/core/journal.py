@@ -23,7 +23,9 @@ Heads hold plain msgpack values.  Every head has `version`, the partition's vers
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from paramserver.types import AnyArray, PartitionKey, Token, record
+from msgspec import Struct
+
+from paramserver.types import AnyArray, PartitionKey, Token
 
 if TYPE_CHECKING:
     from paramserver.core.layout import Range
@@ -34,8 +36,7 @@ KINDS: Final = ("push", "hold", "commit", "flush", "config", "set", "drop")
 _HEAD_BYTES: Final = 256  # about what a head takes; ranges come on top
 
 
-@record
-class JournalEntry:
+class JournalEntry(Struct, frozen=True):
     """One executed command of one partition."""
 
     key: PartitionKey

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from msgspec import Struct
+
 from paramserver.core.spec import ModelSpec, ParamSpec
-from paramserver.types import record
 
 Range = tuple[int, int]
 """Half-open element range [start, stop)."""
@@ -15,8 +16,7 @@ _ALIGN = (1024, 16)
 """Elements: where partitions are large enough, cuts fall on memory pages of float32, else on cache lines."""
 
 
-@record
-class Segment:
+class Segment(Struct, frozen=True):
     """The part of one parameter that lies in one partition."""
 
     param: int

@@ -1,8 +1,9 @@
 """Partitions on their way in: what their owner begins with, and what follows from it at once."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from paramserver.core import operation as running
 from paramserver.core.operation import configured

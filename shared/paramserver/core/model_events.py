@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from msgspec import Struct
+
 from paramserver.errors import PsError
-from paramserver.types import ModelKey, record
+from paramserver.types import ModelKey
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@record
-class CreateModel:
+class CreateModel(Struct, frozen=True):
     """POST /models.  Answer 201 (new) or 200 (the same spec) with the model document, when every partition is served.
 
     With `init.kind: upload` the document holds `upload_token` (201 always; 200 only when no other token is alive).
@@ -25,8 +26,7 @@ class CreateModel:
     restore: bool = False
 
 
-@record
-class PatchModel:
+class PatchModel(Struct, frozen=True):
     """PATCH /models/{m}, a JSON merge patch.  Answer 200 with the model document."""
 
     request: int
@@ -34,16 +34,14 @@ class PatchModel:
     patch: Any
 
 
-@record
-class DeleteModel:
+class DeleteModel(Struct, frozen=True):
     """DELETE /models/{m}.  Answer 204."""
 
     request: int
     model: str
 
 
-@record
-class ParameterUploaded:
+class ParameterUploaded(Struct, frozen=True):
     """POST /internal/models/{m}/uploaded: all owners have that parameter's values.  Answer 200 {"missing":[...]}."""
 
     request: int
@@ -53,8 +51,7 @@ class ParameterUploaded:
     """The upload token quoted; None from a shard that has already compared it (see `upload` in the feed's document)."""
 
 
-@record
-class FilesLoaded:
+class FilesLoaded(Struct, frozen=True):
     """Completion of `LoadFiles`: the owners hold these parameters, or `error` says why not (the model is removed)."""
 
     model: ModelKey
@@ -62,8 +59,7 @@ class FilesLoaded:
     error: PsError | None = None
 
 
-@record
-class StartRestore:
+class StartRestore(Struct, frozen=True):
     """POST /models/{m}/restore onto the living model: commits pause.  Answer 200 with the model document.
 
     The service then sets every partition (`POST /internal/set/...`) and sends `RestoreFinished`.
@@ -73,8 +69,7 @@ class StartRestore:
     model: str
 
 
-@record
-class RestoreFinished:
+class RestoreFinished(Struct, frozen=True):
     """Every partition of the model was set (or not: `error`).  Answer 200 with the model document, or the error."""
 
     request: int
@@ -82,8 +77,7 @@ class RestoreFinished:
     error: PsError | None = None
 
 
-@record
-class RequestCheckpoint:
+class RequestCheckpoint(Struct, frozen=True):
     """POST /models/{m}/checkpoints.  Answer 201 with the checkpoint's document once it is written.
 
     One with a name of the user's own is never removed by the rule of `keep`.
@@ -94,8 +88,7 @@ class RequestCheckpoint:
     name: str | None = None
 
 
-@record
-class CheckpointWritten:
+class CheckpointWritten(Struct, frozen=True):
     """Completion of `WriteCheckpoint`."""
 
     model: ModelKey
@@ -108,8 +101,7 @@ class CheckpointWritten:
     """The name of the scheduler that has the files."""
 
 
-@record
-class CheckpointFailed:
+class CheckpointFailed(Struct, frozen=True):
     """`WriteCheckpoint` did not succeed; nothing of it is left."""
 
     model: ModelKey

@@ -1,16 +1,16 @@
 """What the scheduler's core hears from shards, and about Redis; see `scheduler_io`."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
 from typing import Any, TypeAlias
 
-from paramserver.types import PartitionKey, record
+from msgspec import Struct, field
+
+from paramserver.types import PartitionKey
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@record
-class JoinShard:
+class JoinShard(Struct, frozen=True):
     """POST /internal/shards.
 
     Answer 201 {"name","epoch","lease_s","term"}; an older holder of the name is dead at once.
@@ -22,8 +22,7 @@ class JoinShard:
     version: str = ""
 
 
-@record
-class ShardHeartbeat:
+class ShardHeartbeat(Struct, frozen=True):
     """PUT /internal/shards/{name}.  Answer {"state":"active"|"draining"}; 409 `fenced` when dead or replaced."""
 
     request: int
@@ -52,8 +51,7 @@ class ShardHeartbeat:
     """[model, generation, index, bytes per second] of what goes in and out; those not listed have none."""
 
 
-@record
-class LeaveShard:
+class LeaveShard(Struct, frozen=True):
     """DELETE /internal/shards/{name}?epoch=.  Answer 204; its partitions go to the others at once."""
 
     request: int
@@ -61,8 +59,7 @@ class LeaveShard:
     epoch: int
 
 
-@record
-class SetShardState:
+class SetShardState(Struct, frozen=True):
     """PUT /shards/{name}, or POST /internal/shards/{name}/drain?epoch= by the shard itself.
 
     `draining`: its partitions move to the others, one after the other, and it gets no new ones, until `active` again or
@@ -77,8 +74,7 @@ class SetShardState:
     epoch: int | None = None
 
 
-@record
-class OpenFeed:
+class OpenFeed(Struct, frozen=True):
     """GET /internal/feed.  Answer {"documents": [...]}, everything once; subscribe when performing that `Reply`.
 
     Every `Publish` after it continues the stream.  With `shard` given and dead or replaced: 409 `fenced`.
@@ -89,8 +85,7 @@ class OpenFeed:
     epoch: int | None = None
 
 
-@record
-class RedisEmptied:
+class RedisEmptied(Struct, frozen=True):
     """Redis has lost everything, and this leader has taken the new term `term`, higher than its own.
 
     Every field is stored again, every fence, and a new token for each partition: the document of a partition that has
@@ -102,8 +97,7 @@ class RedisEmptied:
     """Partitions whose newest token was not stored yet, so nobody has been told of it."""
 
 
-@record
-class StorageChanged:
+class StorageChanged(Struct, frozen=True):
     """Redis has stopped answering (`reason` says how) or answers again (""): no moves meanwhile."""
 
     reason: str

@@ -6,8 +6,10 @@ by the state of that moment and returns what is to be computed; `finish` makes t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core import admission

@@ -8,13 +8,13 @@ from math import sqrt
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 
 from paramserver.core.spec import OptimizerSpec
-from paramserver.types import F32, record
+from paramserver.types import F32
 
 
-@record
-class SegmentStep:
+class SegmentStep(Struct, frozen=True):
     """One step of the elements [start, stop) of a partition.
 
     The gradient used is clamp(scale * g, -clip_value, +clip_value), then weight decay is added.

@@ -1,15 +1,15 @@
 """One partition's numbers as they travel: live, captured for a snapshot, and loaded from one."""
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
+from msgspec import Struct, field
+
 from paramserver.core.layout import Range
-from paramserver.types import F32, AnyArray, Coding, PartitionKey, Token, record
+from paramserver.types import F32, AnyArray, Coding, PartitionKey, Token
 
 
-@record
-class PartitionState:
+class PartitionState(Struct, frozen=True):
     """The numbers of one partition at one version: replaced, never written."""
 
     values: F32
@@ -25,8 +25,7 @@ class PartitionState:
         return self.values.nbytes + sum(s.nbytes for s in self.slots)
 
 
-@record
-class HeldPart:
+class HeldPart(Struct, frozen=True):
     """A gradient that was accepted and is not applied yet (sync: staged; buffered: held)."""
 
     worker: str
@@ -47,8 +46,7 @@ class HeldPart:
     dtype: Coding
 
 
-@record
-class Capture:
+class Capture(Struct, frozen=True):
     """One partition at one moment, ready to be written away: it shares the live buffers, which never change."""
 
     key: PartitionKey
@@ -74,8 +72,7 @@ class Capture:
         return self.state.nbytes + sum(h.data.nbytes for h in (*self.held, *self.staged))
 
 
-@record
-class LoadedState:
+class LoadedState(Struct, frozen=True):
     """What a partition starts from: the fields of a stored `Capture`, or drawn initial values at version 0."""
 
     state: PartitionState

@@ -1,16 +1,14 @@
 """What the scheduler's core hears about runs and from the worker pool; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Any, TypeAlias
 
-from paramserver.types import record
+from msgspec import Struct, field
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@record
-class CreateRun:
+class CreateRun(Struct, frozen=True):
     """POST /runs.  Answer 201 with the run's document."""
 
     request: int
@@ -26,8 +24,7 @@ class CreateRun:
     checkpoint_every: int = 0
 
 
-@record
-class PatchRun:
+class PatchRun(Struct, frozen=True):
     """PATCH /runs/{id}: state `paused`, `running` or `stopped`, number of workers, stopping rule.  Answer 200."""
 
     request: int
@@ -37,8 +34,7 @@ class PatchRun:
     stop: Json | None = None
 
 
-@record
-class JoinPool:
+class JoinPool(Struct, frozen=True):
     """POST /pool.  Answer 201 {"member","epoch","lease_s"}."""
 
     request: int
@@ -46,8 +42,7 @@ class JoinPool:
     allow: Sequence[str] = ()
 
 
-@record
-class PoolHeartbeat:
+class PoolHeartbeat(Struct, frozen=True):
     """PUT /pool/{member}.
 
     Answer {"state":"idle"|"assigned"|"stop","run":{"id","name","model","entry","args","place","worker","rank"}|null};
@@ -61,8 +56,7 @@ class PoolHeartbeat:
     """What its process takes: `cpu_cores`, `rss_bytes`; None: it does not say."""
 
 
-@record
-class LeavePool:
+class LeavePool(Struct, frozen=True):
     """DELETE /pool/{member}.  Answer 204; its place is free again."""
 
     request: int
@@ -70,8 +64,7 @@ class LeavePool:
     epoch: int | None = None
 
 
-@record
-class PlaceDone:
+class PlaceDone(Struct, frozen=True):
     """POST /runs/{id}/places/{place}/done.  Answer 200 with the run's document."""
 
     request: int

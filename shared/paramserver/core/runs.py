@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import Struct
+
 from paramserver import limits
 from paramserver.core.documents import check_document
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import record
 
 RESTARTS_MAX: Final = 3
 """A place whose entry has raised more often fails the run."""
@@ -33,8 +34,7 @@ class Place:
     """The entry has returned."""
 
 
-@record
-class StopRule:
+class StopRule(Struct, frozen=True):
     """When a run is finished; the first condition met counts, none of them means when every entry has returned."""
 
     clocks: int | None = None

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from msgspec import Struct
+
 from paramserver.errors import PsError
-from paramserver.types import ModelKey, PartitionKey, Token, record
+from paramserver.types import ModelKey, PartitionKey, Token
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@record
-class Store:
+class Store(Struct, frozen=True):
     """Write these fields of the hash `ps:state` in one script guarded by the term; None deletes a field.
 
     Redis away: retry, in order.  Another term found: this process is no leader any more and must stop.
@@ -19,8 +20,7 @@ class Store:
     fields: Mapping[str, Json | None]
 
 
-@record
-class SetTokens:
+class SetTokens(Struct, frozen=True):
     """Write the owner tokens of these partitions (`{NAME.GEN/INDEX}:token`, 20 digits) and these fences.
 
     In one script with the `Store` before it: either all of it is stored or nothing.
@@ -31,8 +31,7 @@ class SetTokens:
     """(shard, highest epoch that is fenced) for the hash `ps:fence`; epoch 0 deletes the field."""
 
 
-@record
-class Publish:
+class Publish(Struct, frozen=True):
     """A document for every open feed; all are level-triggered, so one that is lost is healed by reconnecting.
 
     Types: `map`, `model`, `roster`, `commit`, `gone`.  `map` and `model` tell the leader's `term`: who has seen a
@@ -51,8 +50,7 @@ class Publish:
     document: Json
 
 
-@record
-class Reply:
+class Reply(Struct, frozen=True):
     """The answer to a request: a JSON body (None: empty) with its status, or an error."""
 
     request: int
@@ -62,8 +60,7 @@ class Reply:
     """False: need not wait for the stores before it."""
 
 
-@record
-class LoadFiles:
+class LoadFiles(Struct, frozen=True):
     """Read these parameters from safetensors files and set them on their owners; completed by `FilesLoaded`."""
 
     model: ModelKey
@@ -71,8 +68,7 @@ class LoadFiles:
     """Parameter name -> file name (one path component below the state directory)."""
 
 
-@record
-class WriteCheckpoint:
+class WriteCheckpoint(Struct, frozen=True):
     """Write a checkpoint; completed by `CheckpointWritten` or `CheckpointFailed`."""
 
     model: ModelKey
@@ -85,16 +81,14 @@ class WriteCheckpoint:
     workers {id: {"rank","clock","state"}}."""
 
 
-@record
-class RemoveCheckpoint:
+class RemoveCheckpoint(Struct, frozen=True):
     """Delete a checkpoint's files; no completion."""
 
     model: str
     name: str
 
 
-@record
-class ForgetModel:
+class ForgetModel(Struct, frozen=True):
     """Delete every Redis key of that creation's partitions; no completion."""
 
     model: ModelKey

@@ -13,6 +13,8 @@ Times are seconds; `now` is monotonic.  What GET routes need is in `SchedulerCor
 
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from paramserver.core.model_events import CheckpointFailed as CheckpointFailed
 from paramserver.core.model_events import CheckpointWritten as CheckpointWritten
 from paramserver.core.model_events import CreateModel as CreateModel
@@ -55,18 +57,15 @@ from paramserver.core.worker_events import ReportMetrics as ReportMetrics
 from paramserver.core.worker_events import RequestEvaluation as RequestEvaluation
 from paramserver.core.worker_events import TaskDone as TaskDone
 from paramserver.core.worker_events import WorkerHeartbeat as WorkerHeartbeat
-from paramserver.types import record
 
 
-@record
-class RequestGone:
+class RequestGone(Struct, frozen=True):
     """The client of a parked request hung up; it gets no `Reply`."""
 
     request: int
 
 
-@record
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed.  Send one whenever `SchedulerCore.deadline()` is reached, and at least each second."""
 
 

@@ -10,18 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
 
+from msgspec import Struct
+
 from paramserver import limits
 from paramserver.core.layout import Layout, Range
 from paramserver.core.spec import ParamSpec
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import record
 
 Names: TypeAlias = str | Iterable[str]
 Ranges: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
-@record
-class Piece:
+class Piece(Struct, frozen=True):
     """A run of elements of one parameter in one partition."""
 
     param: int
@@ -31,8 +31,7 @@ class Piece:
     length: int
 
 
-@record
-class Part:
+class Part(Struct, frozen=True):
     """What is touched of one partition."""
 
     partition: int
@@ -44,8 +43,7 @@ class Part:
     pieces: tuple[Piece, ...]
 
 
-@record
-class Selection:
+class Selection(Struct, frozen=True):
     """Some elements of a model."""
 
     params: tuple[ParamSpec, ...]

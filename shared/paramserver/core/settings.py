@@ -5,8 +5,9 @@ for each segment of the partition [lr_scale, weight_decay or None, trainable] of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from paramserver.core.layout import Segment
 from paramserver.core.spec import ConsistencySpec, ModelSpec, OptimizerSpec

@@ -2,6 +2,8 @@
 
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import SegmentStep
@@ -9,11 +11,10 @@ from paramserver.core.partition_state import Capture, PartitionState
 from paramserver.core.shard_events import AssignPart, Request, Source
 from paramserver.core.spec import ModelSpec, OptimizerSpec
 from paramserver.errors import PsError
-from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushState, Token, record
+from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushState, Token
 
 
-@record
-class LoadPartition:
+class LoadPartition(Struct, frozen=True):
     """Read the partition's state from its source and answer with `PartitionLoaded` or `LoadFailed`.
 
     "init" and a "snapshot" that was never stored give the initial values of the spec at version 0.  Where the model's
@@ -27,8 +28,7 @@ class LoadPartition:
     layout: Layout
 
 
-@record
-class Piece:
+class Piece(Struct, frozen=True):
     """A range of a partition and the gradients whose weighted sum it gets."""
 
     start: int
@@ -38,8 +38,7 @@ class Piece:
     partition."""
 
 
-@record
-class UpdateTask:
+class UpdateTask(Struct, frozen=True):
     """One optimizer step of one partition.
 
     The gradient is, on each piece, the weighted sum of its parts over `divisor` (`kernels.mean`); elements outside
@@ -63,8 +62,7 @@ class UpdateTask:
     """Nobody has looked at `direct` yet: its checksum is part of the result."""
 
 
-@record
-class AssignTask:
+class AssignTask(Struct, frozen=True):
     """New values for ranges of one partition; everything else is kept."""
 
     key: PartitionKey
@@ -75,16 +73,14 @@ class AssignTask:
 Task: TypeAlias = UpdateTask | AssignTask
 
 
-@record
-class Apply:
+class Apply(Struct, frozen=True):
     """Compute these tasks into new buffers and answer with `Applied`; the tasks are of different partitions."""
 
     job: int
     tasks: tuple[Task, ...]
 
 
-@record
-class PartVersion:
+class PartVersion(Struct, frozen=True):
     """Where one partition stands, as replies tell it."""
 
     partition: int
@@ -93,8 +89,7 @@ class PartVersion:
     durable_version: int
 
 
-@record
-class PushDone:
+class PushDone(Struct, frozen=True):
     """The push is accepted (200 if `applied`, else 202); also the answer to a `SetReceived`."""
 
     model: ModelKey
@@ -115,8 +110,7 @@ class PushDone:
     """A base version was of another incarnation, so its lag counts as 0."""
 
 
-@record
-class PulledPart:
+class PulledPart(Struct, frozen=True):
     """One partition of a pull."""
 
     partition: int
@@ -125,8 +119,7 @@ class PulledPart:
     incarnation: Token
 
 
-@record
-class PullDone:
+class PullDone(Struct, frozen=True):
     """The values asked for, in the order asked; the states stay valid for as long as they are referenced."""
 
     model: ModelKey
@@ -141,16 +134,14 @@ class PullDone:
 Outcome: TypeAlias = PushDone | PullDone | Capture | PsError
 
 
-@record
-class Reply:
+class Reply(Struct, frozen=True):
     """Answer that request: exactly one for each; the runtime ignores one for a request whose client has gone."""
 
     request: Request
     outcome: Outcome
 
 
-@record
-class StoreSnapshot:
+class StoreSnapshot(Struct, frozen=True):
     """Write that capture to Redis under its token; answer with `SnapshotStored` or `SnapshotFailed`."""
 
     capture: Capture
@@ -162,8 +153,7 @@ class StoreSnapshot:
     """Stored means on disk, as at level `fsynced`."""
 
 
-@record
-class Journal:
+class Journal(Struct, frozen=True):
     """Append these to the journals of their partitions, in this order, and all `Journal` effects in theirs.
 
     Answer with `Journaled` for the last one of each partition when it is durable, or with `JournalRefused`.  While
@@ -177,13 +167,11 @@ class Journal:
     """Durable means on disk (level `fsynced`)."""
 
 
-@record
-class Report:
+class Report(Struct, frozen=True):
     """Send a heartbeat now: a partition is served, or a cut is stored."""
 
 
-@record
-class AskWorker:
+class AskWorker(Struct, frozen=True):
     """Ask the scheduler about a worker that the roster lacks; answer with `WorkerAnswered`."""
 
     request: Request
@@ -191,8 +179,7 @@ class AskWorker:
     worker: str
 
 
-@record
-class Resync:
+class Resync(Struct, frozen=True):
     """A commit is missing: connect the feed again, which then tells everything once more."""
 
     model: ModelKey

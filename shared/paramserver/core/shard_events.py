@@ -1,28 +1,27 @@
 """What goes into the shard's core: every event."""
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any, Self, TypeAlias
+
+from msgspec import Struct, field
 
 from paramserver.core.layout import Layout, Range
 from paramserver.core.partition_state import LoadedState, PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.types import F32, AnyArray, Coding, DType, ModelKey, PartitionKey, PushId, Token, record
+from paramserver.types import F32, AnyArray, Coding, DType, ModelKey, PartitionKey, PushId, Token
 
 Request: TypeAlias = int
 """The runtime's number of one request that waits for an outcome."""
 
 
-@record
-class MapChanged:
+class MapChanged(Struct, frozen=True):
     """The cluster map has a new epoch; 421 answers quote it."""
 
     map_epoch: int
 
 
-@record
-class Contribution:
+class Contribution(Struct, frozen=True):
     """One entry of a commit's list: what (worker, epoch) pushed for `clock`."""
 
     worker: str
@@ -33,8 +32,7 @@ class Contribution:
     """What it adds to the divisor."""
 
 
-@record
-class CommitDecided:
+class CommitDecided(Struct, frozen=True):
     """The leader has decided commit `t`: exactly these contributions, in (rank, clock) order, on every partition."""
 
     model: ModelKey
@@ -67,8 +65,7 @@ Source: TypeAlias = str | int
 """Where a partition's first state comes from: "init", "snapshot" (the newest good one), or the clock of a cut."""
 
 
-@record
-class ModelView:
+class ModelView(Struct, frozen=True):
     """All that this shard must know of one model, as the scheduler's feed says it now (level-triggered)."""
 
     model: ModelKey
@@ -129,8 +126,7 @@ def _source(value: Any) -> Source:
     return int(value["cut"]) if isinstance(value, Mapping) else str(value)
 
 
-@record
-class RosterChanged:
+class RosterChanged(Struct, frozen=True):
     """Workers have joined, left or died."""
 
     model: ModelKey
@@ -139,15 +135,13 @@ class RosterChanged:
     live_workers: int
 
 
-@record
-class ModelGone:
+class ModelGone(Struct, frozen=True):
     """The model was deleted, or created anew under another generation."""
 
     model: ModelKey
 
 
-@record
-class PartitionLoaded:
+class PartitionLoaded(Struct, frozen=True):
     """`LoadPartition` has succeeded."""
 
     key: PartitionKey
@@ -155,8 +149,7 @@ class PartitionLoaded:
     loaded: LoadedState
 
 
-@record
-class LoadFailed:
+class LoadFailed(Struct, frozen=True):
     """`LoadPartition` has failed; it is asked for again after a second, and requests are told the reason."""
 
     key: PartitionKey
@@ -164,8 +157,7 @@ class LoadFailed:
     error: PsError
 
 
-@record
-class PushPart:
+class PushPart(Struct, frozen=True):
     """One partition's slice of a push."""
 
     partition: int
@@ -187,8 +179,7 @@ class PushPart:
     """`data` is all there is in its memory and nobody else's: once applied it may hold something else."""
 
 
-@record
-class PushReceived:
+class PushReceived(Struct, frozen=True):
     """A push, direct or by name, with its body read to the end, split into the parts this shard owns."""
 
     request: Request
@@ -207,8 +198,7 @@ class PushReceived:
     ack: str | None = None
 
 
-@record
-class PullReceived:
+class PullReceived(Struct, frozen=True):
     """A request for the present values of some partitions."""
 
     request: Request
@@ -223,8 +213,7 @@ class PullReceived:
     """sync: the number of commits that each partition has taken at least."""
 
 
-@record
-class AssignPart:
+class AssignPart(Struct, frozen=True):
     """New values for ranges of one partition."""
 
     partition: int
@@ -240,8 +229,7 @@ class AssignPart:
     """Restores: step counts per segment; None keeps what is there."""
 
 
-@record
-class SetReceived:
+class SetReceived(Struct, frozen=True):
     """Values are assigned (`PUT params`, a restore, an upload): version + 1, or still 0 while the model initializes."""
 
     request: Request
@@ -252,8 +240,7 @@ class SetReceived:
     """A restore also drops what is staged or buffered."""
 
 
-@record
-class CaptureReceived:
+class CaptureReceived(Struct, frozen=True):
     """A request for one partition's whole state (checkpoints): the present one, or that of the newest cut."""
 
     request: Request
@@ -264,15 +251,13 @@ class CaptureReceived:
     """The clock of a cut; None: the present state."""
 
 
-@record
-class RequestGone:
+class RequestGone(Struct, frozen=True):
     """The client of that request has gone; a waiting pull is dropped, a push runs its course unanswered."""
 
     request: Request
 
 
-@record
-class WorkerAnswered:
+class WorkerAnswered(Struct, frozen=True):
     """The answer to `AskWorker`."""
 
     request: Request
@@ -284,8 +269,7 @@ class WorkerAnswered:
     """The scheduler could not be asked."""
 
 
-@record
-class TaskResult:
+class TaskResult(Struct, frozen=True):
     """What one task of a job gave."""
 
     state: PartitionState | None
@@ -296,8 +280,7 @@ class TaskResult:
     """The gradient itself is not finite."""
 
 
-@record
-class Applied:
+class Applied(Struct, frozen=True):
     """`Apply` is done: all its tasks have been computed, none is visible yet."""
 
     job: int
@@ -305,8 +288,7 @@ class Applied:
     """One for each task, in their order."""
 
 
-@record
-class SnapshotStored:
+class SnapshotStored(Struct, frozen=True):
     """`StoreSnapshot` has succeeded: that version is durable."""
 
     key: PartitionKey
@@ -316,8 +298,7 @@ class SnapshotStored:
     """As in the effect."""
 
 
-@record
-class SnapshotFailed:
+class SnapshotFailed(Struct, frozen=True):
     """`StoreSnapshot` has failed (Redis away, or its token is no longer the owner's)."""
 
     key: PartitionKey
@@ -327,8 +308,7 @@ class SnapshotFailed:
     """As in the effect."""
 
 
-@record
-class Journaled:
+class Journaled(Struct, frozen=True):
     """Everything of that partition up to `lsn` is durable at its model's level."""
 
     key: PartitionKey
@@ -336,16 +316,14 @@ class Journaled:
     lsn: int
 
 
-@record
-class JournalRefused:
+class JournalRefused(Struct, frozen=True):
     """Another owner has the partition's token: nothing more is served for it."""
 
     key: PartitionKey
     token: Token
 
 
-@record
-class JournalLost:
+class JournalLost(Struct, frozen=True):
     """Redis came back without something that it once had of the partition: a snapshot is due at once.
 
     Where journal entries are missing it takes no later ones before that; what waits stays queued, and the event is
@@ -356,8 +334,7 @@ class JournalLost:
     token: Token
 
 
-@record
-class StorageChanged:
+class StorageChanged(Struct, frozen=True):
     """Whether anything can be made durable now; the first one may be left out while all is well."""
 
     reason: str
@@ -366,13 +343,11 @@ class StorageChanged:
     """Why this Redis cannot acknowledge `fsynced`; empty: it can."""
 
 
-@record
-class SaveAll:
+class SaveAll(Struct, frozen=True):
     """The process is about to end: store each `Partition.unsaved`, outside the budget; may be repeated."""
 
 
-@record
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed: sent at `ShardCore.deadline(now)`, or earlier without harm."""
 
 

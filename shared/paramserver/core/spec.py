@@ -4,18 +4,19 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import field, fields
 from math import prod
 from typing import Any, Final, Self
+
+from msgspec import Struct, field
+from msgspec.structs import fields
 
 from paramserver import limits
 from paramserver.core.fields import MODEL_NAME, Reader, check_model_name, check_param_name, merge_patch
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import ITEMSIZE, record
+from paramserver.types import ITEMSIZE
 
 
-@record
-class InitSpec:
+class InitSpec(Struct, frozen=True):
     """How a parameter gets its first values."""
 
     kind: str = "zeros"
@@ -32,7 +33,7 @@ class InitSpec:
     path: str = ""
     """kind `file`: a safetensors file below the scheduler's state directory, as a single path component."""
 
-    KINDS = {  # noqa: RUF012 - a constant table, read only
+    KINDS = {
         "zeros": (),
         "constant": ("value",),
         "normal": ("mean", "std", "seed"),
@@ -76,8 +77,7 @@ class InitSpec:
 _DEFAULTS: Final = {"value": 0.0, "mean": 0.0, "std": 1.0, "low": 0.0, "high": 1.0, "gain": 1.0, "a": 0.0}
 
 
-@record
-class ParamSpec:
+class ParamSpec(Struct, frozen=True):
     """One dense parameter."""
 
     name: str
@@ -139,8 +139,7 @@ class ParamSpec:
         }
 
 
-@record
-class ScheduleSpec:
+class ScheduleSpec(Struct, frozen=True):
     """How the learning rate changes with the number of updates (see `core.schedule`)."""
 
     kind: str = "constant"
@@ -151,7 +150,7 @@ class ScheduleSpec:
     warmup: int = 0
     """Updates over which the rate rises linearly from 1/warmup of its value; then the schedule begins."""
 
-    KINDS = {"constant": (), "step": ("step_size", "gamma"), "exponential": ("gamma",), "cosine": ("t_max", "eta_min")}  # noqa: RUF012
+    KINDS = {"constant": (), "step": ("step_size", "gamma"), "exponential": ("gamma",), "cosine": ("t_max", "eta_min")}
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
@@ -186,8 +185,7 @@ _OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
 """The server-side optimizers with their hyperparameters; names and defaults are torch's (ftrl: the paper's)."""
 
 
-@record
-class OptimizerSpec:
+class OptimizerSpec(Struct, frozen=True):
     """The server-side optimizer of a model."""
 
     name: str = "sgd"
@@ -256,8 +254,7 @@ class OptimizerSpec:
         }
 
 
-@record
-class ConsistencySpec:
+class ConsistencySpec(Struct, frozen=True):
     """When pushes are applied and who waits for whom."""
 
     mode: str = "async"
@@ -278,7 +275,7 @@ class ConsistencySpec:
     """Version lag: `ignore`, `scale` the step by 1/(1+lag), or `reject` beyond `lag_bound`."""
     lag_bound: int = 16
 
-    MODES = {  # noqa: RUF012
+    MODES = {
         "async": (),
         "ssp": ("staleness", "min_workers"),
         "sync": ("quorum", "quorum_count", "min_workers", "late"),
@@ -319,8 +316,7 @@ class ConsistencySpec:
         return {"mode": self.mode, **own, "lag": self.lag, "lag_bound": self.lag_bound}
 
 
-@record
-class CheckpointSpec:
+class CheckpointSpec(Struct, frozen=True):
     """When the scheduler writes a checkpoint of the model by itself, and how many it keeps."""
 
     every_clocks: int = 0
@@ -349,8 +345,7 @@ class CheckpointSpec:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-@record
-class ModelSpec:
+class ModelSpec(Struct, frozen=True):
     """A named set of parameters with one optimizer and one consistency setting."""
 
     name: str

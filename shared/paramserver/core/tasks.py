@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import Struct
+
 from paramserver import limits
 from paramserver.core.fields import MODEL_NAME
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import record
 
 OPEN_PASSES: Final = 2
 EVALUATE: Final = "evaluate"
@@ -59,8 +60,7 @@ class RangeSet:
         yield from range(at, size)
 
 
-@record
-class DatasetSpec:
+class DatasetSpec(Struct, frozen=True):
     """A dataset as registered."""
 
     name: str

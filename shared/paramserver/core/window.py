@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from msgspec import Struct
+
 from paramserver import limits
 from paramserver.errors import PsError, problem
-from paramserver.types import PushId, record
+from paramserver.types import PushId
 
 _EMPTY = -1
 _START = 4  # slots of a fresh window; doubles up to limits.WINDOW, a power of two
 
 
-@record
-class Seen:
+class Seen(Struct, frozen=True):
     """What was answered when the push came first."""
 
     version: int

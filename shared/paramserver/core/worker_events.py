@@ -1,16 +1,14 @@
 """What the scheduler's core hears from workers of a model; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Any, TypeAlias
 
-from paramserver.types import record
+from msgspec import Struct, field
 
 Json: TypeAlias = Mapping[str, Any]
 
 
-@record
-class JoinWorker:
+class JoinWorker(Struct, frozen=True):
     """POST /models/{m}/workers.
 
     Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state"}.  The id is `{m}/{name}`, a
@@ -27,8 +25,7 @@ class JoinWorker:
     """Seconds it may be silent; None: the usual lease."""
 
 
-@record
-class WorkerHeartbeat:
+class WorkerHeartbeat(Struct, frozen=True):
     """PUT /models/{m}/workers/{w}.
 
     Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate"}: `evaluate` says that an
@@ -47,8 +44,7 @@ class WorkerHeartbeat:
     """Whatever the worker wants kept with checkpoints (its iterator, its random state); None: as before."""
 
 
-@record
-class LeaveWorker:
+class LeaveWorker(Struct, frozen=True):
     """DELETE /models/{m}/workers/{w}.  Answer 204; repeatable."""
 
     request: int
@@ -57,8 +53,7 @@ class LeaveWorker:
     epoch: int | None = None
 
 
-@record
-class DrainWorker:
+class DrainWorker(Struct, frozen=True):
     """Ask one worker to finish: its heartbeats answer `draining`.  Answer 200 with the worker's document."""
 
     request: int
@@ -66,8 +61,7 @@ class DrainWorker:
     worker: str
 
 
-@record
-class ClockStaged:
+class ClockStaged(Struct, frozen=True):
     """A shard has accepted a push that ends its worker's iteration, which it so reports for the worker.
 
     It counts as the worker's own report once all the shards have said so that the push went to.  No answer: what comes
@@ -89,8 +83,7 @@ class ClockStaged:
     """To how many the push went."""
 
 
-@record
-class ReportClock:
+class ReportClock(Struct, frozen=True):
     """POST /models/{m}/clock: iterations finished, absolute and repeatable.
 
     Answer {"released","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released, or
@@ -107,8 +100,7 @@ class ReportClock:
     wait_s: float = 0.0
 
 
-@record
-class ReportMetrics:
+class ReportMetrics(Struct, frozen=True):
     """POST /models/{m}/metrics.  Answer 200 {"accepted": number of values}."""
 
     request: int
@@ -118,8 +110,7 @@ class ReportMetrics:
     clock: int | None = None
 
 
-@record
-class RegisterDataset:
+class RegisterDataset(Struct, frozen=True):
     """POST /models/{m}/tasks.  Answer 201 with the dataset's document; the same again 200, another one 409 `conflict`.
 
     Either `ranges` ([[start, stop], ...]) or `size` cut into pieces of `task_size`.
@@ -138,8 +129,7 @@ class RegisterDataset:
     """How often the data is worked through; None: for ever."""
 
 
-@record
-class LeaseTask:
+class LeaseTask(Struct, frozen=True):
     """POST /models/{m}/tasks/lease.
 
     Answer 200 {"task": {...}|null, "finished": bool, "clock", "timeline"}; a task is {"id","kind":"range","dataset",
@@ -155,8 +145,7 @@ class LeaseTask:
     wait_s: float = 0.0
 
 
-@record
-class TaskDone:
+class TaskDone(Struct, frozen=True):
     """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; repeatable.
 
     `metrics`: an evaluation's result.
@@ -170,8 +159,7 @@ class TaskDone:
     metrics: Json = field(default_factory=dict)
 
 
-@record
-class RequestEvaluation:
+class RequestEvaluation(Struct, frozen=True):
     """An evaluation at the present clock, please.  Answer 201 {"id","clock"}."""
 
     request: int

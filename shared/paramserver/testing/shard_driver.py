@@ -11,10 +11,11 @@ Loads, jobs, snapshots and journals wait in `pending` until `complete` is called
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core import initial

@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from paramserver.core import scheduler_io as io
 from paramserver.core import shard_io as sio

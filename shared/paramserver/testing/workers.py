@@ -1,9 +1,9 @@
 """A simulated worker: it pushes ones, clock by clock, under ids of its own, until each has its answer."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver.core import scheduler_io as io
 from paramserver.core import shard_io as sio

@@ -10,7 +10,7 @@ offset  bytes
                body: elements, little-endian, end to end, in the order of the header's `parts`
 
 A header is a `Header` with its fields' types and bounds; msgspec reads it, and refuses what does not fit before it
-allocates (docs/decisions/0020-typed-headers.md).
+allocates (docs/decisions/0020-structs.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
