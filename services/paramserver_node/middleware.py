@@ -32,6 +32,7 @@ _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 _LASTING: Final = "lasting"
+_TERSE: Final = "terse"
 _PROCESS: Final = secrets.token_hex(8)
 _NUMBERS: Final = itertools.count(1)
 """Of the requests of this process; with its random name they make ids that no other gives."""
@@ -40,6 +41,11 @@ _NUMBERS: Final = itertools.count(1)
 def lasting(scope: Scope) -> None:
     """The body of this request may come for as long as it likes: what its sender may do has been checked."""
     scope["state"][_LASTING] = True
+
+
+def terse(scope: Scope) -> None:
+    """A good answer to this request need not name it, unless its sender did: the next one can be the same bytes."""
+    scope["state"][_TERSE] = True
 
 
 class NodeMiddleware:
@@ -99,7 +105,7 @@ class _Exchange:
         if BODY in extensions:
             self._into, extensions[BODY] = extensions[BODY], self.into
         self._scope = scope
-        self._size, self.request_id = _told(scope)
+        self._size, self.request_id, self._named = _told(scope)
         self._body_ended = self._size == 0
         self._reading: asyncio.Lock | None = None
         self._began_s = patience.now()
@@ -154,7 +160,8 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+            if self._named or self.status >= 400 or _TERSE not in self._scope["state"]:
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
             if not self._body_ended and not self._too_slow and _LASTING not in self._scope["state"]:
                 await self._drain()
             await self._send(message)  # which the server keeps for the first piece of the body
@@ -210,8 +217,8 @@ def _check_path(scope: Scope) -> None:
         raise problem("malformed", "the path is not UTF-8") from None
 
 
-def _told(scope: Scope) -> tuple[int | None, str]:
-    """(length of the body, or None where only its end will tell; the request's id).
+def _told(scope: Scope) -> tuple[int | None, str, bool]:
+    """(length of the body, or None where only its end will tell; the request's id; whether the client gave it).
 
     The id is the client's `X-Request-Id` where that is a plain word, else a new one.
     """
@@ -224,6 +231,5 @@ def _told(scope: Scope) -> tuple[int | None, str]:
             chunked = True
         elif name == b"x-request-id":
             given = value.decode("latin-1")
-    if not given or not _ID.fullmatch(given):
-        given = f"{_PROCESS}-{next(_NUMBERS):x}"
-    return None if chunked else size, given
+    named = given != "" and _ID.fullmatch(given) is not None
+    return None if chunked else size, given if named else f"{_PROCESS}-{next(_NUMBERS):x}", named

@@ -23,6 +23,7 @@ from paramserver.limits import (
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
+from paramserver_node.middleware import terse
 from paramserver_node.race import while_there
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
@@ -66,6 +67,7 @@ class _Endpoint:
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == MEDIA_TYPE.encode():
+                    terse(scope)
                     await self.by_frame(scope, receive, checked, began_s)
                     return
                 break

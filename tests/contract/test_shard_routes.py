@@ -282,6 +282,22 @@ def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Mode
     assert np.frombuffer(everything.content[offset:], np.float32).tolist() == [1.0] * 25
 
 
+def test_answers_name_their_request_where_somebody_may_ask(model: Model) -> None:
+    """Every JSON answer and every refusal has an id; a good frame has one if its sender gave it."""
+    frame, body = model.everywhere(1.0)
+    url, content = model.url(0) + "/push", encode_header(frame) + body
+    headers = {"content-type": MEDIA_TYPE}
+
+    good = model.http.post(url, content=content, headers=headers)
+    named = model.http.post(url, content=content, headers=headers | {"x-request-id": "mine-1"})
+    refused = model.http.post(url, content=content[:-4], headers=headers)
+
+    assert (good.status_code, "x-request-id" in good.headers) == (200, False)
+    assert (named.status_code, named.headers["x-request-id"]) == (200, "mine-1")
+    assert (refused.status_code, refused.headers["x-request-id"]) == (400, refused.json()["request_id"])
+    assert "x-request-id" in model.ask("/pull", {}).headers
+
+
 @pytest.mark.parametrize("change", [-4, 4, 400])
 def test_a_body_of_another_length_than_announced_is_refused(model: Model, change: int) -> None:
     """A frame's body that is longer or shorter than its parts is 400 and changes nothing."""
