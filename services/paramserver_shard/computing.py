@@ -59,7 +59,7 @@ def _update(task: UpdateTask, pool: BufferPool, spare: AnyArray | None) -> TaskR
     values = None if spare is None else pool.again(spare, size)
     if values is None:
         values = pool.take(size, shared=True, after=state.values)
-    slots = tuple(pool.take(size) for _ in range(kernels.slot_count(task.optimizer)))
+    slots = tuple(pool.take(size) for _ in state.slots)
     crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # it is in the cache for what follows
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
         return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from prometheus_client import Gauge
@@ -87,25 +87,30 @@ class _Lag:
     count: int = 0
 
 
-@dataclass(slots=True)
 class _Flow:
-    """What one model's pushes and pulls came to; `marks` are their sums at the beginning of the last intervals."""
+    """What one model's pushes and pulls came to."""
 
-    model: str
-    marks: deque[tuple[float, tuple[int, ...]]]
-    pushes: int = 0
-    pulls: int = 0
-    in_bytes: int = 0
-    out_bytes: int = 0
-    push_times: _Times = field(default_factory=_Times)
-    pull_times: _Times = field(default_factory=_Times)
-    lags: dict[str, _Lag] = field(default_factory=dict)
+    def __init__(self, model: str, since_s: float) -> None:
+        self.pushes = 0
+        self.received = RECEIVED.labels(model)
+        self.push_s = PUSH_S.labels(model)
+        self.push_times = _Times()
+        self.pulls = PULLS.labels(model)
+        self.sent = SENT.labels(model)
+        self.pull_s = PULL_S.labels(model)
+        self.pull_times = _Times()
+        self.lags: dict[str, _Lag] = {}
+        self._marks = deque([(since_s, self._totals())], RATE_INTERVALS)
+        """The sums at the beginning of the last intervals."""
+
+    def _totals(self) -> tuple[int, ...]:
+        return self.pushes, self.pulls.total, self.received.total, self.sent.total
 
     def rates(self, now: float) -> dict[str, Any]:
         """The numbers that a heartbeat tells, over the last intervals; a new one begins."""
-        totals = (self.pushes, self.pulls, self.in_bytes, self.out_bytes)
-        since_s, before = self.marks[0]
-        self.marks.append((now, totals))
+        totals = self._totals()
+        since_s, before = self._marks[0]
+        self._marks.append((now, totals))
         rates = [(new - old) / (now - since_s) for new, old in zip(totals, before, strict=True)]
         found: dict[str, Any] = {
             "pushes_per_s": round(rates[0], 2),
@@ -142,12 +147,11 @@ class Telemetry:
         model = done.model.name
         now, flow = self.clock(), self._flow(model)
         PUSHES.labels(model, done.state).inc()
-        RECEIVED.labels(model).inc(size_bytes)
-        PUSH_S.labels(model).observe(now - began_s)
         if done.duplicate:
             DUPLICATES.labels(model).inc()
         flow.pushes += 1
-        flow.in_bytes += size_bytes
+        flow.received.inc(size_bytes)
+        flow.push_s.observe(now - began_s)
         flow.push_times.add(now, now - began_s)
         if lag is not None:
             LAG.labels(model).observe(lag)
@@ -158,17 +162,15 @@ class Telemetry:
     def pulled(self, model: str, size_bytes: int, began_s: float) -> None:
         """A pull that came at `began_s` is answered now."""
         now, flow = self.clock(), self._flow(model)
-        PULLS.labels(model).inc()
-        SENT.labels(model).inc(size_bytes)
-        PULL_S.labels(model).observe(now - began_s)
-        flow.pulls += 1
-        flow.out_bytes += size_bytes
+        flow.pulls.inc()
+        flow.sent.inc(size_bytes)
+        flow.pull_s.observe(now - began_s)
         flow.pull_times.add(now, now - began_s)
 
     def _flow(self, model: str) -> _Flow:
         flow = self._flows.get(model)
         if flow is None:
-            flow = self._flows[model] = _Flow(model, deque([(self._since, (0, 0, 0, 0))], RATE_INTERVALS))
+            flow = self._flows[model] = _Flow(model, self._since)
         return flow
 
     def forget(self, model: str) -> None:

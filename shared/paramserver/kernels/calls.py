@@ -167,9 +167,9 @@ def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
 @lru_cache(maxsize=256)
 def _tables(
     o: OptimizerSpec, steps: tuple[SegmentStep, ...], size: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Spans to step, their numbers, and the constants; equal numbers share a row, and neighbours that do become one
-    span.
+) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """How many slots there are, spans to step, their numbers, and the constants; equal numbers share a row, and
+    neighbours that do become one span.
 
     Push after push they are often the same, and making them costs a small one more than the step.
     """
@@ -199,6 +199,7 @@ def _tables(
     if at > size:
         raise ValueError(f"segments reach to {at}, the partition has {size} elements")
     return (
+        slot_count(o),
         np.array(spans, np.int64).reshape(-1, 3),
         np.array(rows, np.float64).reshape(-1, codes.COLUMNS),
         _constants(o),
@@ -224,15 +225,14 @@ def apply(
     Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are
     then garbage.  Raises ValueError for arrays or steps that do not fit.
     """
-    views = _views(grad, dtype)
-    count, size = slot_count(optimizer), w.size
+    views, size = _views(grad, dtype), w.size
+    count, spans, table, constants = _tables(optimizer, tuple(steps), size)
     if len(slots) != count or len(slots_out) != count:
         raise ValueError(f"{optimizer.name} has {count} slots, not {len(slots)} and {len(slots_out)}")
     _check_length(grad, views, dtype, size)
     for a in (w_out, *slots, *slots_out):
         if a.size != size:
             raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
-    spans, table, constants = _tables(optimizer, tuple(steps), size)
     rest = (_NONE32,) * (3 - count)
     ok = loops.step(
         _KINDS[optimizer.name], count, constants, spans, table, w, *slots, *rest,
