@@ -32,6 +32,7 @@ from paramserver.core.shard_io import (
     PartitionLoaded,
     PartitionState,
     PullDone,
+    PullReceived,
     PushDone,
     PushReceived,
     Reply,
@@ -136,9 +137,11 @@ class Runtime:
             self.loads.pushed(made, outcome)
         return outcome
 
-    async def pull(self, event: Callable[[Request], Event]) -> PullDone:
+    async def pull(self, event: Callable[[Request], PullReceived]) -> PullDone:
         """The outcome of a pull.  Raises PsError."""
-        _, outcome = await self._ask(event)
+        outcome: Outcome | None = self.core.pulls.at_once(event(0))
+        if outcome is None:
+            _, outcome = await self._ask(event)
         assert isinstance(outcome, PullDone)
         self.loads.pulled(outcome)
         return outcome

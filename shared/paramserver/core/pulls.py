@@ -34,27 +34,14 @@ class WaitingPull:
 
     def attempt(self, map_epoch: int, now: float) -> PullDone | float:
         """The outcome, or until when to wait for `at`; raises PsError when it cannot be or has waited long enough."""
-        event, model = self.event, self.model
-        model.check(event.generation, event.timeline)
-        partitions = [model.owned(i, map_epoch) for i in event.parts]
-        ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
-        for p in partitions:
-            there = ready and p.state is not None
-            if there and p.version >= min_version and p.clock >= min_clock:
-                continue
-            until = self.version_until if there else self.load_until
-            if now >= until:
-                raise self._late(p)
-            self.at = p
-            return until
-        parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
-        return PullDone(
-            model.key,
-            model.timeline,
-            min([p.version for p in parts]),
-            max([p.incarnation for p in parts]),
-            tuple(parts),
-        )
+        found = _look(self.model, self.event, map_epoch)
+        if isinstance(found, PullDone):
+            return found
+        until = self.version_until if self.model.ready and found.state is not None else self.load_until
+        if now >= until:
+            raise self._late(found)
+        self.at = found
+        return until
 
     def _late(self, p: Partition) -> PsError:
         if p.state is None:
@@ -66,6 +53,19 @@ class WaitingPull:
             f"partition {p.index} is at version {p.version}, not yet at {_wanted(self.event)}",
             version=p.version,
         )
+
+
+def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone | Partition:
+    """The outcome, or the first partition that is not there yet; raises PsError."""
+    model.check(event.generation, event.timeline)
+    partitions = [model.owned(i, map_epoch) for i in event.parts]
+    ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
+    for p in partitions:
+        if not ready or p.state is None or p.version < min_version or p.clock < min_clock:
+            return p
+    parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
+    lowest, highest = min([p.version for p in parts]), max([p.incarnation for p in parts])
+    return PullDone(model.key, model.timeline, lowest, highest, tuple(parts))
 
 
 class Shard(Protocol):
@@ -88,6 +88,17 @@ class PullDesk:
         self._shard = shard
         self._timers = timers
         self._waiting: dict[Request, WaitingPull] = {}
+
+    def at_once(self, event: PullReceived) -> PullDone | None:
+        """The answer to a pull that need neither wait nor be refused; nothing is changed by asking."""
+        model = self._shard.models.get(event.model)
+        if model is None or not event.parts:
+            return None
+        try:
+            found = _look(model, event, self._shard.map_epoch)
+        except PsError:
+            return None  # which the event says
+        return found if isinstance(found, PullDone) else None
 
     def take(self, model: ServedModel, event: PullReceived, now: float) -> None:
         """Answer a pull now, or when it can be."""

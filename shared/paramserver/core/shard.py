@@ -85,8 +85,8 @@ class ShardCore:
         self._last_job = 0
         self._timers = Timers()
         self.durability = Durability(self, self._timers)
-        self._pulls = PullDesk(self, self._timers)
-        self._requests = RequestDesk(self, self._lines, self._timers, self._pulls, self._perform)
+        self.pulls = PullDesk(self, self._timers)
+        self._requests = RequestDesk(self, self._lines, self._timers, self.pulls, self._perform)
         self._loading = LoadDesk(self, self._timers, self._requests, self._perform)
         self._handover = Handover(self, self._lines)
         self._woken: list[Partition] = []
@@ -387,7 +387,7 @@ class ShardCore:
             return
         woken, self._woken = self._woken, []
         for partition in woken:
-            self._pulls.wake(partition, now)
+            self.pulls.wake(partition, now)
 
     def _applied(self, event: Applied, now: float) -> None:
         operation = self._jobs.pop(event.job)

@@ -10,7 +10,7 @@
 Loads, jobs, snapshots and journals wait in `pending` until `complete` is called; with `eager` they complete at once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +197,13 @@ def pullable(core: ShardCore) -> Pullable:
     }
 
 
+def check_at_once(known: PullDone | None, answers: Sequence[Outcome]) -> None:
+    """A pull gets by asking what its event gets at once, which is refused besides where too many requests wait."""
+    for answer in answers:
+        assert answer == known or (isinstance(answer, PsError) and (known is None or answer.code == "queue_full"))
+    assert known is None or answers
+
+
 def check_superseded(core: ShardCore, before: Pullable) -> None:
     """Raises AssertionError unless the core says of all that a pull was answered with `before` and is not now that it
     was superseded: clients of its machine still take it for the present.
@@ -239,9 +246,15 @@ class ShardDriver:
                 self.store.tokens[key] = max(token, self.store.tokens.get(key, 0))
         events = [event]
         while events:
+            event = events.pop(0)
             before = pullable(self.core) if self.checked else {}
-            effects = self.core.handle(events.pop(0), self.now)
+            known = self.core.pulls.at_once(event) if isinstance(event, PullReceived) else None
+            effects = self.core.handle(event, self.now)
             check_superseded(self.core, before)
+            if isinstance(event, PullReceived):
+                check_at_once(
+                    known, [e.outcome for e in effects if isinstance(e, Reply) and e.request == event.request]
+                )
             for effect in effects:
                 events.extend(self._take(effect))
 
