@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from paramserver.client.calls import Sink
@@ -53,21 +53,17 @@ class Answer:
     def __init__(self, sink: Sink | None) -> None:
         self.status = 0
         """0 until its headers are here."""
-        self.headers: dict[str, str] = {}
+        self.headers: Mapping[str, str] = {}
         self.body = bytearray()
         self.ended = False
         self._sink = sink
         self._to_sink = False
 
-    def begin(self, headers: Sequence[Header]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Its headers, or what follows its body."""
         if self.status >= 200:
             return
-        for name, value in headers:
-            if name == b":status":
-                self.status = int(value)
-            else:
-                self.headers[name.decode("latin-1")] = value.decode("latin-1")
+        self.status, self.headers = status, headers
         if self.status == 200 and self._sink is not None:
             self._to_sink = True
             self._sink.begin()
@@ -95,6 +91,12 @@ class Answer:
             self._sink.end()
 
 
+def _said(headers: Sequence[Header]) -> tuple[int, Mapping[str, str]]:
+    """The status, 0 where there is none, and the headers."""
+    texts = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    return int(texts.pop(":status", "0")), texts
+
+
 class Connection:
     """An open connection.  Raises OSError, also for what is no HTTP/2."""
 
@@ -116,7 +118,7 @@ class Connection:
         """Goes with the next frame."""
         self._room = memoryview(bytearray(_READ_BYTES))
         self._scanner = wire.Scanner(FRAME_BYTES, _HEADER_BYTES_MAX)
-        self._decoder = wire.HeaderDecoder(_HEADER_BYTES_MAX, list)
+        self._decoder = wire.HeaderDecoder(_HEADER_BYTES_MAX, _said)
         self._block: bytearray | None = None
         self._block_ends = False
         self._stream = -1
@@ -298,9 +300,9 @@ class Connection:
                 self._block += payload
             if flags & wire.END_HEADERS:
                 block, self._block = bytes(self._block), None
-                headers = self._decoder.decode(block)
+                status, said = self._decoder.decode(block)
                 if stream == self._stream:
-                    self._answer.begin(headers)
+                    self._answer.begin(status, said)
                     if self._block_ends:
                         self._answer.end()
         elif kind == wire.WINDOW_UPDATE:
