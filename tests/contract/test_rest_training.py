@@ -195,7 +195,7 @@ def test_a_map_epoch_is_answered_with_the_newer_one(rest_cluster: Nodes, shard: 
     document = face.call("GET", f"/models/{model}")
     foreign = next(p["index"] for p in document["partitions"] if p["shard"] != shard)
     size = document["bounds"][foreign + 1] - document["bounds"][foreign]
-    frame = encode_header(PushFrame(model, [PushPart(foreign)], map_epoch=0)) + bytes(4 * size)
+    frame = encode_header(PushFrame(model, [PushPart(foreign, None, None)], map_epoch=0)) + bytes(4 * size)
 
     answer = face.http.post(f"{face.url}/push", content=frame, headers={"content-type": MEDIA_TYPE})
     assert (answer.status_code, answer.json()["code"]) == (421, "wrong_owner")

@@ -67,7 +67,7 @@ class Model:
         codec = Codec.parse(text)
         bodies = parts if codec.stage is None else [pack(codec.stage, p) for p in parts]
         frame = PushFrame(
-            self.name, [PushPart(i) for i in range(len(parts))],
+            self.name, [PushPart(i, None, None) for i in range(len(parts))],
             encoding=codec.text, sizes=[(b.size, p.size) for b, p in zip(bodies, parts, strict=True)], clock=clock,
             **ident(push_id),
         )  # fmt: skip
@@ -115,7 +115,7 @@ def test_elements_may_be_packed_too(model: Model, stage: str) -> None:
     whole = [p.view(np.uint8) for p in np.split(model.flat, model.layout.bounds[1:-1])]
 
     first = model.push(f"fp32+{stage}", whole, push_id=PushId("w", 1, 1))
-    frame = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], worker="w", epoch=1, seq=1)
+    frame = PushFrame(model.name, [PushPart(i, None, None) for i in range(PARTITIONS)], worker="w", epoch=1, seq=1)
     again = model.send(frame, model.flat.tobytes())
 
     assert first.status_code == 200, first.text
@@ -165,7 +165,7 @@ def test_what_is_not_what_it_says_changes_nothing(model: Model) -> None:
     """Unknown codecs are 415; wrong sizes, ranges, indices, stages and scales are 422, and nothing was applied."""
     parts, _ = model.encoded("int8")
     sizes = [(p.size, p.size) for p in parts]
-    frame = PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], encoding="int8", sizes=sizes)
+    frame = PushFrame(model.name, [PushPart(i, None, None) for i in range(PARTITIONS)], encoding="int8", sizes=sizes)
     whole = msgspec.to_builtins(frame)
     body = b"".join(p.tobytes() for p in parts)
 
@@ -198,7 +198,9 @@ def test_a_bomb_is_refused_before_it_unpacks(model: Model) -> None:
 
     body = b"".join([bomb.tobytes(), *(p.tobytes() for p in parts[1:])])
     said = [[bomb.size, 1 << 28], *([p.size, p.size] for p in parts[1:])]
-    header = msgspec.to_builtins(PushFrame(model.name, [PushPart(i) for i in range(PARTITIONS)], encoding="topk+zstd"))
+    header = msgspec.to_builtins(
+        PushFrame(model.name, [PushPart(i, None, None) for i in range(PARTITIONS)], encoding="topk+zstd")
+    )
     refused(model.send({**header, "sizes": said}, body), 422, "invalid_encoding")
     small = pack("zstd", np.zeros(1 << 20, np.uint8))
     header["parts"], size = header["parts"][:1], parts[0].size

@@ -147,7 +147,7 @@ def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes) -> None:
     cluster.post(
         "/models", {"name": big, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, "partitions": 1}
     )
-    head = encode_header(PushFrame(big, [PushPart(0)]))
+    head = encode_header(PushFrame(big, [PushPart(0, None, None)]))
     body = np.ones(elements, np.float32).tobytes()
     with ExitStack() as stack:
         for _ in range(4):

@@ -86,7 +86,7 @@ def gauge(cluster: Nodes, name: str) -> float:
 def test_who_sends_a_byte_a_second_or_does_not_read_is_cut_off(cluster: Nodes, model: str) -> None:
     """A stalled frame, a trickled one, trickled JSON and a reader that stands still end in time; nothing is applied."""
     url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
-    frame = encode_header(PushFrame(model, [PushPart(i) for i in range(4)]))
+    frame = encode_header(PushFrame(model, [PushPart(i, None, None) for i in range(4)]))
     framed = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame) + ELEMENTS * 4}\r\n\r\n".encode() + frame
     typed = b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
     before = gauge(cluster, "paramserver_buffer_lent_bytes")
@@ -130,7 +130,7 @@ def read_of(reader: socket.socket) -> int:
 
 def test_over_http2_they_are_cut_off_too(cluster: Nodes, model: str) -> None:
     """Who stops in a body is told so, who reads nothing is hung up on; their memory is free again."""
-    frame = encode_header(PushFrame(model, [PushPart(i) for i in range(4)]))
+    frame = encode_header(PushFrame(model, [PushPart(i, None, None) for i in range(4)]))
     before = gauge(cluster, "paramserver_buffer_lent_bytes")
     with (
         closing(connect2(cluster, "POST", "/push", frame + bytes(100_000))) as stalled,
@@ -149,7 +149,7 @@ def test_over_http2_they_are_cut_off_too(cluster: Nodes, model: str) -> None:
 def test_a_body_may_be_slow_but_not_too_slow(cluster: Nodes, model: str) -> None:
     """A body that stands still for a while and then goes on is taken."""
     body = np.ones(ELEMENTS, np.float32).tobytes()
-    frame = encode_header(PushFrame(model, [PushPart(i) for i in range(4)]))
+    frame = encode_header(PushFrame(model, [PushPart(i, None, None) for i in range(4)]))
     head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(frame) + len(body)}\r\n\r\n".encode()
     with closing(connect(cluster, "POST /push HTTP/1.1", head + frame + body[:100])) as s:
         readable, _, _ = select.select([s], [], [], PATIENCE_S / 3)

@@ -82,7 +82,7 @@ class Model:
 
     def everywhere(self, value: float, **fields: Any) -> tuple[PushFrame, bytes]:
         """A frame for every partition, without a map epoch, and its body."""
-        frame = PushFrame(self.name, [PushPart(i) for i in range(4)], **fields)
+        frame = PushFrame(self.name, [PushPart(i, None, None) for i in range(4)], **fields)
         return frame, np.full(self.layout.size, value, np.float32).tobytes()
 
 

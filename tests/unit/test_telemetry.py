@@ -30,7 +30,7 @@ def done(model: str, version: int, *, state: PushState = "applied", duplicate: b
 
 
 def frame(model: str, base: tuple[int, int] | None) -> PushFrame:
-    return PushFrame(model, (PushPart(0, base), PushPart(1, base)), worker="a/w0", epoch=1, seq=1)
+    return PushFrame(model, (PushPart(0, base, None), PushPart(1, base, None)), worker="a/w0", epoch=1, seq=1)
 
 
 def test_heartbeats_tell_rates_times_and_lags() -> None:

@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "frames"
 
 PUSH = frame.PushFrame(
     "demo",
-    [frame.PushPart(0, (6, (1 << 32) | 3)), frame.PushPart(2, None, [(0, 1), (5, 7)])],
+    [frame.PushPart(0, (6, (1 << 32) | 3), None), frame.PushPart(2, None, [(0, 1), (5, 7)])],
     generation=4,
     map_epoch=9,
     timeline=0,
@@ -109,7 +109,10 @@ def test_a_newer_frame_format_is_refused_by_name() -> None:
         ({"seq": True}, "malformed"),
         ({"parts": []}, "empty_push"),
         ({"parts": [[0, None, None], [0, None, None]]}, "malformed"),
-        ({"parts": [[]]}, "malformed"),
+        ({"parts": [[0, None]]}, "malformed"),
+        ({"parts": [[0, None, None, None]]}, "malformed"),
+        ({"parts": [[0, None, []]]}, "invalid_range"),
+        ({"ack": ""}, "malformed"),
         ({"parts": [[0, [1], None]]}, "malformed"),
         ({"parts": [[0, None, [[3, 3]]]]}, "invalid_range"),
         ({"parts": [[0, None, [[3, 5], [4, 6]]]]}, "invalid_range"),

@@ -159,7 +159,7 @@ class Outgoing:
             epoch=ident.epoch,
             seq=ident.seq,
             clock=self._terms.clock,
-            parts=[PushPart(p.partition, base.get(p.partition), _listed(p)) for p in parts],
+            parts=[PushPart(p.partition, base.get(p.partition), p.ranges) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
             norm=None if held.spec.optimizer.clip_norm is None else 0.0,  # until it is known
@@ -167,7 +167,7 @@ class Outgoing:
             pull=None
             if pull is None
             else PullSpec(
-                [(p.partition, _listed(p)) for p in parts], pull.min_version, wait_s, pull.dtype, _mapped(to, pull)
+                [(p.partition, p.ranges) for p in parts], pull.min_version, wait_s, pull.dtype, _mapped(to, pull)
             ),
             encoding=self._gradient.codec.text if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
@@ -197,7 +197,7 @@ def pull_request(
         generation=held.generation,
         map_epoch=held.map_epoch if to is not None else None,
         timeline=terms.timeline,
-        parts=[(p.partition, _listed(p)) for p in parts],
+        parts=[(p.partition, p.ranges) for p in parts],
         min_version=terms.min_version,
         wait_s=wait_s,
         dtype=terms.dtype,
@@ -205,10 +205,6 @@ def pull_request(
         release=same_host.released(to),
     )
     return Request("POST", "/pull", encode_header(frame), _HEADERS, to, sink)
-
-
-def _listed(part: Part) -> Any:
-    return None if part.ranges is None else list(part.ranges)
 
 
 def push_reply(response: Response) -> PushReply:

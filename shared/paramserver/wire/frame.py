@@ -26,6 +26,7 @@ from paramserver.core.fields import MODEL_NAME
 from paramserver.core.layout import Range
 from paramserver.errors import problem
 from paramserver.types import ITEMSIZE, PushId
+from paramserver.wire.bounded import Buffer
 
 MEDIA_TYPE: Final = "application/vnd.paramserver.frame"
 MAGIC: Final = b"PS"
@@ -33,12 +34,11 @@ FORMAT: Final = 1
 PREFIX_BYTES: Final = 8
 ALIGN: Final = 64
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number: TypeAlias = Annotated[float, Meta(gt=-1e38, lt=1e38)]
 ModelName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{MODEL_NAME.pattern})\Z")]
 FileName: TypeAlias = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
-Ranges: TypeAlias = Annotated[Sequence[tuple[Count, Count]], Meta(min_length=1, max_length=limits.RANGES_PER_PUSH_MAX)]
+Ranges: TypeAlias = Annotated[Sequence[tuple[Count, Count]], Meta(max_length=limits.RANGES_PER_PUSH_MAX)]
 PullPart: TypeAlias = tuple[Count, Ranges | None]
 """(partition, ranges relative to it; None: all of it)."""
 PullParts: TypeAlias = Annotated[Sequence[PullPart], Meta(max_length=limits.PARTITIONS_MAX)]
@@ -60,11 +60,12 @@ H = TypeVar("H", bound=Header)
 def encode_header(header: Header | Mapping[str, Any]) -> bytes:
     """Everything of a frame before its body: prefix, header, padding."""
     packed = _ENCODER.encode(header)
-    head = b"PS\x01\x00" + len(packed).to_bytes(4, "little") + packed
+    head = _BEGINNING + len(packed).to_bytes(4, "little") + packed
     return head + bytes(-len(head) % ALIGN)
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
+_BEGINNING: Final = MAGIC + bytes((FORMAT, 0))
 
 
 def header_end(prefix: Buffer) -> int:
@@ -112,11 +113,13 @@ def _check_parts(parts: Iterable[tuple[int, Sequence[Range] | None]]) -> None:
         if partition in seen:
             raise problem("malformed", f"partition {partition} comes twice in one frame")
         seen.add(partition)
-        at = 0
-        for start, stop in ranges or ():
+        if ranges is None:
+            continue
+        at, total = 0, total + len(ranges)
+        for start, stop in ranges or [(0, 0)]:
             if not at <= start < stop:
                 raise problem("invalid_range", f"ranges are sorted, disjoint [start, stop) pairs, not {ranges!r:.60}")
-            at, total = stop, total + 1
+            at = stop
     if total > limits.RANGES_PER_PUSH_MAX:
         raise problem("too_large", f"the frame names {total} ranges; at most {limits.RANGES_PER_PUSH_MAX} are allowed")
 
@@ -126,13 +129,13 @@ def _check_dtype(dtype: str) -> None:
         raise problem("invalid_dtype", f"dtype {dtype!r:.40} is not one of {', '.join(ITEMSIZE)}")
 
 
-class PushPart(msgspec.Struct, frozen=True, array_like=True):
+class PushPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One partition of a push frame."""
 
     partition: Count
-    base: tuple[Count, Count] | None = None
+    base: tuple[Count, Count] | None
     """(version, incarnation) the gradient was computed from."""
-    ranges: Ranges | None = None
+    ranges: Ranges | None
     """Relative to the partition; None: all of it."""
 
 
@@ -185,11 +188,11 @@ class PushFrame(Header, frozen=True):
     weight: Number = 1.0
     norm: Number | None = None
     """2-norm of the whole gradient, for clipping."""
-    ack: Annotated[str, Meta(max_length=16)] | None = None
+    ack: Annotated[str, Meta(min_length=1, max_length=16)] | None = None
     forwarded: bool = False
     pull: PullSpec | None = None
     """Answer with these values too, after the push (pushpull)."""
-    encoding: Annotated[str, Meta(max_length=32)] | None = msgspec.field(default=None, name="codec")
+    encoding: Annotated[str, Meta(min_length=1, max_length=32)] | None = msgspec.field(default=None, name="codec")
     """How the parts are encoded; None: as elements of `dtype`."""
     sizes: Annotated[Sequence[tuple[Count, Count]], Meta(max_length=limits.PARTITIONS_MAX)] = ()
     """Encoded: for each part its bytes in the body, and its bytes when the second stage is undone."""
