@@ -1,19 +1,21 @@
-"""The client's HTTP/2 connection against scripted servers, on real sockets."""
+"""The client's HTTP/2 connections, blocking and on asyncio, against scripted servers, on real sockets."""
 
+import asyncio
 import gc
 import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 
 from paramserver.client import http2
 from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.direct import DirectTransport
-from paramserver.errors import PsError
+from paramserver.client.direct import AsyncDirectTransport, DirectTransport
+from paramserver.errors import PsError, problem
 from paramserver.wire import http2 as wire
 
 OK = wire.encoded([(b":status", b"200"), (b"etag", b"7")])
@@ -57,15 +59,49 @@ class Peer:
         )
 
 
+class Blocking(DirectTransport):
+    """The transport that blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_CREDENTIALS)
+
+
+class OnLoop:
+    """The transport on asyncio, called like the other."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.transport = AsyncDirectTransport(NO_CREDENTIALS)
+
+    def send(self, request: Request, address: str) -> Response | PsError:
+        """The outcome of one request."""
+        return self.runner.run(self.transport.send(request, address))
+
+    def close(self) -> None:
+        """All connections, and the loop."""
+        self.runner.run(self.transport.close())
+        self.runner.close()
+
+
+Kind: TypeAlias = type[Blocking] | type[OnLoop]
+
+
+@pytest.fixture(params=[Blocking, OnLoop])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Both clients keep to the same rules."""
+    chosen: Kind = request.param
+    return chosen
+
+
 class Server:
     """Serves each connection with the next of its scripts; what fails in one is raised at the end."""
 
-    def __init__(self, *scripts: Callable[[Peer], None]) -> None:
+    def __init__(self, kind: Kind, *scripts: Callable[[Peer], None]) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.failed: list[BaseException] = []
         self.thread = threading.Thread(target=self._serve, args=(scripts,), daemon=True)
-        self.transport = DirectTransport(NO_CREDENTIALS)
+        self.transport: Blocking | OnLoop = kind()
 
     def _serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
         try:
@@ -124,7 +160,7 @@ class Kept:
         self.ended += 1
 
 
-def test_an_answer_arrives_however_it_is_cut() -> None:
+def test_an_answer_arrives_however_it_is_cut(kind: Kind) -> None:
     """Byte by byte, after a hint, padded, with trailers, beside frames that mean nothing to us."""
 
     def script(peer: Peer) -> None:
@@ -144,7 +180,7 @@ def test_an_answer_arrives_however_it_is_cut() -> None:
             peer.send(bytes((byte,)))
         peer.until(wire.PING, wire.ACK)
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         kept = Kept()
         answer = server.ask(sink=kept)
         assert isinstance(answer, Response)
@@ -153,7 +189,7 @@ def test_an_answer_arrives_however_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [7_000, 70_000, 700_000])
-def test_a_large_answer_is_put_where_it_belongs(piece_bytes: int) -> None:
+def test_a_large_answer_is_put_where_it_belongs(kind: Kind, piece_bytes: int) -> None:
     """However it is cut into frames and pieces, and whatever comes between: nothing is lost, moved or put twice."""
     body, frame_bytes = bytes(range(251)) * 10_000, 600_000
 
@@ -168,7 +204,7 @@ def test_a_large_answer_is_put_where_it_belongs(piece_bytes: int) -> None:
             peer.send(answer[at : at + piece_bytes])
         peer.send(peer.answer(peer.until(wire.HEADERS), b"next"))
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         kept = Kept(100_000)
         assert isinstance(server.ask(sink=kept), Response)
         assert kept.data == body
@@ -178,7 +214,7 @@ def test_a_large_answer_is_put_where_it_belongs(piece_bytes: int) -> None:
         assert answer.body == b"next"
 
 
-def test_a_body_of_many_pieces_is_one_body() -> None:
+def test_a_body_of_many_pieces_is_one_body(kind: Kind) -> None:
     """Small ones go with what follows them."""
     pieces = [bytes([i]) * size for i, size in enumerate((5, 100_000, 0, 3, 7, 2_000_000, 1))]
     got: list[bytes] = []
@@ -189,14 +225,14 @@ def test_a_body_of_many_pieces_is_one_body() -> None:
         got.extend(payload for kind, _, _, payload in peer.seen if kind == wire.DATA)
         peer.send(peer.answer(stream, b""))
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         rest = [memoryview(piece) for piece in pieces[1:]]
         request = Request("POST", "/p", pieces[0], to=server.url, rest=rest)
         assert isinstance(server.transport.send(request, server.url), Response)
     assert b"".join(got) == b"".join(pieces) == request.whole
 
 
-def test_a_body_goes_as_the_windows_allow() -> None:
+def test_a_body_goes_as_the_windows_allow(kind: Kind) -> None:
     """Not a byte more than was granted, on the stream or the connection; then all of it."""
     body = bytes(range(256)) * 1000
 
@@ -218,13 +254,13 @@ def test_a_body_goes_as_the_windows_allow() -> None:
         assert peer.received == len(body)
         peer.send(peer.answer(stream, b"done"))
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         answer = server.ask(body)
         assert isinstance(answer, Response)
         assert answer.body == b"done"
 
 
-def test_a_window_is_widened_by_what_came_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_is_widened_by_what_came_through_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream's by its own bytes and the connection's by all of them: more would be an error of ours."""
     monkeypatch.setattr(http2, "WINDOW_BYTES", 200_000)
 
@@ -241,13 +277,13 @@ def test_a_window_is_widened_by_what_came_through_it(monkeypatch: pytest.MonkeyP
         widened = [(s, int.from_bytes(p)) for k, _, s, p in peer.seen if k == wire.WINDOW_UPDATE][1:]
         assert widened == [(0, 120_000)]
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         answers = [server.ask() for _ in range(3)]
         assert [a.body for a in answers if isinstance(a, Response)] == [bytes(90_000), bytes(30_000), b""]
 
 
 def test_an_answer_before_the_body_was_heard_is_an_answer() -> None:
-    """The rest of the body is not sent, and the next request takes another connection."""
+    """The rest of the body is not sent, and the next request takes another connection: this one was to block."""
 
     def refusing(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"too large"))
@@ -257,14 +293,112 @@ def test_an_answer_before_the_body_was_heard_is_an_answer() -> None:
     def answering(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"ok"))
 
-    with Server(refusing, answering) as server:
+    with Server(Blocking, refusing, answering) as server:
         first, second = server.ask(bytes(1 << 20)), server.ask()
         assert isinstance(first, Response)
         assert isinstance(second, Response)
         assert (first.body, second.body) == (b"too large", b"ok")
 
 
-def test_a_connection_that_ends_between_requests_is_replaced() -> None:
+def test_what_nobody_waits_for_is_called_off_and_the_connection_goes_on() -> None:
+    """Answered before its body was heard, given up by its task, or too late: the shard is told, others are not."""
+
+    def script(peer: Peer) -> None:
+        early = peer.until(wire.HEADERS)
+        peer.send(peer.answer(early, b"too large"))
+        assert peer.until(wire.RST_STREAM) == early
+        cancelled, late, good = peer.until(wire.HEADERS), peer.until(wire.HEADERS), peer.until(wire.HEADERS)
+        assert {peer.until(wire.RST_STREAM), peer.until(wire.RST_STREAM)} == {cancelled, late}
+        peer.send(peer.answer(cancelled, b"1") + peer.answer(late, b"2") + peer.answer(good, b"3"))
+
+    async def ask(loop: OnLoop, url: str) -> list[Response | PsError]:
+        early = await loop.transport.send(Request("POST", "/", bytes(1 << 20)), url)
+        waiting = asyncio.ensure_future(loop.transport.send(Request("GET", "/"), url))
+        late = asyncio.ensure_future(loop.transport.send(Request("GET", "/", timeout_s=0.05), url))
+        good = asyncio.ensure_future(loop.transport.send(Request("GET", "/"), url))
+        outcomes = [early, await late]
+        waiting.cancel()
+        return [*outcomes, await good]
+
+    with Server(OnLoop, script) as server:
+        assert isinstance(server.transport, OnLoop)
+        early, late, good = server.transport.runner.run(ask(server.transport, server.url))
+        assert isinstance(early, Response)
+        assert isinstance(late, PsError)
+        assert isinstance(good, Response)
+        assert (early.body, late.code, good.body) == (b"too large", "in_doubt", b"3")
+
+
+class Refusing(Kept):
+    """A sink that finds something wrong."""
+
+    def feed(self, chunk: memoryview) -> None:
+        """Never right."""
+        raise problem("in_doubt", "not what was asked for")
+
+
+def test_many_requests_share_a_connection() -> None:
+    """Said in one piece, answered in any order and in pieces that alternate, and what is wrong with one is its own."""
+    pieces: list[bytes] = []
+
+    def script(peer: Peer) -> None:
+        peer.send(wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 20}))
+        first = peer.until(wire.HEADERS)
+        peer.until(wire.SETTINGS, wire.ACK)
+        peer.send(peer.answer(first, b"first"))
+        data = peer.socket.recv(1 << 16)
+        pieces.append(data)
+        streams = [s for kind, _, s, _, _ in peer.scanner.scan(memoryview(data)) if kind == wire.HEADERS]
+        assert len(streams) == 4
+        for stream in streams[:0:-1]:
+            peer.send(wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK))
+        for at in range(3):
+            for stream in streams[1:]:
+                ends = wire.END_STREAM if at == 2 else 0
+                peer.send(wire.frame(wire.DATA, ends, stream, bytes([stream]) * 500_000))
+        peer.send(peer.answer(streams[0], b"last"))
+        assert peer.until(wire.RST_STREAM) == streams[2]  # the one that was wrong
+
+    async def ask(loop: OnLoop, url: str, sinks: list[Kept]) -> list[Response | PsError]:
+        first = await loop.transport.send(Request("GET", "/"), url)
+        requests = [Request("POST", "/", b"x" * 100), *(Request("GET", "/", sink=sink) for sink in sinks)]
+        return [first, *await asyncio.gather(*(loop.transport.send(r, url) for r in requests))]
+
+    with Server(OnLoop, script) as server:
+        assert isinstance(server.transport, OnLoop)
+        sinks = [Kept(1 << 20), Refusing(), Kept()]
+        outcomes = server.transport.runner.run(ask(server.transport, server.url, sinks))
+        assert [o.body if isinstance(o, Response) else o.code for o in outcomes] == [
+            b"first", b"last", b"", "in_doubt", b"",
+        ]  # fmt: skip
+        assert (sinks[0].data, sinks[2].data) == (bytes([5]) * 1_500_000, bytes([9]) * 1_500_000)
+        assert sinks[0].put > 0
+    assert len(pieces) == 1
+
+
+def test_a_shard_that_takes_one_request_at_a_time_gets_more_connections() -> None:
+    """No request waits for another one, which may be waiting for it."""
+
+    def script(peer: Peer) -> None:
+        peer.send(wire.settings({wire.MAX_CONCURRENT_STREAMS: 1}) + peer.answer(peer.until(wire.HEADERS), b"first"))
+        stream = peer.until(wire.HEADERS)
+        connected, _ = server.listener.accept()
+        with connected:
+            other = Peer(connected)
+            other.send(other.answer(other.until(wire.HEADERS), b"other"))
+        peer.send(peer.answer(stream, b"last"))
+
+    async def ask(loop: OnLoop, url: str) -> list[Response | PsError]:
+        first = await loop.transport.send(Request("GET", "/"), url)
+        return [first, *await asyncio.gather(*(loop.transport.send(Request("GET", "/"), url) for _ in range(2)))]
+
+    with Server(OnLoop, script) as server:
+        assert isinstance(server.transport, OnLoop)
+        outcomes = server.transport.runner.run(ask(server.transport, server.url))
+        assert [o.body for o in outcomes if isinstance(o, Response)] == [b"first", b"last", b"other"]
+
+
+def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None:
     """Closed, told to go away, or the next request refused: it is sent again on a fresh one."""
 
     def closing(peer: Peer) -> None:
@@ -279,12 +413,12 @@ def test_a_connection_that_ends_between_requests_is_replaced() -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"3"))
         peer.send(wire.word(peer.until(wire.HEADERS), wire.RST_STREAM, wire.REFUSED_STREAM))
 
-    with Server(closing, leaving, refusing, closing) as server:
+    with Server(kind, closing, leaving, refusing, closing) as server:
         bodies = [a.body if isinstance(a, Response) else a for a in (server.ask() for _ in range(4))]
         assert bodies == [b"1", b"2", b"3", b"1"]
 
 
-def test_a_request_that_breaks_in_the_middle_is_in_doubt() -> None:
+def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
     """On a fresh connection nobody can know whether it was done."""
 
     def dying(peer: Peer) -> None:
@@ -295,12 +429,12 @@ def test_a_request_that_breaks_in_the_middle_is_in_doubt() -> None:
         peer.send(b"HTTP/1.1 200 OK\r\n\r\n" * 10)
         assert not peer.socket.recv(100) or True
 
-    with Server(dying, talking) as server:
+    with Server(kind, dying, talking) as server:
         outcomes = [server.ask(), server.ask()]
         assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
 
 
-def test_a_silent_server_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives back each ping, so the answer may take its time."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.05)
 
@@ -311,13 +445,13 @@ def test_a_silent_server_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatc
             peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
         peer.send(peer.answer(stream, b"late"))
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         answer = server.ask()
         assert isinstance(answer, Response)
         assert answer.body == b"late"
 
 
-def test_a_slow_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_server_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an answer whose pieces come far between, each counts, however much more of it is due."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.1)
     body = bytes(range(250)) * 4000
@@ -331,13 +465,13 @@ def test_a_slow_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             if at + 200_000 < len(body):
                 peer.until(wire.PING)
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         kept = Kept(1 << 20)
         assert isinstance(server.ask(sink=kept), Response)
         assert kept.data == body
 
 
-def test_a_silent_server_that_is_dead_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not give back a ping; and however lively, it has only as long as the request has."""
     monkeypatch.setattr(http2, "SILENCE_S", 0.05)
 
@@ -354,19 +488,19 @@ def test_a_silent_server_that_is_dead_is_given_up(monkeypatch: pytest.MonkeyPatc
         except (AssertionError, OSError):
             pass  # it has hung up
 
-    with Server(dead, chatty) as server:
+    with Server(kind, dead, chatty) as server:
         outcomes = [server.ask(), server.ask(timeout_s=0.3)]
         assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
 
 
-def test_an_idle_connection_keeps_nothing_of_its_last_request() -> None:
+def test_an_idle_connection_keeps_nothing_of_its_last_request(kind: Kind) -> None:
     """Neither where the answer went, nor through it the client itself, which could then not be dropped in order."""
 
     def script(peer: Peer) -> None:
         peer.send(peer.answer(peer.until(wire.HEADERS), b"abc"))
         assert not peer.socket.recv(100)
 
-    with Server(script) as server:
+    with Server(kind, script) as server:
         kept = Kept()
         assert isinstance(server.ask(sink=kept), Response)
         gone = weakref.ref(kept)
@@ -382,10 +516,10 @@ def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
         with pytest.raises(AssertionError, match="hung up"):
             peer.until(wire.HEADERS)
 
-    with Server(serve) as server:
+    with Server(Blocking, serve) as server:
         assert isinstance(server.transport.send(Request("GET", "/"), server.url), Response)
-        server.transport.itself = server.transport  # type: ignore[attr-defined]
-        server.transport = DirectTransport(NO_CREDENTIALS)
+        server.transport.itself = server.transport  # type: ignore[union-attr]
+        server.transport = Blocking()
         with pytest.MonkeyPatch.context() as patch:
             failed: list[object] = []
             patch.setattr(sys, "unraisablehook", failed.append)
@@ -393,10 +527,10 @@ def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
         assert not failed
 
 
-def test_nobody_there_is_unreachable() -> None:
+def test_nobody_there_is_unreachable(kind: Kind) -> None:
     """That nothing was done is certain."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    outcome = DirectTransport(NO_CREDENTIALS).send(Request("GET", "/"), url)
+    outcome = kind().send(Request("GET", "/"), url)
     assert isinstance(outcome, PsError)
     assert outcome.code == "unreachable"

@@ -1,20 +1,25 @@
-"""Requests straight to shards, over HTTP/2 on TCP, TLS or a Unix socket: connections kept and used one at a time."""
+"""Requests straight to shards, over HTTP/2 on TCP, TLS or a Unix socket; see `connection` and `aio_connection`.
 
+One that breaks on a kept connection is sent again on another one: whatever changes something carries its id.
+"""
+
+import asyncio
 import os
 import socket
+import ssl
 import threading
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from collections import defaultdict
+from functools import cached_property, lru_cache
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from paramserver.client.aio_connection import AsyncConnection
 from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
-from paramserver.client.http2 import Connection, Refused
+from paramserver.client.http2 import Answer, Refused
 from paramserver.errors import PsError, problem
 from paramserver.wire.http2 import Header
-
-if TYPE_CHECKING:
-    import ssl
 
 SCHEME: Final = "unix://"
 CONNECT_S: Final = 3.0
@@ -38,18 +43,62 @@ def unreachable(url: str, reason: str) -> PsError:
     return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
 
 
-class DirectTransport:
-    """Sends requests one at a time per thread; safe to share between threads, and after a fork.
-
-    One that breaks on a kept connection is sent again on a fresh one: whatever changes something carries its id.
-    """
+class _Messages:
+    """Requests as they travel, and what their outcomes mean."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._context: ssl.SSLContext | None = None
         common = {"user-agent": "paramserver-python", **credentials.headers}
         self._common = [(name.encode(), value.encode()) for name, value in common.items()]
-        self._idle: dict[str, list[Connection]] = {}
+
+    @cached_property
+    def _context(self) -> ssl.SSLContext:
+        context = self._credentials.context()
+        context.set_alpn_protocols(["h2"])
+        return context
+
+    def _body(self, request: Request) -> list[memoryview]:
+        return [memoryview(piece).cast("B") for piece in (request.body or b"", *request.rest)]
+
+    def _headers(self, request: Request, address: str, body: list[memoryview]) -> list[Header]:
+        target, own = _encoded(request.method, address, request.path, tuple(request.headers.items()))
+        headers, size = [*target, *self._common, *own], sum(map(len, body))
+        if size or request.method not in ("GET", "HEAD", "DELETE"):
+            headers.append((b"content-length", b"%d" % size))
+        return headers
+
+
+def _response(answer: Answer, address: str) -> Response:
+    return Response(answer.status, answer.headers, bytes(answer.body), address)
+
+
+def _failure(error: Exception, request: Request, address: str) -> PsError:
+    """What it means for a request that `error` ended it, where nobody knows what was done."""
+    if isinstance(error, PsError):
+        return error  # what the sink found wrong
+    if isinstance(error, TimeoutError):
+        return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
+    if isinstance(error, BrokenPipeError | ConnectionResetError | Refused):
+        return problem("in_doubt", f"the connection to {address} broke before it answered ({error})")
+    return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
+
+
+def _nobody(error: OSError, address: str) -> PsError:
+    if isinstance(error, TimeoutError):
+        reason = "timed out"
+    elif isinstance(error, ConnectionRefusedError):
+        reason = "connection refused"  # asyncio tells of its own call in its place
+    else:
+        reason = error.strerror or str(error) or type(error).__name__
+    return unreachable(address, reason.lower())
+
+
+class DirectTransport(_Messages):
+    """Blocks, with one request at a time on a connection; safe to share between threads, and after a fork."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        super().__init__(credentials)
+        self._idle = defaultdict[str, list[Connection]](list)
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -57,8 +106,9 @@ class DirectTransport:
         """The outcome of one request to the shard at that address."""
         with self._lock:
             if self._pid != os.getpid():
-                self._pid, self._idle = os.getpid(), {}  # the parent's connections are the parent's
-            idle = self._idle.setdefault(address, [])
+                self._pid = os.getpid()
+                self._idle.clear()  # the parent's connections are the parent's
+            idle = self._idle[address]
             connection = idle.pop() if idle else None
         if connection is not None:
             outcome = self._attempt(connection, request, address, fresh=False)
@@ -67,44 +117,29 @@ class DirectTransport:
         try:
             connection = Connection(self._connected(address, min(CONNECT_S, request.timeout_s)))
         except OSError as e:
-            reason = (e.strerror or str(e) or type(e).__name__).lower()
-            return unreachable(address, reason)
+            return _nobody(e, address)
         return self._attempt(connection, request, address, fresh=True) or problem(
             "in_doubt", f"{address} hung up unasked"
         )
 
     def _attempt(self, connection: Connection, request: Request, address: str, *, fresh: bool) -> Outcome | None:
         """The outcome; None if an idle connection turned out to be closed."""
-        body = [memoryview(piece).cast("B") for piece in (request.body or b"", *request.rest)]
-        headers = self._headers(request, address, sum(map(len, body)))
+        body = self._body(request)
         try:
-            answer = connection.ask(headers, body, request.sink, request.timeout_s)
+            answer = connection.ask(self._headers(request, address, body), body, request.sink, request.timeout_s)
         except (BrokenPipeError, ConnectionResetError, Refused) as e:
             connection.close()
-            return problem("in_doubt", f"the connection to {address} broke before it answered ({e})") if fresh else None
-        except TimeoutError:
+            return _failure(e, request, address) if fresh else None
+        except (PsError, OSError, ValueError) as e:
             connection.close()
-            return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
-        except PsError as e:  # what the sink found wrong
-            connection.close()
-            return e
-        except (OSError, ValueError) as e:
-            connection.close()
-            return problem("in_doubt", f"{address} did not answer in HTTP ({e})")
+            return _failure(e, request, address)
         with self._lock:
-            idle = self._idle.setdefault(address, [])
+            idle = self._idle[address]
             if connection.usable and len(idle) < _KEPT_MAX:
                 idle.append(connection)
             else:
                 connection.close()
-        return Response(answer.status, answer.headers, bytes(answer.body), address)
-
-    def _headers(self, request: Request, address: str, size: int) -> list[Header]:
-        target, own = _encoded(request.method, address, request.path, tuple(request.headers.items()))
-        headers = [*target, *self._common, *own]
-        if size or request.method not in ("GET", "HEAD", "DELETE"):
-            headers.append((b"content-length", b"%d" % size))
-        return headers
+        return _response(answer, address)
 
     def _connected(self, address: str, timeout_s: float) -> socket.socket:
         if address.startswith(SCHEME):
@@ -116,17 +151,13 @@ class DirectTransport:
                 connected.close()
                 raise
             return connected
-        parts = urlsplit(address)
-        secure = parts.scheme == "https"
-        connected = socket.create_connection((parts.hostname or "", parts.port or (443 if secure else 80)), timeout_s)
+        host, port, secure = _host(address)
+        connected = socket.create_connection((host, port), timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not secure:
             return connected
         try:
-            if self._context is None:
-                self._context = self._credentials.context()
-                self._context.set_alpn_protocols(["h2"])
-            return self._context.wrap_socket(connected, server_hostname=parts.hostname)
+            return self._context.wrap_socket(connected, server_hostname=host)
         except OSError:
             connected.close()
             raise
@@ -137,6 +168,74 @@ class DirectTransport:
             for connection in [c for idle in self._idle.values() for c in idle]:
                 connection.close()
             self._idle.clear()
+
+
+class AsyncDirectTransport(_Messages):
+    """On the event loop that uses it first, with many requests at a time on a connection."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        super().__init__(credentials)
+        self._connections = defaultdict[str, list[AsyncConnection]](list)
+        self._connecting = defaultdict[str, asyncio.Lock](asyncio.Lock)
+
+    async def send(self, request: Request, address: str) -> Outcome:
+        """The outcome of one request to the shard at that address."""
+        body = self._body(request)
+        headers = self._headers(request, address, body)
+        kept = self._kept(address)
+        if kept is not None:
+            try:
+                return _response(await kept.ask(headers, body, request.sink, request.timeout_s), address)
+            except (BrokenPipeError, ConnectionResetError, Refused):
+                pass
+            except (PsError, OSError, ValueError) as e:
+                return _failure(e, request, address)
+        try:
+            another = await self._another(address, kept, min(CONNECT_S, request.timeout_s))
+        except OSError as e:
+            return _nobody(e, address)
+        try:
+            return _response(await another.ask(headers, body, request.sink, request.timeout_s), address)
+        except (PsError, OSError, ValueError) as e:
+            return _failure(e, request, address)
+
+    def _kept(self, address: str) -> AsyncConnection | None:
+        """One that takes another request."""
+        return next((c for c in self._connections[address] if c.usable and not c.full), None)
+
+    async def _another(self, address: str, tried: AsyncConnection | None, timeout_s: float) -> AsyncConnection:
+        """A fresh one, unless another task has made it meanwhile."""
+        async with asyncio.timeout(timeout_s), self._connecting[address]:
+            kept = self._kept(address)
+            if kept is not None and kept is not tried:
+                return kept
+            connection = await self._connected(address)
+            self._connections[address] = [connection, *(c for c in self._connections[address] if not c.is_closed)]
+            return connection
+
+    async def _connected(self, address: str) -> AsyncConnection:
+        loop = asyncio.get_running_loop()
+        if address.startswith(SCHEME):
+            return (await loop.create_unix_connection(AsyncConnection, path_of(address)))[1]
+        host, port, secure = _host(address)
+        context = self._context if secure else None
+        return (await loop.create_connection(AsyncConnection, host, port, ssl=context))[1]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        connections = [c for some in self._connections.values() for c in some]
+        self._connections.clear()
+        for connection in connections:
+            connection.hang_up()
+        for connection in connections:
+            await connection.closed()
+
+
+def _host(address: str) -> tuple[str, int, bool]:
+    """Whom an address names: host, port, and whether it is spoken to in TLS."""
+    parts = urlsplit(address)
+    secure = parts.scheme == "https"
+    return parts.hostname or "", parts.port or (443 if secure else 80), secure
 
 
 @lru_cache(maxsize=256)

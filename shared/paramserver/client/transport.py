@@ -1,9 +1,9 @@
 """The two drivers: they perform the requests of calls, one blocking, one on asyncio.
 
-A shard's own address is spoken to in HTTP/2 with prior knowledge, by the blocking one over connections of our own (see
-`direct`), by the other over pyreqwest, where many requests share a connection; the URLs the client was given over
-pyreqwest in HTTP/1.1, or what TLS negotiates.  Several URLs are tried in turn, beginning with the one that answered
-last (see `addresses`).  Native errors become values: Unreachable if nothing can have arrived, InDoubt otherwise.
+A shard's own address is spoken to in HTTP/2 with prior knowledge, over connections of our own (see `direct`), the URLs
+the client was given over pyreqwest in HTTP/1.1, or what TLS negotiates.  Several URLs are tried in turn, beginning with
+the one that answered last (see `addresses`).  Native errors become values: Unreachable if nothing can have arrived,
+InDoubt otherwise.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClien
 from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.credentials import Credentials
-from paramserver.client.direct import CONNECT_S, SCHEME, DirectTransport, unreachable
+from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
 from paramserver.client.plain import PlainTransport
 from paramserver.errors import InDoubt, PsError, problem
 
@@ -33,8 +33,6 @@ log = logging.getLogger("paramserver")
 
 PARALLEL_MAX: Final = 16
 """Threads of one blocking client that wait for shards at the same time."""
-_FRAME_BYTES: Final = 1 << 20
-_WINDOW_BYTES: Final = 16 << 20
 
 
 def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsError:
@@ -66,17 +64,12 @@ def trusting(builder: B, credentials: Credentials) -> B:
     return builder
 
 
-def _tuned(builder: B, credentials: Credentials, *, direct: bool, urls: Sequence[str]) -> B:
-    """A client for shards (`direct`) or for the URLs given."""
+def _tuned(builder: B, credentials: Credentials, urls: Sequence[str]) -> B:
+    """A client for the URLs given."""
     b = trusting(builder, credentials).follow_redirects(False).gzip(False).brotli(False).zstd(False).deflate(False)
     b = b.connect_timeout(timedelta(seconds=CONNECT_S)).tcp_nodelay(True).user_agent("paramserver-python")
     if credentials.token:
         b = b.default_headers(credentials.headers)
-    if direct:
-        b = b.http2_prior_knowledge().http2_max_frame_size(_FRAME_BYTES)
-        b = b.http2_initial_stream_window_size(_WINDOW_BYTES).http2_initial_connection_window_size(_WINDOW_BYTES)
-        b = b.http2_keep_alive_interval(timedelta(seconds=5)).http2_keep_alive_timeout(timedelta(seconds=5))
-        return b.no_proxy()
     if all(_is_loopback(u) for u in urls):
         b = b.no_proxy()  # a proxy of the environment cannot reach this machine
     return b.http2(True) if any(u.startswith("https:") for u in urls) else b.http1_only()
@@ -147,8 +140,7 @@ class BlockingTransport:
             if self._pid != -1:  # a native client must not even be dropped in a child: its threads are the parent's
                 self._forsaken += [self._control, self._pool]
             try:
-                urls = self._addresses.given
-                self._control = _tuned(SyncClientBuilder(), self._credentials, direct=False, urls=urls).build()
+                self._control = _tuned(SyncClientBuilder(), self._credentials, self._addresses.given).build()
             except RuntimeError:  # the native runtime refuses a child whose parent had used it
                 log.info("client.plain reason=forked pid=%d", os.getpid())
                 self._plain = PlainTransport(self._credentials)
@@ -202,11 +194,10 @@ class AsyncTransport:
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
-        self._shards = DirectTransport(credentials)
+        self._shards = AsyncDirectTransport(credentials)
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: Client | None = None
-        self._direct: Client | None = None
         self._pid = -1
         self._closed = False
 
@@ -239,23 +230,22 @@ class AsyncTransport:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        self._shards.close()
+        await self._shards.close()
         if self._plain is not None:
             self._plain.close()
-        for client in (self._control, self._direct):
-            if client is not None:
-                await client.close()
+        if self._control is not None:
+            await self._control.close()
 
     def _start(self) -> None:
         if self._pid != -1:
-            self._forsaken += [self._control, self._direct]
+            self._forsaken += [self._control, self._shards]
+            self._shards = AsyncDirectTransport(self._credentials)
         try:
-            self._control = _tuned(ClientBuilder(), self._credentials, direct=False, urls=self._addresses.given).build()
-            self._direct = _tuned(ClientBuilder(), self._credentials, direct=True, urls=()).build()
+            self._control = _tuned(ClientBuilder(), self._credentials, self._addresses.given).build()
         except RuntimeError:
             log.info("client.plain reason=forked pid=%d", os.getpid())
             self._plain = PlainTransport(self._credentials)
-            self._control = self._direct = None
+            self._control = None
         self._pid = os.getpid()
 
     async def _one(self, request: Request) -> Outcome:
@@ -271,14 +261,13 @@ class AsyncTransport:
     async def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
         if self._closed:
             return problem("unreachable", "this client is closed", hint="make another AsyncClient")
-        if url.startswith(SCHEME):
-            return await asyncio.to_thread(self._shards.send, request, url)
+        if direct:
+            return await self._shards.send(request, url)
         if self._plain is not None:
             return await asyncio.to_thread(self._plain.send, request, url)
-        client = self._direct if direct else self._control
-        assert client is not None
+        assert self._control is not None
         try:
-            b = client.request(request.method, url + request.path).headers(dict(request.headers))
+            b = self._control.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
             if (body := request.whole) is not None:
                 b = b.body_bytes(body)
