@@ -38,6 +38,8 @@ FOLLIES_PER_S: Final = 20.0
 """... and how many more each second: a ping now and then is none."""
 SHORT_BYTES: Final = 4096
 """What is copied to go with its head in one piece."""
+TOGETHER: Final = 8
+"""Short answers that go out in one piece; with more, a client would wait for the last before it has the first."""
 READ_BYTES: Final = 1 << 20
 """What is read at a time, so that others have their turn, and of a body waited for: it is dear to either side to be
 woken for a little."""
@@ -76,7 +78,10 @@ class Connection(asyncio.BufferedProtocol):
         """What it may send again, and has not been told."""
         self._follies = 0
         self._began_s = self.loop.time()
-        self._said = b""
+        self._said: list[bytes] = []
+        """What goes out with `flush`."""
+        self._flushes = False
+        """Whether it does so at the end of this turn of the loop."""
         self._stopping = False
         self._writable = asyncio.Event()
         self._writable.set()
@@ -185,7 +190,6 @@ class Connection(asyncio.BufferedProtocol):
         except Http2Error as e:
             log.info("http2.refused client=%s reason=%s", self._scope["client"], e)
             self.say(wire.goaway(self._newest, e.code))
-            self.flush()
             self._hang_up()
         else:
             self.flush()
@@ -324,24 +328,36 @@ class Connection(asyncio.BufferedProtocol):
 
     def say(self, frame: bytes) -> None:
         """Something for the client that goes with `flush`."""
-        self._said += frame
+        self._said.append(frame)
 
     def flush(self) -> None:
         """What was said goes out, in one piece."""
         if self._said:
-            said, self._said = self._said, b""
+            said, self._said = self._said, []
             if not self.transport.is_closing():
-                self.transport.write(said)
+                self.transport.write(said[0] if len(said) == 1 else b"".join(said))
+
+    def flush_soon(self) -> None:
+        """At once if only one request is being answered; short answers to several go together, a few at a time."""
+        if self._running <= 1 or len(self._said) >= TOGETHER:
+            self.flush()
+        elif not self._flushes:
+            self._flushes = True
+            self.loop.call_soon(self._turned)
+
+    def _turned(self) -> None:
+        self._flushes = False
+        self.flush()
 
     def send(self, head: bytes, data: memoryview) -> None:
         """A piece of an answer, after what was said; `data` is not copied unless it is short."""
         if len(data) <= SHORT_BYTES:
             self.say(head + data)
-            self.flush()
+            self.flush_soon()
             return
-        head, self._said = self._said + head, b""
+        said, self._said = self._said, []
         if not self.transport.is_closing():
-            self.transport.writelines((head, data))
+            self.transport.writelines((b"".join(said) + head, data))
 
     @property
     def writable(self) -> bool:
@@ -365,7 +381,7 @@ class Connection(asyncio.BufferedProtocol):
     def ended(self, number: int) -> None:
         """A request is over."""
         self._running -= 1
-        self.flush()
+        self.flush_soon()
         self._streams.pop(number, None)
         self._close_if_idle()
 
@@ -379,5 +395,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _hang_up(self) -> None:
         """When all is sent, or so long afterwards."""
+        self.flush()
         self.transport.close()
         self.loop.call_later(PATIENCE_S, self.transport.abort)

@@ -125,7 +125,7 @@ class Stream:
         if not self.body_ended and self._ahead < AHEAD_BYTES:
             self._widen(AHEAD_BYTES - self._ahead)
             self._ahead = AHEAD_BYTES
-            self._client.flush()
+            self._client.flush_soon()
         while self._pieces:
             piece = self._pieces.pop(0)
             self.used(len(piece))
@@ -152,7 +152,7 @@ class Stream:
         self._pieces.clear()
         self._end_told = self.body_ended
         self.used(len(body))
-        self._client.flush()
+        self._client.flush_soon()
         return {"type": "http.request", "body": body, "more_body": not self._end_told}
 
     async def send(self, message: Message) -> None:

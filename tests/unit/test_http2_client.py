@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from typing import TypeAlias
 
 import pytest
@@ -531,6 +532,7 @@ def test_nobody_there_is_unreachable(kind: Kind) -> None:
     """That nothing was done is certain."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    outcome = kind().send(Request("GET", "/"), url)
+    with closing(kind()) as transport:
+        outcome = transport.send(Request("GET", "/"), url)
     assert isinstance(outcome, PsError)
     assert outcome.code == "unreachable"

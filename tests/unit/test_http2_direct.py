@@ -150,3 +150,17 @@ async def test_what_follows_the_end_of_a_body_is_not_taken_for_it() -> None:
                 connection.buffer_updated(len(piece))
         assert connection.transport.is_closing()
         assert sink.at == 50_000
+
+
+@pytest.mark.asyncio
+async def test_short_answers_to_several_go_together_and_none_is_lost_at_the_end() -> None:
+    """They wait for the end of a turn of the loop, and the end of the connection waits for them."""
+    async with connected([Into() for _ in range(9)]) as (theirs, connection):
+        for stream in range(1, 19, 2):
+            await asked(theirs, connection, stream)
+        bodies = b"".join(frames_of(stream, b"x", 1) for stream in range(5, 19, 2))
+        given_up = b"".join(wire.word(stream, wire.RST_STREAM, wire.CANCEL) for stream in (1, 3))
+        connection.feed(memoryview(bodies + given_up))
+        connection.shutdown()
+        assert await answered(theirs, 7) == [wire.encoded([(b":status", b"200")])] * 7
+        assert await asyncio.get_running_loop().sock_recv(theirs, 1) == b""
