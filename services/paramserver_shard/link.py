@@ -1,19 +1,23 @@
 """The way from a shard to the schedulers: requests, and the feed that tells everything."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Final
-
-import httpx
+from urllib.parse import urlencode
 
 from paramserver.client.addresses import SCHEDULERS, named
+from paramserver.client.calls import Outcome, Request, Response, error_of, json_of, json_request
 from paramserver.client.credentials import Credentials
-from paramserver.errors import PsError, from_document, problem
+from paramserver.client.direct import AsyncDirectTransport
+from paramserver.errors import PsError, problem
 from paramserver_shard.upload import Upload
 
 FEED_SILENCE_S: Final = 3.0
 """The feed pings each second; after so long without a word the connection counts as dead."""
 REQUEST_S: Final = 2.0
+FOR_EVER_S: Final = 1e8
 RETRY_S: Final = 0.3
 """Pause before what did not answer is tried again."""
 
@@ -25,12 +29,7 @@ class SchedulerLink:
         self._given = tuple(u.rstrip("/") for u in urls)
         self._urls = list(self._given)
         self._credentials = credentials
-        self._client = httpx.AsyncClient(
-            headers=credentials.headers,
-            verify=credentials.context(),
-            timeout=httpx.Timeout(REQUEST_S),
-            trust_env=False,
-        )
+        self._transport = AsyncDirectTransport(credentials)
 
     @property
     def url(self) -> str:
@@ -51,21 +50,15 @@ class SchedulerLink:
 
         Raises the PsError that a scheduler answered, or Unavailable (`no_leader`) when none did.
         """
-        reason = ""
+        reason, asked = "", json_request(method, _target(path, params), body, timeout_s=REQUEST_S)
         for _ in range(len(self._urls)):
-            try:
-                response = await self._client.request(method, self.url + path, json=body, params=params)
-            except httpx.HTTPError as e:
-                reason = f"{self.url}: {e or type(e).__name__}"
-                self.turn()
-                continue
-            self._learn(response.headers.get(SCHEDULERS, ""))
-            if response.is_success:
-                return response.json() if response.content else None
-            error = _error(response)
-            if error.status != 503:
-                raise error
-            reason = f"{self.url}: {error.detail}"
+            outcome = await self._transport.send(asked, self.url)
+            if isinstance(outcome, Response):
+                self._learn(outcome.headers.get(SCHEDULERS, ""))
+                if outcome.status != 503:
+                    return json_of(outcome)
+                outcome = error_of(outcome)
+            reason = f"{self.url}: {outcome.detail}"
             self.turn()
         raise problem("no_leader", f"no scheduler answers ({reason})")
 
@@ -86,26 +79,71 @@ class SchedulerLink:
             known = [u for u in self._urls if u in self._given or u in found]
             self._urls = list(dict.fromkeys([self.url, *known, *found]))
 
-    async def feed(self, shard: str, epoch: int) -> AsyncIterator[dict[str, Any]]:
-        """The documents of the feed, until the connection ends; raises PsError or httpx.HTTPError."""
-        timeout = httpx.Timeout(REQUEST_S, read=FEED_SILENCE_S)
-        params: dict[str, str | int] = {"shard": shard, "epoch": epoch}
-        async with self._client.stream("GET", f"{self.url}/internal/feed", params=params, timeout=timeout) as response:
-            if not response.is_success:
-                await response.aread()
-                raise _error(response)
-            async for line in response.aiter_lines():
-                if line:
-                    yield json.loads(line)
+    async def feed(self, shard: str, epoch: int) -> AsyncGenerator[dict[str, Any], None]:
+        """The documents of the feed, until the connection ends; raises PsError, or TimeoutError for a silent one."""
+        lines = _Lines()
+        target = _target("/internal/feed", {"shard": shard, "epoch": epoch})
+        asked = Request("GET", target, sink=lines, timeout_s=FOR_EVER_S)
+        connection = asyncio.ensure_future(self._transport.send(asked, self.url))
+        connection.add_done_callback(lines.over)
+        try:
+            while (line := await lines.next()) is not None:
+                yield json.loads(line)
+        finally:
+            connection.cancel()
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._client.aclose()
+        await self._transport.close()
 
 
-def _error(response: httpx.Response) -> PsError:
-    try:
-        document = response.json()
-    except ValueError:
-        document = {}
-    return from_document({"status": response.status_code, **(document if isinstance(document, dict) else {})})
+def _target(path: str, params: Mapping[str, Any] | None) -> str:
+    return f"{path}?{urlencode(params)}" if params else path
+
+
+class _Lines:
+    """The sink of the feed."""
+
+    def __init__(self) -> None:
+        self._whole: deque[bytes] = deque()
+        self._rest = b""
+        self._news = asyncio.Event()
+        self._outcome: Outcome | None = None
+
+    def begin(self) -> None:
+        self._rest = b""
+
+    def room(self) -> memoryview:
+        return memoryview(b"")
+
+    def filled(self, size: int) -> None:
+        raise AssertionError("nothing has room here")
+
+    def feed(self, data: memoryview) -> None:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        self._whole += whole
+        self._news.set()
+
+    def end(self) -> None:
+        pass
+
+    def over(self, connection: "asyncio.Future[Outcome]") -> None:
+        """Nothing more will come."""
+        if not connection.cancelled():
+            self._outcome = connection.result()
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """The next line; None at the end of a good answer, else raises what it was."""
+        while not self._whole:
+            outcome = self._outcome
+            if isinstance(outcome, PsError):
+                raise outcome
+            if outcome is not None:
+                if outcome.status != 200:
+                    raise error_of(outcome)
+                return None
+            self._news.clear()
+            async with asyncio.timeout(FEED_SILENCE_S):
+                await self._news.wait()
+        return self._whole.popleft()

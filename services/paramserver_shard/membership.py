@@ -7,10 +7,10 @@ connection it tells everything once more, so nothing is lost with a connection.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from time import monotonic
 from typing import Any, Final
 
-import httpx
 from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -273,14 +273,15 @@ class Membership:
                 raise
             except NotFoundError as error:
                 raise problem("fenced", error.detail) from error
-            except (PsError, httpx.HTTPError, ValueError) as error:
+            except (PsError, TimeoutError, ValueError) as error:
                 log.info("the feed of %s ended: %s", self.link.url, error or type(error).__name__)
             await asyncio.sleep(RETRY_S)
 
     async def _read_feed(self) -> None:
-        async for document in self.link.feed(self.name, self.epoch):
-            self._take(document)
-            self.followed.set()
+        async with aclosing(self.link.feed(self.name, self.epoch)) as documents:
+            async for document in documents:
+                self._take(document)
+                self.followed.set()
 
     def _take(self, document: Mapping[str, Any]) -> None:
         term = int(document.get("term", self._term))
