@@ -292,7 +292,7 @@ class Connection(asyncio.BufferedProtocol):
         scope = self._scope | asked
         scope["headers"] = list(asked["headers"])
         scope["state"] = dict(self._state)
-        scope["extensions"] = {BODY: stream.into}
+        scope["extensions"] = {BODY: stream}
         self._running += 1
         task = self.loop.create_task(stream.run(self._app, scope))
         self._server.tasks.add(task)

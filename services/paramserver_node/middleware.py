@@ -19,7 +19,7 @@ from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.patience import Patience
-from paramserver_node.stream import BODY
+from paramserver_node.stream import BODY, Arrival
 
 log = logging.getLogger("paramserver.node")
 
@@ -85,8 +85,11 @@ class NodeMiddleware:
                 raise  # half a response is out: all that can be done is to cut the connection
             if not isinstance(e, PsError):
                 log.exception("request.failed path=%s request_id=%s", scope["path"], exchange.request_id)
-            error = e if isinstance(e, PsError) else problem("internal", problems.OUR_BUG)
-            await problems.response(Request(scope), error)(scope, exchange.receive, exchange.send)
+            # Without a name: it refers to this frame, which would keep it, and the body, until they are collected.
+            answer = problems.response(
+                Request(scope), e if isinstance(e, PsError) else problem("internal", problems.OUR_BUG)
+            )
+            await answer(scope, exchange.receive, exchange.send)
         finally:
             IN_FLIGHT.total -= 1
             route: Any = scope.get("route")
@@ -103,7 +106,8 @@ class _Exchange:
         self._receive, self._send, self._patience = receive, send, patience
         extensions = scope.get("extensions", {})
         if BODY in extensions:
-            self._into, extensions[BODY] = extensions[BODY], self.into
+            self._arrival: Arrival = extensions[BODY]
+            extensions[BODY] = self
         self._scope = scope
         self._size, self.request_id, self._named = _told(scope)
         self._body_ended = self._size == 0
@@ -125,12 +129,20 @@ class _Exchange:
             self._body_ended = True
         return message
 
+    def whole(self) -> bytes | None:
+        """See `Arrival`."""
+        body = self._arrival.whole()
+        if body is not None:
+            self.received = len(body)
+            self._body_ended = True
+        return body
+
     async def into(self, sink: Sink) -> bool:
-        """Puts the rest of the body there as it arrives; whether it was whole.  Raises as `_received_in_time` does."""
+        """See `Arrival`; raises as `_received_in_time` does."""
         counted = _Counted(self, sink)
         while True:
             try:
-                whole: bool = await self._patience.within(self._due_s(), self._into(counted))
+                whole: bool = await self._patience.within(self._due_s(), self._arrival.into(counted))
                 break
             except TimeoutError:
                 if self._due_s() <= self._patience.now():

@@ -1,13 +1,14 @@
 """One request over HTTP/2 and its answer, for an ASGI app.
 
-An app may take a body as ASGI's messages, or have it put where it wants it as it arrives, read straight into its
-memory: `await scope["extensions"][BODY](sink)`.  Until it does either, a client may send `UNREAD_BYTES_MAX` of it.
+An app may take a body as ASGI's messages, or by the `Arrival` that is in the scope's extensions, named `BODY`: have it
+put where it wants it as it arrives, read straight into its memory, or take it as it is if all of it is here already.
+Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
@@ -34,6 +35,16 @@ _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 _NOWHERE: Final = memoryview(b"")
 
 
+class Arrival(Protocol):
+    """A body on its way."""
+
+    def whole(self) -> bytes | None:
+        """The body, if all of it is here and nobody has had any of it; then there is no more to come."""
+
+    async def into(self, sink: Sink) -> bool:
+        """Puts the rest of the body there as it arrives; whether it came to its end.  Raises what `sink` raises."""
+
+
 class Stream:
     """One request and its answer."""
 
@@ -55,8 +66,8 @@ class Stream:
         self._answered = False
         self._head = b""
         """The answer's headers, which go with its first piece."""
-        self._more, self._room = asyncio.Event(), asyncio.Event()
-        """Something has come of the body; there may be room for the answer."""
+        self._moved = asyncio.Event()
+        """Something has come of the body, or there may be room for the answer."""
 
     # Of the connection
 
@@ -86,18 +97,17 @@ class Stream:
         elif data:
             self._pieces.append(bytes(data))
         if self._sink is None or ends or self._failed is not None:
-            self._more.set()
+            self._moved.set()
 
     def cut(self) -> None:
         """The client has hung up, or has given this request up."""
         self._cut = True
         self._drop()
-        self._more.set()
-        self._room.set()
+        self._moved.set()
 
     def wake(self) -> None:
         """There may be more room for the answer."""
-        self._room.set()
+        self._moved.set()
 
     def used(self, size: int) -> None:
         """So many bytes of what arrived are held no longer."""
@@ -117,11 +127,15 @@ class Stream:
 
     # Of the app
 
-    async def into(self, sink: Sink) -> bool:
-        """Puts the rest of the body there as it arrives; whether it came to its end.  Raises what `sink` raises.
+    def whole(self) -> bytes | None:
+        """See `Arrival`."""
+        if not self.body_ended or self._end_told or self._cut:
+            return None
+        self._end_told = True
+        return self._taken()
 
-        It can be interrupted and called again.
-        """
+    async def into(self, sink: Sink) -> bool:
+        """See `Arrival`; it can be interrupted and called again."""
         if not self.body_ended and self._ahead < AHEAD_BYTES:
             self._widen(AHEAD_BYTES - self._ahead)
             self._ahead = AHEAD_BYTES
@@ -133,7 +147,7 @@ class Stream:
         self._sink = sink
         try:
             while not (self.body_ended or self._cut or self._failed is not None):
-                await _next(self._more)
+                await _next(self._moved)
         finally:
             self._sink = None
         if self._failed is not None:
@@ -145,15 +159,18 @@ class Stream:
     async def receive(self) -> Message:
         """ASGI's next event."""
         while not self._pieces and not self._cut and (self._end_told or not self.body_ended):
-            await _next(self._more)
+            await _next(self._moved)
         if self._cut and not self._pieces and (self._end_told or not self.body_ended):
             return {"type": "http.disconnect"}
+        self._end_told = self.body_ended
+        return {"type": "http.request", "body": self._taken(), "more_body": not self._end_told}
+
+    def _taken(self) -> bytes:
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
-        self._end_told = self.body_ended
         self.used(len(body))
         self._client.flush_soon()
-        return {"type": "http.request", "body": body, "more_body": not self._end_told}
+        return body
 
     async def send(self, message: Message) -> None:
         """ASGI's next piece of the answer; dropped where the client has gone."""
@@ -178,7 +195,7 @@ class Stream:
                 client.say(head)
                 client.flush()
                 head = b""
-                await _next(self._room)
+                await _next(self._moved)
                 continue
             if not client.writable:  # who asks and does not read gets no more, and soon may ask no more
                 await client.drained()

@@ -49,7 +49,8 @@ class _Endpoint:
         names: NameService,
         telemetry: Telemetry,
     ) -> None:
-        self._membership = membership
+        self.check_serving = membership.check_serving
+        """Once more before the answer: this process may have been stopped since the request came."""
         self._reader = reader
         self._frames = frames
         self._names = names
@@ -57,18 +58,12 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = self._telemetry.clock()
-        self._membership.check_serving()
-
-        async def checked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._membership.check_serving()  # this process may have been stopped since the request came
-            await send(message)
-
+        self.check_serving()
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == MEDIA_TYPE.encode():
                     terse(scope)
-                    await self.by_frame(scope, receive, checked, began_s)
+                    await self.by_frame(scope, receive, send, began_s)
                     return
                 break
         request = Request(scope, receive)
@@ -76,10 +71,11 @@ class _Endpoint:
         account(scope).grow(min(_length(request), JSON_BODY_BYTES_MAX))
         body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
         response = await self.by_name(request, body, began_s)
-        await response(scope, receive, checked)
+        self.check_serving()
+        await response(scope, receive, send)
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        """Answers a frame with a frame."""
+        """Answers a frame with a frame, after a last `check_serving`."""
         raise NotImplementedError
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -108,6 +104,7 @@ class Push(_Endpoint):
         done, made = await self._frames.push(arriving, self._counted(arriving, began_s))
         reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
         status = 200 if done.state == "applied" or reply.released else 202
+        self.check_serving()
         await _send(send, status, encode_header(reply))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -124,6 +121,7 @@ class Pull(_Endpoint):
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         frame, _ = await self._reader.read(scope, receive, PullFrame, _sized_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
+        self.check_serving()
         await _send_body(send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
@@ -140,6 +138,7 @@ class PushPull(_Endpoint):
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
+        self.check_serving()
         await _send_body(send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 

@@ -14,7 +14,7 @@ from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, Header, decode_header, header_end
 from paramserver.wire.sink import pour
-from paramserver_node.stream import BODY
+from paramserver_node.stream import BODY, Arrival
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.inflight import account
 
@@ -99,6 +99,11 @@ class FrameReader:
 
         Raises RequestError for a body that breaks off or has another length, Unavailable when there is no room for it.
         """
+        arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
+        if arrival is not None and (data := arrival.whole()) is not None:
+            request, body = await self._begun(scope, data, of, sized)
+            body.end()
+            return request, body
         ended = False
 
         async def tracked() -> Message:
@@ -108,32 +113,38 @@ class FrameReader:
             return message
 
         try:
-            return await self._read(scope, tracked, of, sized)
+            return await self._arriving(scope, tracked, arrival, of, sized)
         except PsError:
             # The answer would be lost if it came before the end of a body, however big.
             while not ended:
                 await tracked()
             raise
 
-    async def _read(self, scope: Scope, receive: Receive, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
+    async def _arriving(
+        self, scope: Scope, receive: Receive, arrival: Arrival | None, of: type[H], sized: Sized[H, T]
+    ) -> tuple[T, Body]:
         data, more = await _next(receive)
         while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
             chunk, more = await _next(receive)
             data += chunk
-        header, offset = decode_header(data, of)
-        request, body = await sized(header)
-        account(scope).grow(body.size)
-        body.open(self._pool)
-        body.feed(memoryview(data)[offset:])
-        into = scope.get("extensions", {}).get(BODY)
-        if more and into is not None:
-            if not await into(body):
+        request, body = await self._begun(scope, data, of, sized)
+        if more and arrival is not None:
+            if not await arrival.into(body):
                 raise _cut_off()
             more = False
         while more:
             chunk, more = await _next(receive)
             body.feed(chunk)
         body.end()
+        return request, body
+
+    async def _begun(self, scope: Scope, data: bytes, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
+        """The request, and its body as far as it is in `data`, which holds the header."""
+        header, offset = decode_header(data, of)
+        request, body = await sized(header)
+        account(scope).grow(body.size)
+        body.open(self._pool)
+        body.feed(memoryview(data)[offset:])
         return request, body
 
 

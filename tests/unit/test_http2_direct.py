@@ -54,7 +54,7 @@ async def connected(sinks: list[Into]) -> AsyncIterator[tuple[socket.socket, Con
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            whole = await scope["extensions"][BODY](next(waiting))
+            whole = await scope["extensions"][BODY].into(next(waiting))
         except ValueError:
             whole = False
         await send({"type": "http.response.start", "status": 200 if whole else 400, "headers": []})

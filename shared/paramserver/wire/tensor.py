@@ -6,6 +6,7 @@ bfloat16, which NumPy lacks, is a uint16 array beside its dtype name.
 import struct
 import sys
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any, Final
 
@@ -84,8 +85,16 @@ def from_f32(a: F32, dtype: str) -> AnyArray:
 
 def slice_crc(dtype: str, ranges: Iterable[tuple[int, int]], data: AnyArray | memoryview | bytes) -> int:
     """CRC-32 (zlib's) of a partition's slice: dtype name, ranges as little-endian u64 pairs, elements."""
-    head = dtype.encode() + b"".join([_RANGE.pack(*r) for r in ranges])
-    return crc_after(zlib_ng.crc32(head), data)
+    spans = tuple(ranges)
+    return crc_after(_known_head_crc(dtype, spans) if len(spans) == 1 else _head_crc(dtype, spans), data)
+
+
+def _head_crc(dtype: str, ranges: tuple[tuple[int, int], ...]) -> int:
+    return int(zlib_ng.crc32(dtype.encode() + b"".join([_RANGE.pack(*r) for r in ranges])))
+
+
+_known_head_crc: Final = lru_cache(1024)(_head_crc)
+"""A whole partition's is the same in push after push."""
 
 
 def crc_after(crc: int, data: AnyArray | memoryview | bytes) -> int:
