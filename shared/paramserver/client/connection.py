@@ -102,7 +102,8 @@ class Connection:
                 else:
                     self._flush(piece[:n])
                 piece = piece[n:]
-        self._flush()
+        if client.unsent:
+            self._flush()
         if left:
             client.usable = False  # it has answered before it has heard all
 

@@ -78,8 +78,8 @@ class Outgoing:
 
     def slot_bytes(self, to: str | None, parts: Sequence[Part]) -> int:
         """Bytes of the slot that these parts are worth writing into; 0 if they are to be sent."""
-        size = self._gradient.body_bytes(parts)
-        return size if is_same_host(to) and SLOT_BYTES_MIN <= size else 0
+        size = self._gradient.body_bytes(parts) if is_same_host(to) else 0
+        return size if SLOT_BYTES_MIN <= size else 0
 
     def lies_in(self, to: str, parts: Sequence[Part]) -> Slot | None:
         """The slot of that shard in which these parts lie already."""
@@ -238,7 +238,6 @@ class Incoming:
         """Forget an earlier attempt."""
         self.reply = None
         self._head = bytearray()
-        self._head_bytes = PREFIX_BYTES
         self._places: list[memoryview] = []
         self._wide: list[tuple[AnyArray, AnyArray]] = []
 
@@ -269,23 +268,20 @@ class Incoming:
 
     def _feed_head(self, data: memoryview) -> memoryview:
         """Collect the prefix; what is left of `data` once it is whole."""
-        while len(self._head) < self._head_bytes:
-            n = min(self._head_bytes - len(self._head), len(data))
-            self._head += data[:n]
-            data = data[n:]
-            if len(self._head) < self._head_bytes:
-                return data
-            if self._head_bytes == PREFIX_BYTES:
-                try:
-                    self._head_bytes = header_end(self._head)
-                except PsError as e:
-                    raise problem("in_doubt", f"the answer to a pull is no frame: {e.detail}") from e
+        head: bytes | bytearray | memoryview = data
+        if self._head or len(data) < PREFIX_BYTES:
+            self._head += data
+            head = self._head
         try:
-            self.reply, _ = decode_header(bytes(self._head), PullReply)
+            if len(head) < PREFIX_BYTES or len(head) < header_end(head):
+                if head is data:
+                    self._head += data
+                return memoryview(b"")
+            self.reply, end = decode_header(head, PullReply)
         except PsError as e:
             raise problem("in_doubt", f"the answer to a pull cannot be read: {e}") from e
         self._place(self.reply)
-        return data
+        return data[len(data) - (len(head) - end) :]
 
     def _place(self, reply: PullReply) -> None:
         if not reply.parts and reply.push is not None:

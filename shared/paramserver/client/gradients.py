@@ -134,7 +134,7 @@ def prepare(
     """
     if dtype is not None and dtype not in ITEMSIZE:
         raise problem("invalid_dtype", f"dtype '{dtype}' cannot travel", hint=f"one of {', '.join(ITEMSIZE)}")
-    if not isinstance(grads, Mapping):
+    if isinstance(grads, np.ndarray) or not isinstance(grads, Mapping):
         return _flat(layout, grads, ranges, dtype)
     if not grads:
         raise problem("empty_push", "the push holds no gradients", hint="pass an array for at least one parameter")
