@@ -43,14 +43,18 @@ TOGETHER: Final = 8
 READ_BYTES: Final = 1 << 20
 """What is read at a time, so that others have their turn, and of a body waited for: it is dear to either side to be
 woken for a little."""
+WAITED_BYTES_MIN: Final = 512 << 10
+"""What is waited for; saying so is dear too."""
 DIRECT_BYTES_MIN: Final = 16 << 10
 """What is worth a read of its own."""
+FIRST_BYTES: Final = 64 << 10
+"""What is read at a time while nobody knows where it belongs."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """One client's HTTP/2, after the preface."""
 
-    _room = memoryview(bytearray(READ_BYTES))
+    _room = memoryview(bytearray(FIRST_BYTES))
     """Of all connections: what has been read is used before anything else is."""
 
     def __init__(self, config: Config, server: ServerState, app: ASGIApp, state: dict[str, Any]) -> None:
@@ -157,13 +161,21 @@ class Connection(asyncio.BufferedProtocol):
             self.feed(self._room[:nbytes])
         else:
             self.feed(place[:nbytes], there=True)
+        due = self._scanner.due
+        stream = self._streams.get(self._scanner.due_stream) if due >= DIRECT_BYTES_MIN else None
         if self._can_wait:
-            due = self._scanner.due
-            worth = nbytes >= DIRECT_BYTES_MIN and due >= DIRECT_BYTES_MIN  # of a slow client each byte counts
-            wanted = min(due, READ_BYTES) if worth and self._scanner.due_stream in self._streams else 1
+            worth = nbytes >= DIRECT_BYTES_MIN and stream is not None  # of a slow client each byte counts
+            wanted = min(due, READ_BYTES) if worth and due >= WAITED_BYTES_MIN else 1
             if wanted != self._awaited and not self.transport.is_closing():
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 self._awaited = wanted
+        if place is None and stream is not None and stream.is_new and not self.transport.is_closing():
+            self.transport.pause_reading()  # for its app to say where the rest belongs
+            self.loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def eof_received(self) -> None:
         """The client has hung up."""
@@ -337,27 +349,33 @@ class Connection(asyncio.BufferedProtocol):
             if not self.transport.is_closing():
                 self.transport.write(said[0] if len(said) == 1 else b"".join(said))
 
-    def flush_soon(self) -> None:
-        """At once if only one request is being answered; short answers to several go together, a few at a time."""
-        if self._running <= 1 or len(self._said) >= TOGETHER:
+    def flush_soon(self, *, more: bool = False) -> bool:
+        """Short pieces go together, a few at a time, if several requests are answered or there is `more` of this one;
+        whether they went."""
+        if (self._running <= 1 and not more) or len(self._said) >= TOGETHER:
             self.flush()
-        elif not self._flushes:
+            return True
+        if not self._flushes:
             self._flushes = True
             self.loop.call_soon(self._turned)
+        return False
 
     def _turned(self) -> None:
         self._flushes = False
         self.flush()
 
-    def send(self, head: bytes, data: memoryview) -> None:
-        """A piece of an answer, after what was said; `data` is not copied unless it is short."""
+    def send(self, head: bytes, data: memoryview, *, more: bool) -> bool:
+        """A piece of an answer, after what was said, with `more` to come; `data` is not copied unless it is short.
+
+        Whether it went: a short one may wait, until the end of this turn of the loop, for what goes with it.
+        """
         if len(data) <= SHORT_BYTES:
             self.say(head + data)
-            self.flush_soon()
-            return
+            return self.flush_soon(more=more)
         said, self._said = self._said, []
         if not self.transport.is_closing():
             self.transport.writelines((b"".join(said) + head, data))
+        return True
 
     @property
     def writable(self) -> bool:
@@ -369,6 +387,10 @@ class Connection(asyncio.BufferedProtocol):
         await asyncio.sleep(0)
         while not self.writable:  # whoever was woken before may have filled it again
             await self._writable.wait()
+
+    def ends(self, number: int) -> bool:
+        """Whether the last frame of that request is under way."""
+        return self._scanner.ends(number)
 
     def used(self, size: int) -> None:
         """So many bytes of bodies are no longer held."""

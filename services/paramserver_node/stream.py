@@ -24,8 +24,8 @@ log = logging.getLogger("paramserver.node")
 
 BODY: Final = "paramserver.body"
 """Name of the extension."""
-UNREAD_BYTES_MAX: Final = 256 << 10
-"""What a client may send of a body before an app wants it."""
+UNREAD_BYTES_MAX: Final = 512 << 10
+"""What a client may send of a body before an app wants it: more than most, which then come without a word of ours."""
 AHEAD_BYTES: Final = 4 << 20
 """The same while it is handed on as it arrives, so that no client waits for a word of ours."""
 
@@ -62,6 +62,8 @@ class Stream:
         self._failed: Exception | None = None
         """What `_sink` raised."""
         self._end_told = False
+        self.is_new = True
+        """Whether its app has not been heard of yet."""
         self._cut = False
         self._answered = False
         self._head = b""
@@ -113,9 +115,13 @@ class Stream:
         """So many bytes of what arrived are held no longer."""
         self._client.used(size)
         self._used += size
-        if self._used >= self._ahead // 2 and not self.body_ended:
+        if self._used >= self._ahead // 2 and not self._ends():
             self._widen(self._used)
             self._used = 0
+
+    def _ends(self) -> bool:
+        """Whether the client needs no more room: all of the body is here, or its last frame on the way."""
+        return self.body_ended or self._client.ends(self._number)
 
     def _drop(self) -> None:
         self._client.used(sum(map(len, self._pieces)))
@@ -136,7 +142,7 @@ class Stream:
 
     async def into(self, sink: Sink) -> bool:
         """See `Arrival`; it can be interrupted and called again."""
-        if not self.body_ended and self._ahead < AHEAD_BYTES:
+        if self._ahead < AHEAD_BYTES and not self._ends():
             self._widen(AHEAD_BYTES - self._ahead)
             self._ahead = AHEAD_BYTES
             self._client.flush_soon()
@@ -159,6 +165,7 @@ class Stream:
     async def receive(self) -> Message:
         """ASGI's next event."""
         while not self._pieces and not self._cut and (self._end_told or not self.body_ended):
+            self._client.flush_soon()
             await _next(self._moved)
         if self._cut and not self._pieces and (self._end_told or not self.body_ended):
             return {"type": "http.disconnect"}
@@ -168,8 +175,7 @@ class Stream:
     def _taken(self) -> bytes:
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
-        self.used(len(body))
-        self._client.flush_soon()
+        self.used(len(body))  # which the client hears when more is wanted
         return body
 
     async def send(self, message: Message) -> None:
@@ -203,18 +209,19 @@ class Stream:
             last = at + n == len(data)
             self.credit -= n
             client.credit -= n
-            flags = wire.END_STREAM if ends and last else 0
-            client.send(head + wire.head(n, wire.DATA, flags, self._number), data[at : at + n])
+            self._answered = ends and last
+            flags = wire.END_STREAM if self._answered else 0
+            head += wire.head(n, wire.DATA, flags, self._number)
+            went = client.send(head, data[at : at + n], more=not self._answered)
             head, at = b"", at + n
-            if last and ends:
-                self._answered = True
-                return
-            await client.drained()
+            if went and not self._answered:
+                await client.drained()
             if last:
                 return
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """The app's whole work on it."""
+        self.is_new = False
         try:
             await app(scope, self.receive, self.send)
         except Exception:

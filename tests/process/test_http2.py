@@ -9,6 +9,7 @@ import pytest
 
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import FRAME_BYTES
+from paramserver_node.stream import UNREAD_BYTES_MAX
 
 from .cluster import eventually
 from .test_servers import Node, node
@@ -103,7 +104,7 @@ PING = wire.frame(wire.PING, 0, 0, b"12345678")
         (True, HEAD + data(2, b"x"), wire.PROTOCOL_ERROR),
         (True, HEAD + data(3, b"x"), wire.PROTOCOL_ERROR),
         (True, HEAD + data(1, b"", ends=True) + data(1, b"x"), wire.STREAM_CLOSED),
-        (True, UNREAD + data(1, bytes(256 << 10)) + data(1, b"x"), wire.FLOW_CONTROL_ERROR),
+        (True, UNREAD + data(1, bytes(UNREAD_BYTES_MAX)) + data(1, b"x"), wire.FLOW_CONTROL_ERROR),
         (True, wire.frame(wire.HEADERS, wire.END_HEADERS, 2, block("GET", "/pull")), wire.PROTOCOL_ERROR),
         (True, wire.frame(wire.HEADERS, wire.END_HEADERS, 0, block("GET", "/pull")), wire.PROTOCOL_ERROR),
         (True, HEAD + HEAD, wire.PROTOCOL_ERROR),
@@ -195,7 +196,7 @@ def test_a_body_that_is_mostly_padding_arrives_whole(server: Node) -> None:
     lots, piece = 40, wire.frame(wire.DATA, wire.PADDED, 1, b"\xff" + b"x" + bytes(255))
     with Client(server) as client:
         client.send(HEAD)
-        credit = 256 << 10
+        credit = UNREAD_BYTES_MAX
         for _ in range(lots):
             while credit < 500 * 257:
                 credit += int.from_bytes(client.until(wire.WINDOW_UPDATE, 1))

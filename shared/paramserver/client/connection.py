@@ -46,7 +46,8 @@ class Connection:
         self._room = memoryview(bytearray(_READ_BYTES))
         self._give_up_at = 0.0
         self._pinged = False
-        self.socket.settimeout(http2.SILENCE_S)
+        self._waits_s = -1.0
+        """The socket's timeout."""
         # Of a client that was dropped, not closed, nothing is left open.  No __del__: if the client is in a cycle, the
         # socket may be collected first, and complain.
         weakref.finalize(self, connected.close).atexit = False
@@ -67,7 +68,7 @@ class Connection:
         Raises TimeoutError after `timeout_s` or when the shard is dead, Refused, and what the sink raises.
         """
         self._give_up_at = time.monotonic() + timeout_s
-        self.socket.settimeout(min(http2.SILENCE_S, timeout_s))
+        self._wait_at_most(min(http2.SILENCE_S, timeout_s))
         self._pinged = self._slow = False
         answer, left = Answer(sink), sum(map(len, body))
         stream = self._client.begin(headers, answer, bodyless=not left)
@@ -141,7 +142,7 @@ class Connection:
         if left_s <= 0:
             raise TimeoutError
         if left_s < http2.SILENCE_S:
-            self.socket.settimeout(left_s)
+            self._wait_at_most(left_s)
         client = self._client
         place = client.place()
         try:
@@ -173,6 +174,11 @@ class Connection:
             client.feed(self._room[:n])
         if client.unsent:
             self._flush()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if seconds != self._waits_s:
+            self.socket.settimeout(seconds)
+            self._waits_s = seconds
 
     def _await(self, size: int) -> None:
         """So many bytes must be here before any are read; they will be: a frame that has begun has its window."""

@@ -148,6 +148,10 @@ class Scanner:
         """The stream that they are of."""
         self._flags = self._padding = 0
 
+    def ends(self, stream: int) -> bool:
+        """Whether what is due is the last of that stream."""
+        return self.due > 0 and self.due_stream == stream and bool(self._flags & END_STREAM)
+
     def passed(self, size: int) -> int:
         """So many bytes of what was due have been read past this scanner; the flags of the piece that they are."""
         self.due -= size
