@@ -101,10 +101,11 @@ class Server:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.failed: list[BaseException] = []
-        self.thread = threading.Thread(target=self._serve, args=(scripts,), daemon=True)
+        self.thread = threading.Thread(target=self.serve, args=(scripts,), daemon=True)
         self.transport: Blocking | OnLoop = kind()
 
-    def _serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
+    def serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
+        """One connection after the other."""
         try:
             for script in scripts:
                 connected, _ = self.listener.accept()
@@ -397,6 +398,45 @@ def test_a_shard_that_takes_one_request_at_a_time_gets_more_connections() -> Non
         assert isinstance(server.transport, OnLoop)
         outcomes = server.transport.runner.run(ask(server.transport, server.url))
         assert [o.body for o in outcomes if isinstance(o, Response)] == [b"first", b"last", b"other"]
+
+
+def test_a_request_that_is_given_up_again_and_again_makes_no_heap_of_connections() -> None:
+    """It is tried once more on another connection, and there are two of them however often that happens."""
+
+    good = [b"first"]
+
+    def failing(peer: Peer) -> None:
+        try:
+            if good:
+                peer.send(peer.answer(peer.until(wire.HEADERS), good.pop()))
+            while True:
+                peer.send(wire.word(peer.until(wire.HEADERS), wire.RST_STREAM, wire.INTERNAL_ERROR))
+        except AssertionError:
+            pass  # it has hung up
+
+    with Server(OnLoop, failing) as server:
+        other = threading.Thread(target=server.serve, args=((failing,),))  # a third connection would find nobody
+        other.start()
+        assert isinstance(server.ask(), Response)
+        outcomes = [server.ask() for _ in range(5)]
+        assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt"] * 5
+    other.join(20.0)
+
+
+def test_a_transport_that_is_used_on_another_loop_begins_anew() -> None:
+    """Connections end with the loop that they are of."""
+
+    def script(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"ok"))
+
+    with Server(OnLoop, script, script) as server:
+        assert isinstance(server.transport, OnLoop)
+        assert isinstance(server.ask(), Response)
+        for connection in server.transport.transport._connections[server.url]:
+            connection.hang_up()
+        server.transport.runner.close()
+        server.transport.runner = asyncio.Runner()
+        assert isinstance(server.ask(), Response)
 
 
 def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None:

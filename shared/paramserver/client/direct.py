@@ -171,15 +171,20 @@ class DirectTransport(_Messages):
 
 
 class AsyncDirectTransport(_Messages):
-    """On the event loop that uses it first, with many requests at a time on a connection."""
+    """On an event loop, with many requests at a time on a connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connections = defaultdict[str, list[AsyncConnection]](list)
         self._connecting = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def send(self, request: Request, address: str) -> Outcome:
         """The outcome of one request to the shard at that address."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._connections.clear()  # whose loop has ended
+            self._connecting.clear()
         body = self._body(request)
         headers = self._headers(request, address, body)
         kept = self._kept(address)
@@ -199,15 +204,14 @@ class AsyncDirectTransport(_Messages):
         except (PsError, OSError, ValueError) as e:
             return _failure(e, request, address)
 
-    def _kept(self, address: str) -> AsyncConnection | None:
-        """One that takes another request."""
-        return next((c for c in self._connections[address] if c.usable and not c.full), None)
+    def _kept(self, address: str, tried: AsyncConnection | None = None) -> AsyncConnection | None:
+        """One that takes another request, and has not been tried with this one."""
+        return next((c for c in self._connections[address] if c.usable and not c.full and c is not tried), None)
 
     async def _another(self, address: str, tried: AsyncConnection | None, timeout_s: float) -> AsyncConnection:
         """A fresh one, unless another task has made it meanwhile."""
         async with asyncio.timeout(timeout_s), self._connecting[address]:
-            kept = self._kept(address)
-            if kept is not None and kept is not tried:
+            if (kept := self._kept(address, tried)) is not None:
                 return kept
             connection = await self._connected(address)
             self._connections[address] = [connection, *(c for c in self._connections[address] if not c.is_closed)]
@@ -225,6 +229,8 @@ class AsyncDirectTransport(_Messages):
         """Close all connections."""
         connections = [c for some in self._connections.values() for c in some]
         self._connections.clear()
+        if self._loop is not asyncio.get_running_loop():
+            return
         for connection in connections:
             connection.hang_up()
         for connection in connections:
