@@ -268,14 +268,12 @@ class Incoming:
 
     def _feed_head(self, data: memoryview) -> memoryview:
         """Collect the prefix; what is left of `data` once it is whole."""
-        head: bytes | bytearray | memoryview = data
-        if self._head or len(data) < PREFIX_BYTES:
+        if self._head:
             self._head += data
-            head = self._head
+        head = self._head or data
         try:
             if len(head) < PREFIX_BYTES or len(head) < header_end(head):
-                if head is data:
-                    self._head += data
+                self._head = self._head or bytearray(data)
                 return memoryview(b"")
             self.reply, end = decode_header(head, PullReply)
         except PsError as e:
