@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from benchmarks.systems.bare_memory import BareMemory
 from benchmarks.systems.bare_socket import BareSocket
 from benchmarks.systems.grpc_python import GrpcPython
 from benchmarks.systems.ours import VARIANTS as OURS
@@ -14,12 +15,13 @@ from benchmarks.systems.torch_rpc import VARIANTS as TORCH
 from benchmarks.workloads import Digits, Work
 
 RIVALS = ("torch", "torch-tcp", "ray", "grpc", "redis")
+FLOORS = ("socket", "memory")
 
 
 @cache
 def systems() -> dict[str, System]:
     """All of them by key, in the order of the tables."""
-    every: list[System] = [*OURS, *TORCH, RayActors(), GrpcPython(), RedisLock(), BareSocket()]
+    every: list[System] = [*OURS, *TORCH, RayActors(), GrpcPython(), RedisLock(), BareSocket(), BareMemory()]
     return {s.key: s for s in every}
 
 
@@ -43,13 +45,13 @@ def dense(
     return Cell(key, f"W1 {title}", work, names, frozenset(once))
 
 
-ALL = ("ours-same-host", "ours-http2", *RIVALS, "socket")
+ALL = ("ours-same-host", "ours-http2", *RIVALS, *FLOORS)
 IN_PLACE = ("ours-same-host", "ours-in-place", *ALL[1:])
 COPIED = ("ours-same-host", "ours-in-place", "ours-copied", *ALL[1:])
 SPLIT = ("ours-same-host", "ours-http2", "torch", "torch-tcp", "ray", "grpc")
 """What runs with two servers."""
-SYNC = ("ours-same-host", "ours-in-place", *SPLIT[1:])
-SMALL = ("ours-same-host", "ours-same-host-fused", "ours-http2", "ours-http2-fused", *RIVALS, "socket")
+SYNC = ("ours-same-host", "ours-in-place", *SPLIT[1:], "memory")
+SMALL = ("ours-same-host", "ours-same-host-fused", "ours-http2", "ours-http2-fused", *RIVALS, *FLOORS)
 LEARNERS = ("ours-same-host", "ours-http2", *RIVALS)
 SLOW = ("grpc", "redis")
 

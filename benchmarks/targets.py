@@ -38,6 +38,8 @@ class Outcome:
     reached: str
     mark: str
     """`pass`, `MISS`, or `not measured`."""
+    floor: str = ""
+    """What the floor came to, held against the same."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Ratio:
         against = self.figure(best) if best is not None else self.recorded or 0.0
         ratio = self.figure(own) / against
         named = f" ({_label(best.system)})" if best is not None and all_of_them else ""
-        return Outcome(text, f"{ratio:.2f}x{named}", _mark(ratio >= self.least and own.sound))
+        floor = _floor(rows, self.cell, self.ours)
+        at_best = f"{self.figure(floor) / against:.2f}x" if floor is not None and floor is not best else ""
+        return Outcome(text, f"{ratio:.2f}x{named}", _mark(ratio >= self.least and own.sound), at_best)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,9 @@ class Bound:
             return Outcome(text, "", "not measured")
         value = self.figure(row)
         good = value <= self.bound if self.at_most else value >= self.bound
-        return Outcome(text, number(value), _mark(good and row.sound))
+        floor = _floor(rows, self.cell, self.ours)
+        at_best = "" if floor is None else number(self.figure(floor))
+        return Outcome(text, number(value), _mark(good and row.sound), at_best)
 
 
 @dataclass(frozen=True)
@@ -110,11 +116,18 @@ def _mark(good: bool) -> str:
     return "pass" if good else "**MISS**"
 
 
+def _floor(rows: Rows, cell: str, ours: str) -> Row | None:
+    """The same bytes moved that way by bare means; None where nobody has measured it."""
+    row = rows.get((cell, FLOOR_OF.get(ours, "")))
+    return row if row is not None and row.windows else None
+
+
 def _label(system: str) -> str:
     return systems()[system].label.replace("**", "")
 
 
 HOST, HTTP = "ours-same-host", "ours-http2"
+FLOOR_OF = {HOST: "memory", HTTP: "socket"}
 RATIOS = (
     Ratio("w1-10mb", HOST, 2.5, RIVALS),
     Ratio("w1-10mb", HTTP, 0.85, ("socket",)),
@@ -164,4 +177,4 @@ def outcomes(rows: Rows, figures: Mapping[str, float], *, measured_only: bool = 
 
 def target_table(found: Sequence[Outcome]) -> str:
     """The marks as a table."""
-    return table(["target", "reached", ""], [[o.text, o.reached, o.mark] for o in found])
+    return table(["target", "reached", "the floor", ""], [[o.text, o.reached, o.floor, o.mark] for o in found])

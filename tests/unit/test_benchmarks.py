@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from benchmarks import bench, cost, meters, stages, tables, targets
-from benchmarks.cells import CELLS, RIVALS, Cell, cell, order, systems
+from benchmarks.cells import CELLS, FLOORS, RIVALS, Cell, cell, order, systems
 from benchmarks.cost import WAYS
 from benchmarks.launch import Failed, figures, launch
 from benchmarks.meters import Reading
@@ -103,7 +103,7 @@ def test_every_cell_is_of_systems_that_there_are() -> None:
         assert set(c.systems) <= set(systems())
         assert len(set(c.systems)) == len(c.systems)
         assert c.once <= set(c.systems)
-    assert set(RIVALS) | {"socket"} == {k for k in systems() if not k.startswith("ours")}
+    assert {*RIVALS, *FLOORS} == {k for k in systems() if not k.startswith("ours")}
 
 
 def test_every_target_is_of_a_cell_that_measures_it() -> None:
@@ -300,12 +300,23 @@ def summary(rates: dict[str, float], cell: str = "w1-10mb", **more: Any) -> targ
 def test_a_ratio_is_to_the_best_rival() -> None:
     """The best of the rivals counts, named; the floor is none of them; what was not measured has no mark."""
     t = Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS)
-    rates = {"ours-same-host": 300.0, "torch": 100.0, "ray": 120.0, "socket": 1000.0}
+    rates = {"ours-same-host": 300.0, "torch": 100.0, "ray": 120.0, "memory": 1000.0}
     met = t.outcome(summary(rates))
     assert (met.reached, met.mark) == ("2.50x (Ray actors)", "pass")
     assert t.outcome(summary(rates | {"ray": 121.0})).mark == "**MISS**"
     assert t.outcome(summary({"ours-same-host": 300.0})).mark == "not measured"
     assert t.outcome(summary({"torch": 300.0})).mark == "not measured"
+
+
+def test_the_floor_stands_beside_what_was_reached() -> None:
+    """It is held against the same rival, or has the same figure; as the rival itself it is not said twice."""
+    rates = {"ours-same-host": 200.0, "ours-http2": 90.0, "torch": 100.0, "memory": 220.0, "socket": 110.0}
+    rows = summary(rates)
+    assert Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS).outcome(rows).floor == "2.20x"
+    assert Ratio("w1-10mb", "ours-http2", 0.8, ("torch",)).outcome(rows).floor == "1.10x"
+    assert Ratio("w1-10mb", "ours-http2", 0.85, ("socket",)).outcome(rows).floor == ""
+    assert Bound("w1-10mb", "ours-http2", 1, "rounds/s", targets.rounds).outcome(rows).floor == "110"
+    assert Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS).outcome(summary({"torch": 1.0})).floor == ""
 
 
 def test_a_lost_update_turns_a_target_red() -> None:
@@ -396,8 +407,8 @@ def test_the_stages_of_a_round_are_told() -> None:
 @pytest.mark.process
 def test_ours_and_the_floor_run_a_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A cell of 4 KB is measured from end to end, is exact, and gives a table."""
-    names = ("ours-same-host" if sys.platform.startswith("linux") else "ours-http2", "socket")
-    small = Cell("w1-10mb", "W1 dense round, 4 KB", TINY, names)
+    names = [n for n in ("ours-same-host", "ours-http2", *FLOORS) if not systems()[n].missing()]
+    small = Cell("w1-10mb", "W1 dense round, 4 KB", TINY, tuple(names))
     records = [
         launch(systems()[n], TINY, 0.1) | {"cell": small.key, "system": n, "pass": i} for i, n in order(names, 1)
     ]
