@@ -10,7 +10,7 @@ With a shared folder, buffers can be files that clients of this machine map; whe
 import logging
 import mmap
 import weakref
-from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -32,7 +32,7 @@ U8 = npt.NDArray[np.uint8]
 class _Memory:
     """The memory of one buffer, and the file it is, if others can map it."""
 
-    __slots__ = ("__weakref__", "address", "array", "file", "next", "retired", "size")
+    __slots__ = ("__weakref__", "address", "array", "file", "kin", "retired", "size")
 
     def __init__(self, array: U8, file: str | None) -> None:
         self.array: Final = array
@@ -42,19 +42,19 @@ class _Memory:
         self.size: Final = array.size
         self.retired = False
         """Never to be handed out again: somebody may have it mapped."""
-        self.next: weakref.ref[_Memory] | None = None
-        """What followed it last time, and will again if it is free: a partition goes to and fro between two buffers."""
+        self.kin: list[_Memory] = [self]
+        """The buffers that one partition's values have lain in and will again, the same list for each of them."""
 
 
 class BufferPool:
     """Hands out arrays and takes their memory back when nobody holds them any more.
 
-    Safe between threads as far as CPython's deque and dict operations are atomic: the callback that returns memory may
+    Safe between threads as far as CPython's list and dict operations are atomic: the callback that returns memory may
     run in any thread.
     """
 
     def __init__(self, kept_bytes_max: int = POOL_KEPT_BYTES_MAX, folder: SharedFolder | None = None) -> None:
-        self._free: dict[tuple[int, bool], deque[_Memory]] = {}
+        self._free: dict[tuple[int, bool], dict[int, _Memory]] = {}
         self._lent: dict[int, tuple[weakref.ref[U8], _Memory]] = {}
         self._kept_bytes_max = kept_bytes_max
         self._folder = folder
@@ -66,36 +66,28 @@ class BufferPool:
         self.lent_bytes = 0
         """Memory that somebody holds."""
 
-    def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
-        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
+    def take_bytes(self, size_bytes: int, *, shared: bool = False) -> U8:
+        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room."""
+        return self._take(size_bytes, shared, (), None)
 
-        With `after`, a buffer of the same kind that it will take the place of, the same one as last time if it is free:
-        clients who have mapped a model's buffers side by side then find the same ones in the same order.
+    def take(self, count: int, *, shared: bool = False) -> F32:
+        """An uninitialised float32 array of `count` elements; `shared` as in `take_bytes`."""
+        return self.take_bytes(count * 4, shared=shared).view(np.float32)
+
+    def take_turn(self, values: Sequence[F32]) -> list[F32]:
+        """Shared memory, uninitialised, for what will take the place of each of these values.
+
+        What lay side by side before comes together again, if all of that is free: clients who have mapped a model's
+        buffers side by side then find the same ones in the same order.
         """
-        if size_bytes < SMALL_BYTES:
-            return np.empty(size_bytes, np.uint8)
-        size, shared = self._size(size_bytes), shared and self._folder is not None
-        free = self._free.setdefault((size, shared), deque())
-        held = None if after is None else self._lent.get(_address(after))
-        before = None if held is None else held[1]
-        memory = self._free_one(free, before)
-        if memory is not None:
-            self.kept_bytes -= size
-        else:
-            memory = self._make(size, shared)
-        self._sizes[size] = memory
-        if before is not None:
-            before.next, memory.next = weakref.ref(memory), weakref.ref(before)
-        # Views collapse their base down to this array and no further (its own base is no ndarray), so it lives as long
-        # as any view of it.
-        lease = np.frombuffer(memory.array.data, np.uint8)
-        self._lent[memory.address] = (weakref.ref(lease, lambda _: self._returned(memory)), memory)
-        self.lent_bytes += size
-        return lease[:size_bytes]
-
-    def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
-        """An uninitialised float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
-        return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
+        held = [self._lent.get(_address(a)) if a.nbytes >= SMALL_BYTES else None for a in values]
+        kin = [[] if h is None else h[1].kin for h in held]
+        turns = range(min(map(len, kin), default=0))
+        turn = next((i for i in turns if all([self._is_free(k[i]) for k in kin])), None)
+        return [
+            self._take(a.nbytes, True, tuple(k) if turn is None else (k[turn],), k).view(np.float32)
+            for a, k in zip(values, kin, strict=True)
+        ]
 
     def again(self, array: AnyArray, count: int) -> F32 | None:
         """The memory of `array`, which nobody needs any more, as a float32 array of `count` elements.
@@ -122,6 +114,7 @@ class BufferPool:
         for _, memory in list(self._lent.values()):
             if memory.file == file and not memory.retired:
                 memory.retired = True
+                memory.kin.remove(memory)
                 assert self._folder is not None
                 self._folder.remove(file)
 
@@ -135,22 +128,39 @@ class BufferPool:
         size = -(-size_bytes // step) * step
         return size + step if size + step in self._sizes else size
 
-    @staticmethod
-    def _free_one(free: "deque[_Memory]", before: _Memory | None) -> _Memory | None:
-        """A free buffer: what followed `before` last time, else the one free for longest, which belonged to a partition
-        as early; without `before` the one in the cache.  None if there is none.
+    def _take(self, size_bytes: int, shared: bool, wanted: Sequence[_Memory], kin: list[_Memory] | None) -> U8:
+        """The first of the `wanted` that is free, else the one that is free since last, else a new one.
+
+        It becomes one of `kin`.  Whoever takes memory out of the free ones has it.
         """
-        wanted = None if before is None or before.next is None else before.next()
-        try:
-            if wanted is not None:
-                free.remove(wanted)
-                return wanted
-        except ValueError:
-            pass  # somebody has it
-        try:
-            return free.pop() if before is None else free.popleft()
-        except IndexError:
-            return None
+        if size_bytes < SMALL_BYTES:
+            return np.empty(size_bytes, np.uint8)
+        size, shared = self._size(size_bytes), shared and self._folder is not None
+        free = self._free.setdefault((size, shared), {})
+        memory = next((m for m in wanted if free.pop(m.address, None) is not None), None)
+        if memory is None:
+            try:
+                memory = free.popitem()[1]
+            except KeyError:
+                memory = None
+        if memory is not None:
+            self.kept_bytes -= size
+        else:
+            memory = self._make(size, shared)
+        self._sizes[size] = memory
+        if kin and memory.kin is not kin:
+            memory.kin.remove(memory)
+            memory.kin = kin
+            kin.append(memory)
+        # Views collapse their base down to this array and no further (its own base is no ndarray), so it lives as long
+        # as any view of it.
+        lease = np.frombuffer(memory.array.data, np.uint8)
+        self._lent[memory.address] = (weakref.ref(lease, lambda _: self._returned(memory)), memory)
+        self.lent_bytes += size
+        return lease[:size_bytes]
+
+    def _is_free(self, memory: _Memory) -> bool:
+        return memory.address in self._free.get((memory.size, memory.file is not None), ())
 
     def _make(self, size: int, shared: bool) -> _Memory:
         if shared:
@@ -177,8 +187,10 @@ class BufferPool:
         asked_for = self._size(memory.size) == memory.size
         if asked_for and self.kept_bytes + memory.size <= self._kept_bytes_max:
             self.kept_bytes += memory.size
-            self._free.setdefault((memory.size, memory.file is not None), deque()).append(memory)
-        elif memory.file is not None and self._folder is not None:
+            self._free.setdefault((memory.size, memory.file is not None), {})[memory.address] = memory
+            return
+        memory.kin.remove(memory)
+        if memory.file is not None and self._folder is not None:
             self._folder.remove(memory.file)
 
 

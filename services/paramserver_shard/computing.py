@@ -1,13 +1,14 @@
 """Computes an `Apply` effect: each task's new partition state, in pooled buffers, off the event loop when it is big."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final, TypeVar
 
 import numpy as np
 
 from paramserver import kernels
 from paramserver.core.shard_io import AssignTask, PartitionState, Task, TaskResult, UpdateTask
-from paramserver.types import AnyArray
+from paramserver.types import F32, AnyArray
 from paramserver.wire.tensor import slice_crc, to_f32
 from paramserver_shard.buffers import BufferPool
 
@@ -31,23 +32,40 @@ def task_elements(task: Task) -> int:
     return size
 
 
-def compute(tasks: Sequence[Task], pool: BufferPool) -> tuple[TaskResult, ...]:
-    """The result of each task; of what a task refers to, only a gradient that may be spent is written.
+def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:
+    """Memory for the values that each task makes; None where that of the gradient spent before it will do.
 
-    The memory of a spent gradient takes the next task's result, so a push of a whole model needs no third copy of it.
+    It is taken in one moment for all of them: while some compute, clients let go of other memory.
+    """
+    spent = [[False, *map(_spends, tasks)][: len(tasks)] for tasks in shares]
+    values = [task.state.values for task, before in zip(chain(*shares), chain(*spent), strict=True) if not before]
+    found = iter(pool.take_turn(values))
+    return [[None if before else next(found) for before in share] for share in spent]
+
+
+def compute(tasks: Sequence[Task], places: Sequence[F32 | None], pool: BufferPool) -> tuple[TaskResult, ...]:
+    """The result of each task, in its one of `places`, which are from `rooms`.
+
+    Of what a task refers to, only a gradient that may be spent is written: its memory takes the next task's result, so
+    that a push of a whole model needs no third copy of it.
     """
     results: list[TaskResult] = []
     spare: AnyArray | None = None
-    for task in tasks:
-        if isinstance(task, UpdateTask):
-            results.append(_update(task, pool, spare))
-            spare = task.direct[0] if task.spend and task.direct is not None else None
-        else:
-            results.append(_assign(task, pool))
+    for task, place in zip(tasks, places, strict=True):
+        size = task.state.values.size
+        if place is None and spare is not None:
+            place = pool.again(spare, size)
+        values = pool.take(size, shared=True) if place is None else place
+        results.append(_update(task, pool, values) if isinstance(task, UpdateTask) else _assign(task, values))
+        spare = task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
     return tuple(results)
 
 
-def _update(task: UpdateTask, pool: BufferPool, spare: AnyArray | None) -> TaskResult:
+def _spends(task: Task) -> bool:
+    return isinstance(task, UpdateTask) and task.spend and task.direct is not None
+
+
+def _update(task: UpdateTask, pool: BufferPool, values: F32) -> TaskResult:
     state, size = task.state, task.state.values.size
     gradient: AnyArray
     if task.direct is not None:
@@ -56,19 +74,15 @@ def _update(task: UpdateTask, pool: BufferPool, spare: AnyArray | None) -> TaskR
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    values = None if spare is None else pool.again(spare, size)
-    if values is None:
-        values = pool.take(size, shared=True, after=state.values)
-    slots = tuple(pool.take(size) for _ in state.slots)
+    slots = tuple([pool.take(size) for _ in state.slots])
     crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # it is in the cache for what follows
     if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
         return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)
 
 
-def _assign(task: AssignTask, pool: BufferPool) -> TaskResult:
+def _assign(task: AssignTask, values: F32) -> TaskResult:
     state, part = task.state, task.part
-    values = pool.take(state.values.size, shared=True)
     if part.ranges is None:
         values[:] = to_f32(part.data, part.dtype)
     else:

@@ -5,13 +5,13 @@ holds; a failure that nobody foresaw ends the group and so the process, which is
 """
 
 import asyncio
-import itertools
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Final, Protocol, TypeVar
 
 from redis.exceptions import RedisError
@@ -44,6 +44,7 @@ from paramserver.core.shard_io import (
     SnapshotStored,
     StoreSnapshot,
     Task,
+    TaskResult,
     Tick,
     WorkerAnswered,
 )
@@ -52,7 +53,7 @@ from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, shares, task_elements
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, rooms, shares, task_elements
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
@@ -245,27 +246,29 @@ class Runtime:
 
     def _apply(self, jobs: Sequence[Apply]) -> None:
         """Computes what one event has made due: all partitions of a commit together, if they are worth a thread."""
-        if sum([task_elements(task) for job in jobs for task in job.tasks]) > INLINE_ELEMENTS_MAX:
-            self._spawn(self._apply_beside(jobs))
+        tasks = [task for job in jobs for task in job.tasks]
+        if sum(map(task_elements, tasks)) <= INLINE_ELEMENTS_MAX:
+            for job in jobs:
+                self._apply_here(job.job, job.tasks)
             return
-        for job in jobs:
-            self._apply_here(job.job, job.tasks)
+        chunks = shares(tasks, self.threads)
+        places = rooms(chunks, self.pool)
+        work = [self.submit(partial(compute, *chunk, self.pool)) for chunk in zip(chunks, places, strict=True)]
+        self._spawn(self._applied(jobs, work))
 
     def _apply_here(self, job: int, tasks: tuple[Task, ...]) -> None:
         crash_point("shard.before_apply")
         try:
-            self._events.append(Applied(job, compute(tasks, self.pool)))
+            self._events.append(Applied(job, compute(tasks, rooms([tasks], self.pool)[0], self.pool)))
             crash_point("shard.after_apply")
         except Exception as error:
             # A job without a result would hold its partitions for ever; a new process starts from their snapshots.
             self._spawn(_end(error))
 
-    async def _apply_beside(self, jobs: Sequence[Apply]) -> None:
-        chunks = shares([task for job in jobs for task in job.tasks], self.threads)
-        done = await asyncio.gather(*(self.offload(partial(compute, chunk, self.pool)) for chunk in chunks))
-        results = iter([result for chunk in done for result in chunk])
+    async def _applied(self, jobs: Sequence[Apply], work: Sequence[asyncio.Future[tuple[TaskResult, ...]]]) -> None:
+        results = chain.from_iterable(await asyncio.gather(*work))
         for job in jobs:
-            self.feed(Applied(job.job, tuple(itertools.islice(results, len(job.tasks)))))
+            self.feed(Applied(job.job, tuple(islice(results, len(job.tasks)))))
 
     async def _load(self, effect: LoadPartition) -> None:
         key, token = effect.key, effect.token

@@ -1,6 +1,7 @@
 """Shared memory between a shard and clients of its machine: folders, buffers, leases, slots and windows."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from paramserver import limits
 from paramserver.client.board import BoardView
-from paramserver.client.windows import PAGE_BYTES, Window, Windows, writable
+from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, Window, Windows, writable
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
@@ -77,8 +78,7 @@ def test_partitions_go_to_and_fro_between_the_same_buffers(versions: BufferPool)
     values = [versions.take(COUNT, shared=True) for _ in range(6)]
     rows = []
     for _ in range(8):
-        fresh = [versions.take(COUNT, shared=True, after=v) for v in values]
-        values = fresh
+        values = versions.take_turn(values)
         rows.append(tuple(versions.file_of(v) for v in values))
 
     assert len(set(rows)) == 2
@@ -91,12 +91,45 @@ def test_a_reader_that_holds_a_version_takes_no_buffer_away(versions: BufferPool
     held: list[list[F32]] = []
     for _ in range(12):
         held = [*held, values][-1:]
-        values = [versions.take(COUNT, shared=True, after=v) for v in values]
+        values = versions.take_turn(values)
         assert not {versions.file_of(v) for v in values} & {versions.file_of(v) for row in held for v in row}
         rows.append(tuple(versions.file_of(v) for v in values))
 
     assert len({file for row in rows for file in row}) <= 3 * 4
     assert len(set(rows[-6:])) <= 3
+
+
+def test_readers_who_let_go_in_any_order_find_few_rows(versions: BufferPool) -> None:
+    """Three readers that each hold some version, of all partitions or of one: the rows are few and come again.
+
+    More than a client keeps mapped would be mapped again with nearly every pull.
+    """
+    chance = random.Random(7)
+    values, rows = [versions.take(COUNT, shared=True) for _ in range(8)], []
+    held: list[list[F32]] = [[], [], []]
+    for _ in range(300):
+        held[chance.randrange(3)] = list(values) if chance.random() < 0.8 else [chance.choice(values)]
+        values = versions.take_turn(values)
+        rows.append(tuple(versions.file_of(v) for v in values))
+
+    assert len(set(rows)) <= KEPT_MAX
+
+
+def test_memory_of_others_takes_a_turn_and_stays(versions: BufferPool) -> None:
+    """What another model has left is used before more is made, and belongs to its new partition from then on."""
+    other = [versions.take(COUNT, shared=True) for _ in range(2)]
+    left = {versions.file_of(v) for v in other}
+    values = [versions.take(COUNT, shared=True) for _ in range(2)]
+    del other
+    rows = []
+    for _ in range(4):
+        values = versions.take_turn(values)
+        rows.append(tuple(versions.file_of(v) for v in values))
+
+    assert set(rows[0]) == left
+    assert rows[0] == rows[2]
+    assert rows[1] == rows[3]
+    assert versions.kept_bytes == versions.lent_bytes
 
 
 def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: BufferPool) -> None:
