@@ -1,7 +1,8 @@
-"""The floor of one machine: the same bytes in memory that both sides map, and a byte over a Unix socket for a request.
+"""The floor of one machine: the same bytes in memory that both sides map, a byte over a Unix socket for each request.
 
-A push is one copy into a slot of the worker's own and one pass that applies it; a pull is a byte there and back, for
-there is one version, which changes under its readers.  No ids, no checks.  A thread of the server for each worker.
+A push is one copy into memory of the worker's own, one checksum, by which it would be known again, and one pass that
+applies it into the other one of two versions, so that a reader's does not change under it at once; a pull is a byte
+there and back.  No ids, no checks, nobody is asked whether he still reads.  A thread of the server for each worker.
 """
 
 import mmap
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numba
 import numpy as np
 from benchmarks.meters import memory_bytes
-from benchmarks.systems.bare_socket import APPLIED, PULL, PUSH, descend
+from benchmarks.systems.bare_socket import PULL, PUSH
 from benchmarks.systems.process import serving, wait_for_end
 from benchmarks.systems.system import Running
 from benchmarks.workloads import Client, Parts, Work
+from zlib_ng import zlib_ng
 
 from paramserver.types import F32
 
@@ -28,48 +31,61 @@ SHARED = "/dev/shm"
 """Where the system keeps files in memory."""
 
 
-def mapped(folder: str, name: str, elements: int) -> F32:
-    """The memory of a file there, zeros where it is new."""
+@numba.njit(nogil=True, cache=True)
+def step(values: F32, gradients: F32, rate: np.float32, out: F32) -> None:
+    """out = values - rate*(sum of the rows of `gradients`), in one pass."""
+    for i in range(values.size):
+        total = gradients[0, i]
+        for k in range(1, gradients.shape[0]):
+            total += gradients[k, i]
+        out[i] = values[i] - rate * total
+
+
+def mapped(folder: str, name: str, rows: int, work: Work) -> F32:
+    """The memory of a file there, zeros where it is new: so many vectors."""
+    size = 4 * work.elements * rows
     with (Path(folder) / name).open("a+b") as file:
-        file.truncate(4 * elements)
-        return np.frombuffer(mmap.mmap(file.fileno(), 4 * elements), np.float32)
+        file.truncate(size)
+        return np.frombuffer(mmap.mmap(file.fileno(), size), np.float32).reshape(rows, work.elements)
 
 
 class Server:
-    """One vector."""
+    """Two versions of one vector."""
 
     def __init__(self, work: Work, folder: str) -> None:
-        self._folder = folder
-        self._elements = work.elements
-        self._values = mapped(folder, "values", work.elements)
-        self._values[:] = work.initial()
+        self._versions, self._slots = mapped(folder, "versions", 2, work), mapped(folder, "slots", work.workers, work)
+        self._versions[0] = work.initial()
         self._sharers = work.workers if work.mode == "sync" else 1
         self._rate = np.float32(work.rate / self._sharers)
-        self._pushes, self._changed = 0, threading.Condition()
+        self._present, self._waiting, self._changed = 0, 0, threading.Condition()
 
     def attend(self, connection: socket.socket) -> None:
         """Serve one worker, which says first who it is, until it hangs up."""
-        slot = mapped(self._folder, f"slot{connection.recv(1)[0]}", self._elements)
+        rank = connection.recv(1)[0]
         with connection:
             while verb := connection.recv(1):
                 if verb == PUSH:
-                    self._apply(slot)
-                connection.sendall(APPLIED)
+                    self._push(rank)
+                connection.sendall(bytes([self._present % 2]))
 
-    def _apply(self, gradient: F32) -> None:
-        """Each gradient as it comes; in sync the answer waits for those of the others."""
+    def _push(self, rank: int) -> None:
+        """Each gradient by itself; in sync those of all workers together, when the last one is here."""
+        zlib_ng.crc32(self._slots[rank].data.cast("B"))
         with self._changed:
-            descend(self._values, gradient, self._rate)
-            self._pushes += 1
-            if self._sharers > 1:
-                due = -(-self._pushes // self._sharers) * self._sharers
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._pushes >= due)
+            self._waiting += 1
+            if self._waiting < self._sharers:
+                due = self._present + 1
+                self._changed.wait_for(lambda: self._present >= due)
+                return
+            gradients = self._slots if self._sharers > 1 else self._slots[rank : rank + 1]
+            step(self._versions[self._present % 2], gradients, self._rate, self._versions[(self._present + 1) % 2])
+            self._present, self._waiting = self._present + 1, 0
+            self._changed.notify_all()
 
 
 def serve(work: Work, folder: str, pipe: Connection) -> None:
     """Accept connections until the pipe is closed."""
-    descend(np.zeros(2, np.float32), np.zeros(2, np.float32), np.float32(0))
+    step(np.zeros(2, np.float32), np.zeros((1, 2), np.float32), np.float32(0), np.zeros(2, np.float32))
     pipe.send(memory_bytes([os.getpid()], "VmRSS"))
     server = Server(work, folder)
     listener = socket.socket(socket.AF_UNIX)
@@ -95,25 +111,27 @@ class MemoryClient:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(f"{folder}/socket")
         self._connection.sendall(bytes([rank]))
-        self._values = mapped(folder, "values", work.elements)
-        self._slot = mapped(folder, f"slot{rank}", work.elements)
+        self._versions = mapped(folder, "versions", 2, work)
+        self._slot = mapped(folder, "slots", work.workers, work)[rank]
 
     def pull(self) -> Parts:
-        self._ask(PULL)
-        return [self._values]
+        return [self._versions[self._ask(PULL)]]
 
     def push(self, gradient: F32) -> None:
         self._slot[:] = gradient
         self._ask(PUSH)
 
     def exchange(self, gradient: F32) -> Parts:
-        self.push(gradient)
-        return [self._values]
+        self._slot[:] = gradient
+        return [self._versions[self._ask(PUSH)]]
 
-    def _ask(self, verb: bytes) -> None:
+    def _ask(self, verb: bytes) -> int:
+        """Which of the two versions is the present one."""
         self._connection.sendall(verb)
-        if self._connection.recv(1) != APPLIED:
+        answer = self._connection.recv(1)
+        if not answer:
             raise ConnectionError("the other side hung up")
+        return answer[0]
 
     def close(self) -> None:
         self._connection.close()

@@ -269,7 +269,7 @@ def test_the_page_has_a_place_for_every_table(
         assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1
     shown = copy.read_text()
     assert "| W1 dense round, 10 MB, 1 worker: ours, same host ≥ 2.5x the best rival | 1.00x" in shown
-    assert "2.00 | **MISS**" in shown
+    assert "2.00 |  | **MISS**" in shown
     assert "missed" in capsys.readouterr().err
 
 
