@@ -1,4 +1,4 @@
-"""What a push costs besides its own bytes, and what a shard holds: our own cluster only, plain processes and sockets.
+"""What a push costs besides its own bytes, and what a shard holds: our own cluster, plain processes and sockets.
 
 Latencies are medians of pushes of 1 KB that take turns with those they are compared with.
 """
@@ -12,14 +12,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing.synchronize import Event
+from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 from benchmarks.meters import forget_peaks, median, memory_bytes, percentile
+from benchmarks.systems.bare_socket import BareSocket
 from benchmarks.systems.ours import Way, cluster
 from benchmarks.tables import number, table
+from benchmarks.workloads import Client, Work
 
 import paramserver as ps
 
@@ -139,14 +141,23 @@ def connections(quick: bool) -> Figures:
     return figures | {"connections_ratio": figures["us"][-1] / figures["us"][0]}
 
 
-def transfer_on(url: str, token: str | None, stop: Event) -> None:
-    """Pull and push 64 MiB until told to stop; the life of a process."""
+def transfer_on(url: str, token: str | None) -> None:
+    """Pull and push 64 MiB until it is killed; the life of a process."""
     with ps.connect(url, token=token) as client:
         model, ones = client.model("big"), np.ones(BIG_ELEMENTS, np.float32)
         values = model.pull()
-        while not stop.is_set():
+        while True:
             model.push(ones)
             values = model.pull(out=values)
+
+
+def bare_transfer_on(connect: Callable[[Work, int], Client], work: Work, rounds: "Synchronized[int]") -> None:
+    """The same over plain sockets, until it is killed; says how often it has been round."""
+    client, ones = connect(work, 0), np.ones(work.elements, np.float32)
+    while True:
+        client.push(ones)
+        client.pull()
+        rounds.value += 1
 
 
 def small_calls(quick: bool) -> Figures:
@@ -157,35 +168,48 @@ def small_calls(quick: bool) -> Figures:
         with connected(way) as (client, found):
             model = small_model(client, "small")
             client.create_model("big", {"w": (BIG_ELEMENTS,)}, optimizer=ps.SGD(lr=2.0**-10))
-            idle = _pulls_ms(model, seconds)
-            context = mp.get_context("spawn")
-            stop = context.Event()
-            other = context.Process(
-                target=transfer_on, args=(found["scheduler"], found.get("token"), stop), daemon=True
-            )
+            values = model.pull()
             before = _version(client.model("big"))
-            other.start()
-            try:
-                _wait(lambda c=client, b=before: _version(c.model("big")) >= b + 2)  # type: ignore[misc]
-                beside = _pulls_ms(model, seconds)
-            finally:
-                stop.set()
-                other.join(30)
-                if other.is_alive():
-                    other.kill()
-                    other.join()
-        p99 = percentile(idle, 99), percentile(beside, 99)
-        out["rows"].append([label, percentile(idle, 50), p99[0], percentile(beside, 50), p99[1], p99[1] / p99[0]])
+            out["rows"].append([label, *_beside(
+                lambda m=model, v=values: m.pull(out=v),  # type: ignore[misc]
+                partial(transfer_on, found["scheduler"], found.get("token")),
+                lambda c=client, b=before: _version(c.model("big")) >= b + 2,  # type: ignore[misc]
+                seconds,
+            )])  # fmt: skip
     out["small_p99_ratio"] = out["rows"][-1][-1]
+    small, big, floor = Work("W3", SMALL), Work("W1", BIG_ELEMENTS), BareSocket()
+    rounds: Synchronized[int] = mp.get_context("spawn").Value("q", 0)
+    with floor.start(small) as one, floor.start(big) as other:
+        transfer = partial(bare_transfer_on, other.connect, big, rounds)
+        pull = one.connect(small, 0).pull
+        out["rows"].append([floor.label, *_beside(pull, transfer, lambda: rounds.value >= 2, seconds)])
     return out
 
 
-def _pulls_ms(model: ps.Model, seconds: float) -> list[float]:
-    values = model.pull()
+def _beside(
+    pull: Callable[[], object], transfer: Callable[[], None], moves: Callable[[], bool], seconds: float
+) -> list[float]:
+    """Milliseconds of a pull at its p50 and p99 alone, then beside `transfer` in a process of its own, and the ratio of
+    the two p99.
+    """
+    idle = _taken_ms(pull, seconds)
+    process = mp.get_context("spawn").Process(target=transfer, daemon=True)
+    process.start()
+    try:
+        _wait(moves)
+        beside = _taken_ms(pull, seconds)
+    finally:
+        process.kill()
+        process.join()
+    p99 = percentile(idle, 99), percentile(beside, 99)
+    return [percentile(idle, 50), p99[0], percentile(beside, 50), p99[1], p99[1] / p99[0]]
+
+
+def _taken_ms(call: Callable[[], object], seconds: float) -> list[float]:
     end = time.perf_counter() + seconds
     out: list[float] = []
     while time.perf_counter() < end:
-        out += taken_us(lambda: model.pull(out=values), 20)
+        out += taken_us(call, 20)
     return [us / 1e3 for us in out]
 
 
