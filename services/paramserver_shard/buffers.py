@@ -80,6 +80,8 @@ class BufferPool:
         What lay side by side before comes together again, if all of that is free: clients who have mapped a model's
         buffers side by side then find the same ones in the same order.
         """
+        if all([a.nbytes < SMALL_BYTES for a in values]):
+            return [np.empty(a.size, np.float32) for a in values]
         held = [self._lent.get(_address(a)) if a.nbytes >= SMALL_BYTES else None for a in values]
         kin = [[] if h is None else h[1].kin for h in held]
         turns = range(min(map(len, kin), default=0))
@@ -147,7 +149,8 @@ class BufferPool:
             self.kept_bytes -= size
         else:
             memory = self._make(size, shared)
-        self._sizes[size] = memory
+        if size not in self._sizes:
+            self._sizes[size] = memory
         if kin and memory.kin is not kin:
             memory.kin.remove(memory)
             memory.kin = kin

@@ -37,6 +37,8 @@ def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 |
 
     It is taken in one moment for all of them: while some compute, clients let go of other memory.
     """
+    if len(shares) == 1 == len(shares[0]):  # as most of a small model are
+        return [[*pool.take_turn([shares[0][0].state.values])]]
     spent = [[False, *map(_spends, tasks)][: len(tasks)] for tasks in shares]
     values = [task.state.values for task, before in zip(chain(*shares), chain(*spent), strict=True) if not before]
     found = iter(pool.take_turn(values))

@@ -90,6 +90,8 @@ class Params(NamedArrays):
 
     def frozen(self) -> "Params":
         """The same values, read-only."""
+        if not self.flat.flags.writeable:
+            return self
         self.flat.flags.writeable = False
         return Params(self._selection, self.flat, self._origin)
 

@@ -165,7 +165,7 @@ class SameHost:
         return shard.board
 
     def _shard(self, address: str) -> _Shard:
-        return self._shards.setdefault(address, _Shard())
+        return self._shards.get(address) or self._shards.setdefault(address, _Shard())
 
     def tell(self, error: Exception) -> None:
         """Say once why memory is not shared."""

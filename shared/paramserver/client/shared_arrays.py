@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Final
 
 from paramserver.client import transfer
@@ -20,7 +20,7 @@ class SharedArrays:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Params] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Params] = OrderedDict()
 
     def pull(
         self,
@@ -62,7 +62,8 @@ class SharedArrays:
         return fresh
 
 
-def _key(model: str, options: dict[str, Any]) -> str:
+def _key(model: str, options: dict[str, Any]) -> Hashable:
     names, ranges = options["names"], options["ranges"]
     listed = names if names is None or isinstance(names, str) else tuple(names)
-    return repr((model, listed, options["dtype"], sorted((n, list(map(tuple, r))) for n, r in (ranges or {}).items())))
+    cut = tuple(sorted((name, tuple(map(tuple, pairs))) for name, pairs in ranges.items())) if ranges else ()
+    return model, listed, options["dtype"], cut
