@@ -66,30 +66,40 @@ class BufferPool:
         self.lent_bytes = 0
         """Memory that somebody holds."""
 
-    def take_bytes(self, size_bytes: int, *, shared: bool = False) -> U8:
-        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room."""
-        return self._take(size_bytes, shared, (), None)
+    def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
+        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
 
-    def take(self, count: int, *, shared: bool = False) -> F32:
-        """An uninitialised float32 array of `count` elements; `shared` as in `take_bytes`."""
-        return self.take_bytes(count * 4, shared=shared).view(np.float32)
+        With `after`, values that it will take the place of, rather memory that has taken their place before.
+        """
+        if size_bytes < SMALL_BYTES:
+            return np.empty(size_bytes, np.uint8)
+        kin = [] if after is None else self._kin(after)
+        size, shared = self._size(size_bytes), shared and self._folder is not None
+        memory = self._free_one(size, shared, kin) or self._make(size, shared)
+        return self._lend(memory, kin)[:size_bytes]
 
-    def take_turn(self, values: Sequence[F32]) -> list[F32]:
-        """Shared memory, uninitialised, for what will take the place of each of these values.
+    def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
+        """An uninitialised float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
+        return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
+
+    def take_free(self, values: Sequence[F32]) -> list[F32 | None]:
+        """Shared memory, uninitialised, for what will take the place of each of these values; None where none is free.
 
         What lay side by side before comes together again, if all of that is free: clients who have mapped a model's
         buffers side by side then find the same ones in the same order.
         """
-        if all([a.nbytes < SMALL_BYTES for a in values]):
-            return [np.empty(a.size, np.float32) for a in values]
-        held = [self._lent.get(_address(a)) if a.nbytes >= SMALL_BYTES else None for a in values]
-        kin = [[] if h is None else h[1].kin for h in held]
+        kin = [self._kin(a) for a in values]
         turns = range(min(map(len, kin), default=0))
         turn = next((i for i in turns if all([self._is_free(k[i]) for k in kin])), None)
-        return [
-            self._take(a.nbytes, True, tuple(k) if turn is None else (k[turn],), k).view(np.float32)
-            for a, k in zip(values, kin, strict=True)
-        ]
+        out: list[F32 | None] = []
+        for a, k in zip(values, kin, strict=True):
+            if a.nbytes < SMALL_BYTES:
+                out.append(np.empty(a.size, np.float32))
+                continue
+            wanted = k if turn is None else k[turn : turn + 1]
+            memory = self._free_one(self._size(a.nbytes), self._folder is not None, wanted)
+            out.append(None if memory is None else self._lend(memory, k)[: a.nbytes].view(np.float32))
+        return out
 
     def again(self, array: AnyArray, count: int) -> F32 | None:
         """The memory of `array`, which nobody needs any more, as a float32 array of `count` elements.
@@ -130,27 +140,29 @@ class BufferPool:
         size = -(-size_bytes // step) * step
         return size + step if size + step in self._sizes else size
 
-    def _take(self, size_bytes: int, shared: bool, wanted: Sequence[_Memory], kin: list[_Memory] | None) -> U8:
-        """The first of the `wanted` that is free, else the one that is free since last, else a new one.
+    def _kin(self, values: AnyArray) -> "list[_Memory]":
+        """The buffers that have taken turns with that of these values; none for what is not pooled."""
+        held = self._lent.get(_address(values)) if values.nbytes >= SMALL_BYTES else None
+        return [] if held is None else held[1].kin
 
-        It becomes one of `kin`.  Whoever takes memory out of the free ones has it.
+    def _free_one(self, size: int, shared: bool, wanted: Sequence[_Memory]) -> _Memory | None:
+        """The first of the `wanted` that is free, else the one that is free since last; None if there is none.
+
+        Whoever takes it out of the free ones has it.
         """
-        if size_bytes < SMALL_BYTES:
-            return np.empty(size_bytes, np.uint8)
-        size, shared = self._size(size_bytes), shared and self._folder is not None
         free = self._free.setdefault((size, shared), {})
-        memory = next((m for m in wanted if free.pop(m.address, None) is not None), None)
-        if memory is None:
-            try:
-                memory = free.popitem()[1]
-            except KeyError:
-                memory = None
-        if memory is not None:
-            self.kept_bytes -= size
-        else:
-            memory = self._make(size, shared)
-        if size not in self._sizes:
-            self._sizes[size] = memory
+        memory = next((m for m in tuple(wanted) if free.pop(m.address, None) is not None), None)
+        try:
+            memory = memory or free.popitem()[1]
+        except KeyError:
+            return None
+        self.kept_bytes -= size
+        return memory
+
+    def _lend(self, memory: _Memory, kin: "list[_Memory]") -> U8:
+        """All of that memory, which becomes one of `kin`, for as long as somebody holds what this returns."""
+        if memory.size not in self._sizes:
+            self._sizes[memory.size] = memory
         if kin and memory.kin is not kin:
             memory.kin.remove(memory)
             memory.kin = kin
@@ -159,8 +171,8 @@ class BufferPool:
         # as any view of it.
         lease = np.frombuffer(memory.array.data, np.uint8)
         self._lent[memory.address] = (weakref.ref(lease, lambda _: self._returned(memory)), memory)
-        self.lent_bytes += size
-        return lease[:size_bytes]
+        self.lent_bytes += memory.size
+        return lease
 
     def _is_free(self, memory: _Memory) -> bool:
         return memory.address in self._free.get((memory.size, memory.file is not None), ())

@@ -33,15 +33,16 @@ def task_elements(task: Task) -> int:
 
 
 def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:
-    """Memory for the values that each task makes; None where that of the gradient spent before it will do.
+    """Memory for the values that each task makes; None where that of the gradient spent before it will do, or none is
+    free.
 
     It is taken in one moment for all of them: while some compute, clients let go of other memory.
     """
     if len(shares) == 1 == len(shares[0]):  # as most of a small model are
-        return [[*pool.take_turn([shares[0][0].state.values])]]
+        return [pool.take_free([shares[0][0].state.values])]
     spent = [[False, *map(_spends, tasks)][: len(tasks)] for tasks in shares]
     values = [task.state.values for task, before in zip(chain(*shares), chain(*spent), strict=True) if not before]
-    found = iter(pool.take_turn(values))
+    found = iter(pool.take_free(values))
     return [[None if before else next(found) for before in share] for share in spent]
 
 
@@ -57,7 +58,7 @@ def compute(tasks: Sequence[Task], places: Sequence[F32 | None], pool: BufferPoo
         size = task.state.values.size
         if place is None and spare is not None:
             place = pool.again(spare, size)
-        values = pool.take(size, shared=True) if place is None else place
+        values = pool.take(size, shared=True, after=task.state.values) if place is None else place
         results.append(_update(task, pool, values) if isinstance(task, UpdateTask) else _assign(task, values))
         spare = task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
     return tuple(results)
