@@ -37,7 +37,7 @@ class Outcome:
     """What was to be reached."""
     reached: str
     mark: str
-    """`pass`, `MISS`, or `not measured`."""
+    """`pass`, `MISS`, which may be out of the floor's reach as well, or `not measured`."""
     floor: str = ""
     """What the floor came to, held against the same."""
 
@@ -67,8 +67,11 @@ class Ratio:
         ratio = self.figure(own) / against
         named = f" ({_label(best.system)})" if best is not None and all_of_them else ""
         floor = _floor(rows, self.cell, self.ours)
-        at_best = f"{self.figure(floor) / against:.2f}x" if floor is not None and floor is not best else ""
-        return Outcome(text, f"{ratio:.2f}x{named}", _mark(ratio >= self.least and own.sound), at_best)
+        if floor is None or floor is best:
+            return Outcome(text, f"{ratio:.2f}x{named}", _mark(ratio >= self.least and own.sound))
+        bare = self.figure(floor) / against
+        mark = _mark(ratio >= self.least and own.sound, floor=bare >= self.least)
+        return Outcome(text, f"{ratio:.2f}x{named}", mark, f"{bare:.2f}x")
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,15 @@ class Bound:
         row = rows.get((self.cell, self.ours))
         if row is None or not row.windows:
             return Outcome(text, "", "not measured")
-        value = self.figure(row)
-        good = value <= self.bound if self.at_most else value >= self.bound
-        floor = _floor(rows, self.cell, self.ours)
-        at_best = "" if floor is None else number(self.figure(floor))
-        return Outcome(text, number(value), _mark(good and row.sound), at_best)
+        value, floor = self.figure(row), _floor(rows, self.cell, self.ours)
+        good = self._holds(value) and row.sound
+        if floor is None:
+            return Outcome(text, number(value), _mark(good))
+        bare = self.figure(floor)
+        return Outcome(text, number(value), _mark(good, floor=self._holds(bare)), number(bare))
+
+    def _holds(self, value: float) -> bool:
+        return value <= self.bound if self.at_most else value >= self.bound
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,9 @@ class Limit:
         return Outcome(self.text, f"{value:.2f}", _mark(value <= self.bound))
 
 
-def _mark(good: bool) -> str:
-    return "pass" if good else "**MISS**"
+def _mark(good: bool, *, floor: bool = True) -> str:
+    """`floor`: whether that reaches it."""
+    return "pass" if good else "**MISS**" if floor else "**MISS**, the floor too"
 
 
 def _floor(rows: Rows, cell: str, ours: str) -> Row | None:

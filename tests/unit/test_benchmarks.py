@@ -312,10 +312,14 @@ def test_the_floor_stands_beside_what_was_reached() -> None:
     """It is held against the same rival, or has the same figure; as the rival itself it is not said twice."""
     rates = {"ours-same-host": 200.0, "ours-http2": 90.0, "torch": 100.0, "memory": 220.0, "socket": 110.0}
     rows = summary(rates)
-    assert Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS).outcome(rows).floor == "2.20x"
+    beyond = Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS).outcome(rows)
+    assert (beyond.floor, beyond.mark) == ("2.20x", "**MISS**, the floor too")
+    assert Ratio("w1-10mb", "ours-same-host", 2.1, RIVALS).outcome(rows).mark == "**MISS**"
     assert Ratio("w1-10mb", "ours-http2", 0.8, ("torch",)).outcome(rows).floor == "1.10x"
     assert Ratio("w1-10mb", "ours-http2", 0.85, ("socket",)).outcome(rows).floor == ""
-    assert Bound("w1-10mb", "ours-http2", 1, "rounds/s", targets.rounds).outcome(rows).floor == "110"
+    few = Bound("w1-10mb", "ours-http2", 111, "rounds/s", targets.rounds).outcome(rows)
+    assert (few.floor, few.mark) == ("110", "**MISS**, the floor too")
+    assert Bound("w1-10mb", "ours-http2", 90, "rounds/s", targets.rounds).outcome(rows).mark == "pass"
     assert Ratio("w1-10mb", "ours-same-host", 2.5, RIVALS).outcome(summary({"torch": 1.0})).floor == ""
 
 
