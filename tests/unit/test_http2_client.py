@@ -1,167 +1,18 @@
-"""The client's HTTP/2 connections, blocking and on asyncio, against scripted servers, on real sockets."""
+"""The client's HTTP/2, blocking and on asyncio, against scripted servers: answers, bodies, many requests at once."""
 
 import asyncio
-import gc
-import socket
-import sys
 import threading
-import weakref
-from collections.abc import Callable
-from contextlib import closing
-from typing import TypeAlias
 
 import pytest
+from tests.unit.scripted_server import OK, Blocking, Kept, Kind, OnLoop, Peer, Server, both_clients
 
 from paramserver.client import http2
 from paramserver.client.calls import Request, Response
-from paramserver.client.credentials import NO_CREDENTIALS
-from paramserver.client.direct import AsyncDirectTransport, DirectTransport
 from paramserver.errors import PsError, problem
 from paramserver.wire import http2 as wire
 
-OK = wire.encoded([(b":status", b"200"), (b"etag", b"7")])
 
-
-class Peer:
-    """The server's end of one connection."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self.scanner = wire.Scanner(1 << 20, 1 << 16)
-        preface = b""
-        while len(preface) < len(wire.PREFACE):
-            preface += connected.recv(len(wire.PREFACE) - len(preface))
-        self.frames: list[tuple[int, int, int, bytes]] = []
-        self.seen: list[tuple[int, int, int, bytes]] = []
-        self.received = 0
-
-    def send(self, data: bytes) -> None:
-        """Those bytes."""
-        self.socket.sendall(data)
-
-    def until(self, kind: int, flags: int = 0) -> int:
-        """The stream of the next such frame; DATA is counted."""
-        while True:
-            while self.frames:
-                k, f, stream, payload = self.frames.pop(0)
-                self.received += len(payload) if k == wire.DATA else 0
-                if k == kind and f & flags == flags:
-                    return stream
-            data = self.socket.recv(65536)
-            assert data, "the client hung up"
-            came = [(k, f, s, bytes(p)) for k, f, s, p, _ in self.scanner.scan(memoryview(data))]
-            self.frames += came
-            self.seen += came
-
-    def answer(self, stream: int, body: bytes) -> bytes:
-        """An answer's frames."""
-        return wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK) + wire.frame(
-            wire.DATA, wire.END_STREAM, stream, body
-        )
-
-
-class Blocking(DirectTransport):
-    """The transport that blocks."""
-
-    def __init__(self) -> None:
-        super().__init__(NO_CREDENTIALS)
-
-
-class OnLoop:
-    """The transport on asyncio, called like the other."""
-
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self.transport = AsyncDirectTransport(NO_CREDENTIALS)
-
-    def send(self, request: Request, address: str) -> Response | PsError:
-        """The outcome of one request."""
-        return self.runner.run(self.transport.send(request, address))
-
-    def close(self) -> None:
-        """All connections, and the loop."""
-        self.runner.run(self.transport.close())
-        self.runner.close()
-
-
-Kind: TypeAlias = type[Blocking] | type[OnLoop]
-
-
-@pytest.fixture(params=[Blocking, OnLoop])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    """Both clients keep to the same rules."""
-    chosen: Kind = request.param
-    return chosen
-
-
-class Server:
-    """Serves each connection with the next of its scripts; what fails in one is raised at the end."""
-
-    def __init__(self, kind: Kind, *scripts: Callable[[Peer], None]) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.failed: list[BaseException] = []
-        self.thread = threading.Thread(target=self.serve, args=(scripts,), daemon=True)
-        self.transport: Blocking | OnLoop = kind()
-
-    def serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
-        """One connection after the other."""
-        try:
-            for script in scripts:
-                connected, _ = self.listener.accept()
-                with connected:
-                    connected.settimeout(20.0)
-                    script(Peer(connected))
-        except BaseException as e:
-            self.failed.append(e)
-
-    def __enter__(self) -> "Server":
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.transport.close()
-        self.thread.join(20.0)
-        self.listener.close()
-        assert not self.failed, self.failed
-
-    def ask(self, body: bytes | None = None, timeout_s: float = 20.0, sink: "Kept | None" = None) -> Response | PsError:
-        """The outcome of one request."""
-        method = "GET" if body is None else "POST"
-        return self.transport.send(Request(method, "/p", body, {}, self.url, sink, timeout_s), self.url)
-
-
-class Kept:
-    """A sink; one of memory has so many bytes put where they belong."""
-
-    def __init__(self, memory_bytes: int = 0) -> None:
-        self.data = b""
-        self.ended = 0
-        self.put = 0
-        self._memory = bytearray(memory_bytes)
-
-    def begin(self) -> None:
-        """From the beginning."""
-        self.data = b""
-
-    def feed(self, chunk: memoryview) -> None:
-        """The next bytes."""
-        self.data += chunk
-
-    def room(self) -> memoryview:
-        """Memory for what comes next."""
-        return memoryview(self._memory)
-
-    def filled(self, size: int) -> None:
-        """It was put there."""
-        self.data += self._memory[:size]
-        self.put += size
-
-    def end(self) -> None:
-        """The end."""
-        self.ended += 1
-
-
+@both_clients
 def test_an_answer_arrives_however_it_is_cut(kind: Kind) -> None:
     """Byte by byte, after a hint, padded, with trailers, beside frames that mean nothing to us."""
 
@@ -190,6 +41,7 @@ def test_an_answer_arrives_however_it_is_cut(kind: Kind) -> None:
         assert (kept.data, kept.ended) == (b"abcde", 1)
 
 
+@both_clients
 @pytest.mark.parametrize("piece_bytes", [7_000, 70_000, 700_000])
 def test_a_large_answer_is_put_where_it_belongs(kind: Kind, piece_bytes: int) -> None:
     """However it is cut into frames and pieces, and whatever comes between: nothing is lost, moved or put twice."""
@@ -216,6 +68,7 @@ def test_a_large_answer_is_put_where_it_belongs(kind: Kind, piece_bytes: int) ->
         assert answer.body == b"next"
 
 
+@both_clients
 def test_a_body_of_many_pieces_is_one_body(kind: Kind) -> None:
     """Small ones go with what follows them."""
     pieces = [bytes([i]) * size for i, size in enumerate((5, 100_000, 0, 3, 7, 2_000_000, 1))]
@@ -234,6 +87,7 @@ def test_a_body_of_many_pieces_is_one_body(kind: Kind) -> None:
     assert b"".join(got) == b"".join(pieces) == request.whole
 
 
+@both_clients
 def test_a_body_goes_as_the_windows_allow(kind: Kind) -> None:
     """Not a byte more than was granted, on the stream or the connection; then all of it."""
     body = bytes(range(256)) * 1000
@@ -262,6 +116,7 @@ def test_a_body_goes_as_the_windows_allow(kind: Kind) -> None:
         assert answer.body == b"done"
 
 
+@both_clients
 def test_a_window_is_widened_by_what_came_through_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream's by its own bytes and the connection's by all of them: more would be an error of ours."""
     monkeypatch.setattr(http2, "WINDOW_BYTES", 200_000)
@@ -437,142 +292,3 @@ def test_a_transport_that_is_used_on_another_loop_begins_anew() -> None:
         server.transport.runner.close()
         server.transport.runner = asyncio.Runner()
         assert isinstance(server.ask(), Response)
-
-
-def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None:
-    """Closed, told to go away, or the next request refused: it is sent again on a fresh one."""
-
-    def closing(peer: Peer) -> None:
-        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
-
-    def leaving(peer: Peer) -> None:
-        stream = peer.until(wire.HEADERS)
-        peer.send(peer.answer(stream, b"2") + wire.goaway(stream, wire.NO_ERROR))
-        assert not peer.socket.recv(100)
-
-    def refusing(peer: Peer) -> None:
-        peer.send(peer.answer(peer.until(wire.HEADERS), b"3"))
-        peer.send(wire.word(peer.until(wire.HEADERS), wire.RST_STREAM, wire.REFUSED_STREAM))
-
-    with Server(kind, closing, leaving, refusing, closing) as server:
-        bodies = [a.body if isinstance(a, Response) else a for a in (server.ask() for _ in range(4))]
-        assert bodies == [b"1", b"2", b"3", b"1"]
-
-
-def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
-    """On a fresh connection nobody can know whether it was done."""
-
-    def dying(peer: Peer) -> None:
-        peer.until(wire.HEADERS)
-
-    def talking(peer: Peer) -> None:
-        peer.until(wire.HEADERS)
-        peer.send(b"HTTP/1.1 200 OK\r\n\r\n" * 10)
-        assert not peer.socket.recv(100) or True
-
-    with Server(kind, dying, talking) as server:
-        outcomes = [server.ask(), server.ask()]
-        assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
-
-
-def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives back each ping, so the answer may take its time."""
-    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
-
-    def script(peer: Peer) -> None:
-        stream = peer.until(wire.HEADERS)
-        for _ in range(3):
-            peer.until(wire.PING)
-            peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
-        peer.send(peer.answer(stream, b"late"))
-
-    with Server(kind, script) as server:
-        answer = server.ask()
-        assert isinstance(answer, Response)
-        assert answer.body == b"late"
-
-
-def test_a_slow_server_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an answer whose pieces come far between, each counts, however much more of it is due."""
-    monkeypatch.setattr(http2, "SILENCE_S", 0.1)
-    body = bytes(range(250)) * 4000
-
-    def script(peer: Peer) -> None:
-        stream = peer.until(wire.HEADERS)
-        head = wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK)
-        peer.send(wire.settings({}) + head + wire.head(len(body), wire.DATA, wire.END_STREAM, stream))
-        for at in range(0, len(body), 200_000):
-            peer.send(body[at : at + 200_000])
-            if at + 200_000 < len(body):
-                peer.until(wire.PING)
-
-    with Server(kind, script) as server:
-        kept = Kept(1 << 20)
-        assert isinstance(server.ask(sink=kept), Response)
-        assert kept.data == body
-
-
-def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not give back a ping; and however lively, it has only as long as the request has."""
-    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
-
-    def dead(peer: Peer) -> None:
-        peer.until(wire.PING)
-        while peer.socket.recv(100):
-            pass
-
-    def chatty(peer: Peer) -> None:
-        try:
-            while True:
-                peer.until(wire.PING)
-                peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
-        except (AssertionError, OSError):
-            pass  # it has hung up
-
-    with Server(kind, dead, chatty) as server:
-        outcomes = [server.ask(), server.ask(timeout_s=0.3)]
-        assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
-
-
-def test_an_idle_connection_keeps_nothing_of_its_last_request(kind: Kind) -> None:
-    """Neither where the answer went, nor through it the client itself, which could then not be dropped in order."""
-
-    def script(peer: Peer) -> None:
-        peer.send(peer.answer(peer.until(wire.HEADERS), b"abc"))
-        assert not peer.socket.recv(100)
-
-    with Server(kind, script) as server:
-        kept = Kept()
-        assert isinstance(server.ask(sink=kept), Response)
-        gone = weakref.ref(kept)
-        del kept
-        assert gone() is None
-
-
-def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
-    """Also where it is part of a cycle, so that the order in which its parts are collected is nobody's."""
-
-    def serve(peer: Peer) -> None:
-        peer.send(wire.settings({}) + peer.answer(peer.until(wire.HEADERS), b"1"))
-        with pytest.raises(AssertionError, match="hung up"):
-            peer.until(wire.HEADERS)
-
-    with Server(Blocking, serve) as server:
-        assert isinstance(server.transport.send(Request("GET", "/"), server.url), Response)
-        server.transport.itself = server.transport  # type: ignore[union-attr]
-        server.transport = Blocking()
-        with pytest.MonkeyPatch.context() as patch:
-            failed: list[object] = []
-            patch.setattr(sys, "unraisablehook", failed.append)
-            gc.collect()
-        assert not failed
-
-
-def test_nobody_there_is_unreachable(kind: Kind) -> None:
-    """That nothing was done is certain."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with closing(kind()) as transport:
-        outcome = transport.send(Request("GET", "/"), url)
-    assert isinstance(outcome, PsError)
-    assert outcome.code == "unreachable"

@@ -1,0 +1,154 @@
+"""Servers that say what a test tells them to, on real sockets, and both clients that speak to them."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+
+from paramserver.client.calls import Request, Response
+from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.client.direct import AsyncDirectTransport, DirectTransport
+from paramserver.errors import PsError
+from paramserver.wire import http2 as wire
+
+OK = wire.encoded([(b":status", b"200"), (b"etag", b"7")])
+
+
+class Peer:
+    """The server's end of one connection."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.scanner = wire.Scanner(1 << 20, 1 << 16)
+        preface = b""
+        while len(preface) < len(wire.PREFACE):
+            preface += connected.recv(len(wire.PREFACE) - len(preface))
+        self.frames: list[tuple[int, int, int, bytes]] = []
+        self.seen: list[tuple[int, int, int, bytes]] = []
+        self.received = 0
+
+    def send(self, data: bytes) -> None:
+        """Those bytes."""
+        self.socket.sendall(data)
+
+    def until(self, kind: int, flags: int = 0) -> int:
+        """The stream of the next such frame; DATA is counted."""
+        while True:
+            while self.frames:
+                k, f, stream, payload = self.frames.pop(0)
+                self.received += len(payload) if k == wire.DATA else 0
+                if k == kind and f & flags == flags:
+                    return stream
+            data = self.socket.recv(65536)
+            assert data, "the client hung up"
+            came = [(k, f, s, bytes(p)) for k, f, s, p, _ in self.scanner.scan(memoryview(data))]
+            self.frames += came
+            self.seen += came
+
+    def answer(self, stream: int, body: bytes) -> bytes:
+        """An answer's frames."""
+        return wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK) + wire.frame(
+            wire.DATA, wire.END_STREAM, stream, body
+        )
+
+
+class Blocking(DirectTransport):
+    """The transport that blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_CREDENTIALS)
+
+
+class OnLoop:
+    """The transport on asyncio, called like the other."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.transport = AsyncDirectTransport(NO_CREDENTIALS)
+
+    def send(self, request: Request, address: str) -> Response | PsError:
+        """The outcome of one request."""
+        return self.runner.run(self.transport.send(request, address))
+
+    def close(self) -> None:
+        """All connections, and the loop."""
+        self.runner.run(self.transport.close())
+        self.runner.close()
+
+
+Kind: TypeAlias = type[Blocking] | type[OnLoop]
+
+
+both_clients = pytest.mark.parametrize("kind", [Blocking, OnLoop])
+"""Both keep to the same rules."""
+
+
+class Server:
+    """Serves each connection with the next of its scripts; what fails in one is raised at the end."""
+
+    def __init__(self, kind: Kind, *scripts: Callable[[Peer], None]) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.failed: list[BaseException] = []
+        self.thread = threading.Thread(target=self.serve, args=(scripts,), daemon=True)
+        self.transport: Blocking | OnLoop = kind()
+
+    def serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
+        """One connection after the other."""
+        try:
+            for script in scripts:
+                connected, _ = self.listener.accept()
+                with connected:
+                    connected.settimeout(20.0)
+                    script(Peer(connected))
+        except BaseException as e:
+            self.failed.append(e)
+
+    def __enter__(self) -> "Server":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.transport.close()
+        self.thread.join(20.0)
+        self.listener.close()
+        assert not self.failed, self.failed
+
+    def ask(self, body: bytes | None = None, timeout_s: float = 20.0, sink: "Kept | None" = None) -> Response | PsError:
+        """The outcome of one request."""
+        method = "GET" if body is None else "POST"
+        return self.transport.send(Request(method, "/p", body, {}, self.url, sink, timeout_s), self.url)
+
+
+class Kept:
+    """A sink; one of memory has so many bytes put where they belong."""
+
+    def __init__(self, memory_bytes: int = 0) -> None:
+        self.data = b""
+        self.ended = 0
+        self.put = 0
+        self._memory = bytearray(memory_bytes)
+
+    def begin(self) -> None:
+        """From the beginning."""
+        self.data = b""
+
+    def feed(self, chunk: memoryview) -> None:
+        """The next bytes."""
+        self.data += chunk
+
+    def room(self) -> memoryview:
+        """Memory for what comes next."""
+        return memoryview(self._memory)
+
+    def filled(self, size: int) -> None:
+        """It was put there."""
+        self.data += self._memory[:size]
+        self.put += size
+
+    def end(self) -> None:
+        """The end."""
+        self.ended += 1

@@ -1,0 +1,161 @@
+"""The client's HTTP/2 connections, blocking and on asyncio, where they end, break or fall silent."""
+
+import gc
+import socket
+import sys
+import weakref
+from contextlib import closing
+
+import pytest
+from tests.unit.scripted_server import OK, Blocking, Kept, Kind, Peer, Server, both_clients
+
+from paramserver.client import http2
+from paramserver.client.calls import Request, Response
+from paramserver.errors import PsError
+from paramserver.wire import http2 as wire
+
+
+@both_clients
+def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None:
+    """Closed, told to go away, or the next request refused: it is sent again on a fresh one."""
+
+    def closing(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+
+    def leaving(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        peer.send(peer.answer(stream, b"2") + wire.goaway(stream, wire.NO_ERROR))
+        assert not peer.socket.recv(100)
+
+    def refusing(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"3"))
+        peer.send(wire.word(peer.until(wire.HEADERS), wire.RST_STREAM, wire.REFUSED_STREAM))
+
+    with Server(kind, closing, leaving, refusing, closing) as server:
+        bodies = [a.body if isinstance(a, Response) else a for a in (server.ask() for _ in range(4))]
+        assert bodies == [b"1", b"2", b"3", b"1"]
+
+
+@both_clients
+def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
+    """On a fresh connection nobody can know whether it was done."""
+
+    def dying(peer: Peer) -> None:
+        peer.until(wire.HEADERS)
+
+    def talking(peer: Peer) -> None:
+        peer.until(wire.HEADERS)
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\n" * 10)
+        assert not peer.socket.recv(100) or True
+
+    with Server(kind, dying, talking) as server:
+        outcomes = [server.ask(), server.ask()]
+        assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
+
+
+@both_clients
+def test_a_silent_server_that_lives_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives back each ping, so the answer may take its time."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
+
+    def script(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        for _ in range(3):
+            peer.until(wire.PING)
+            peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
+        peer.send(peer.answer(stream, b"late"))
+
+    with Server(kind, script) as server:
+        answer = server.ask()
+        assert isinstance(answer, Response)
+        assert answer.body == b"late"
+
+
+@both_clients
+def test_a_slow_server_is_waited_for(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer whose pieces come far between, each counts, however much more of it is due."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.1)
+    body = bytes(range(250)) * 4000
+
+    def script(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        head = wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK)
+        peer.send(wire.settings({}) + head + wire.head(len(body), wire.DATA, wire.END_STREAM, stream))
+        for at in range(0, len(body), 200_000):
+            peer.send(body[at : at + 200_000])
+            if at + 200_000 < len(body):
+                peer.until(wire.PING)
+
+    with Server(kind, script) as server:
+        kept = Kept(1 << 20)
+        assert isinstance(server.ask(sink=kept), Response)
+        assert kept.data == body
+
+
+@both_clients
+def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not give back a ping; and however lively, it has only as long as the request has."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
+
+    def dead(peer: Peer) -> None:
+        peer.until(wire.PING)
+        while peer.socket.recv(100):
+            pass
+
+    def chatty(peer: Peer) -> None:
+        try:
+            while True:
+                peer.until(wire.PING)
+                peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
+        except (AssertionError, OSError):
+            pass  # it has hung up
+
+    with Server(kind, dead, chatty) as server:
+        outcomes = [server.ask(), server.ask(timeout_s=0.3)]
+        assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
+
+
+@both_clients
+def test_an_idle_connection_keeps_nothing_of_its_last_request(kind: Kind) -> None:
+    """Neither where the answer went, nor through it the client itself, which could then not be dropped in order."""
+
+    def script(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"abc"))
+        assert not peer.socket.recv(100)
+
+    with Server(kind, script) as server:
+        kept = Kept()
+        assert isinstance(server.ask(sink=kept), Response)
+        gone = weakref.ref(kept)
+        del kept
+        assert gone() is None
+
+
+def test_a_client_that_is_dropped_leaves_no_socket_open() -> None:
+    """Also where it is part of a cycle, so that the order in which its parts are collected is nobody's."""
+
+    def serve(peer: Peer) -> None:
+        peer.send(wire.settings({}) + peer.answer(peer.until(wire.HEADERS), b"1"))
+        with pytest.raises(AssertionError, match="hung up"):
+            peer.until(wire.HEADERS)
+
+    with Server(Blocking, serve) as server:
+        assert isinstance(server.transport.send(Request("GET", "/"), server.url), Response)
+        server.transport.itself = server.transport  # type: ignore[union-attr]
+        server.transport = Blocking()
+        with pytest.MonkeyPatch.context() as patch:
+            failed: list[object] = []
+            patch.setattr(sys, "unraisablehook", failed.append)
+            gc.collect()
+        assert not failed
+
+
+@both_clients
+def test_nobody_there_is_unreachable(kind: Kind) -> None:
+    """That nothing was done is certain."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with closing(kind()) as transport:
+        outcome = transport.send(Request("GET", "/"), url)
+    assert isinstance(outcome, PsError)
+    assert outcome.code == "unreachable"
