@@ -50,7 +50,7 @@ class BufferPool:
     """Hands out arrays and takes their memory back when nobody holds them any more.
 
     Safe between threads as far as CPython's list and dict operations are atomic: the callback that returns memory may
-    run in any thread.
+    run in any thread.  So a list of kin can change while it is gone through, never by index.
     """
 
     def __init__(self, kept_bytes_max: int = POOL_KEPT_BYTES_MAX, folder: SharedFolder | None = None) -> None:
@@ -89,14 +89,13 @@ class BufferPool:
         buffers side by side then find the same ones in the same order.
         """
         kin = [self._kin(a) for a in values]
-        turns = range(min(map(len, kin), default=0))
-        turn = next((i for i in turns if all([self._is_free(k[i]) for k in kin])), None)
+        row = next((row for row in zip(*kin, strict=False) if all(map(self._is_free, row))), None)
         out: list[F32 | None] = []
-        for a, k in zip(values, kin, strict=True):
+        for i, (a, k) in enumerate(zip(values, kin, strict=True)):
             if a.nbytes < SMALL_BYTES:
                 out.append(np.empty(a.size, np.float32))
                 continue
-            wanted = k if turn is None else k[turn : turn + 1]
+            wanted = k if row is None else [row[i]]
             memory = self._free_one(self._size(a.nbytes), self._folder is not None, wanted)
             out.append(None if memory is None else self._lend(memory, k)[: a.nbytes].view(np.float32))
         return out

@@ -1,6 +1,10 @@
 """Pooled buffers, .npy headers and partitions' stored form."""
 
 import io
+import random
+import sys
+import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -124,3 +128,41 @@ def test_a_capture_survives_being_stored() -> None:
     assert back.held[0].ranges == ((0, 2),)
     assert back.held[0].base == (3, 9)
     assert back.held[0].data.tolist() == [1, 2]
+
+
+def test_rows_are_taken_while_threads_take_and_let_go() -> None:
+    """Nobody is handed what another holds, and nothing breaks where lists of buffers change under their readers."""
+    pool = BufferPool(kept_bytes_max=24 * COUNT)
+    values = [pool.take(COUNT, shared=True) for _ in range(8)]
+    over, failed = threading.Event(), []
+
+    def compute(seed: int) -> None:
+        chance, held = random.Random(seed), deque([values[seed]], maxlen=3)
+        try:
+            while not over.is_set():
+                mine = pool.take(COUNT, shared=True, after=held[-1])
+                mine[0] = seed
+                held.append(mine)
+                if chance.random() < 0.3:
+                    held.popleft()
+                assert all(a[0] == seed for a in held if a is not values[seed])
+        except Exception as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=compute, args=(seed,)) for seed in range(1, 4)]
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for t in threads:
+            t.start()
+        for _ in range(2000):
+            fresh = [found for found in pool.take_free(values) if found is not None]
+            for i, array in enumerate(fresh):
+                array[0] = 100 + i
+            assert [a[0] for a in fresh] == [100 + i for i in range(len(fresh))]
+    finally:
+        sys.setswitchinterval(interval_s)
+        over.set()
+        for t in threads:
+            t.join()
+    assert not failed
