@@ -168,35 +168,29 @@ def small_calls(quick: bool) -> Figures:
         with connected(way) as (client, found):
             model = small_model(client, "small")
             client.create_model("big", {"w": (BIG_ELEMENTS,)}, optimizer=ps.SGD(lr=2.0**-10))
-            values = model.pull()
-            before = _version(client.model("big"))
-            out["rows"].append([label, *_beside(
-                lambda m=model, v=values: m.pull(out=v),  # type: ignore[misc]
-                partial(transfer_on, found["scheduler"], found.get("token")),
-                lambda c=client, b=before: _version(c.model("big")) >= b + 2,  # type: ignore[misc]
-                seconds,
-            )])  # fmt: skip
+            pull, moved = partial(model.pull, out=model.pull()), partial(_version, client.model("big"))
+            transfer = partial(transfer_on, found["scheduler"], found.get("token"))
+            out["rows"].append([label, *_beside(pull, transfer, moved, seconds)])
     out["small_p99_ratio"] = out["rows"][-1][-1]
     small, big, floor = Work("W3", SMALL), Work("W1", BIG_ELEMENTS), BareSocket()
     rounds: Synchronized[int] = mp.get_context("spawn").Value("q", 0)
     with floor.start(small) as one, floor.start(big) as other:
-        transfer = partial(bare_transfer_on, other.connect, big, rounds)
-        pull = one.connect(small, 0).pull
-        out["rows"].append([floor.label, *_beside(pull, transfer, lambda: rounds.value >= 2, seconds)])
+        bare = partial(bare_transfer_on, other.connect, big, rounds)
+        out["rows"].append([floor.label, *_beside(one.connect(small, 0).pull, bare, lambda: rounds.value, seconds)])
     return out
 
 
 def _beside(
-    pull: Callable[[], object], transfer: Callable[[], None], moves: Callable[[], bool], seconds: float
+    pull: Callable[[], object], transfer: Callable[[], None], moved: Callable[[], int], seconds: float
 ) -> list[float]:
     """Milliseconds of a pull at its p50 and p99 alone, then beside `transfer` in a process of its own, and the ratio of
-    the two p99.
+    the two p99.  `moved` says how often it has been round.
     """
-    idle = _taken_ms(pull, seconds)
+    idle, first = _taken_ms(pull, seconds), moved()
     process = mp.get_context("spawn").Process(target=transfer, daemon=True)
     process.start()
     try:
-        _wait(moves)
+        _wait(lambda: moved() >= first + 2)
         beside = _taken_ms(pull, seconds)
     finally:
         process.kill()

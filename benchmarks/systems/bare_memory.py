@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,9 +20,9 @@ import numba
 import numpy as np
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.bare_socket import PULL, PUSH
-from benchmarks.systems.process import serving, wait_for_end
+from benchmarks.systems.process import attend_each, serving, wait_for_end
 from benchmarks.systems.system import Running
-from benchmarks.workloads import Client, Parts, Work
+from benchmarks.workloads import Parts, Work
 from zlib_ng import zlib_ng
 
 from paramserver.types import F32
@@ -62,11 +62,10 @@ class Server:
     def attend(self, connection: socket.socket) -> None:
         """Serve one worker, which says first who it is, until it hangs up."""
         rank = connection.recv(1)[0]
-        with connection:
-            while verb := connection.recv(1):
-                if verb == PUSH:
-                    self._push(rank)
-                connection.sendall(bytes([self._present % 2]))
+        while verb := connection.recv(1):
+            if verb == PUSH:
+                self._push(rank)
+            connection.sendall(bytes([self._present % 2]))
 
     def _push(self, rank: int) -> None:
         """Each gradient by itself; in sync those of all workers together, when the last one is here."""
@@ -87,17 +86,10 @@ def serve(work: Work, folder: str, pipe: Connection) -> None:
     """Accept connections until the pipe is closed."""
     step(np.zeros(2, np.float32), np.zeros((1, 2), np.float32), np.float32(0), np.zeros(2, np.float32))
     pipe.send(memory_bytes([os.getpid()], "VmRSS"))
-    server = Server(work, folder)
-    listener = socket.socket(socket.AF_UNIX)
+    server, listener = Server(work, folder), socket.socket(socket.AF_UNIX)
     listener.bind(f"{folder}/socket")
     listener.listen()
-
-    def accept() -> None:
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=server.attend, args=(connection,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
+    attend_each(listener, server.attend)
     pipe.send(None)
     wait_for_end(pipe)
 
@@ -107,7 +99,7 @@ class MemoryClient:
 
     fused, pairs = False, 1
 
-    def __init__(self, work: Work, folder: str, rank: int) -> None:
+    def __init__(self, work: Work, rank: int, folder: str) -> None:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(f"{folder}/socket")
         self._connection.sendall(bytes([rank]))
@@ -137,16 +129,6 @@ class MemoryClient:
         self._connection.close()
 
 
-@dataclass(frozen=True)
-class Connect:
-    """Makes the clients."""
-
-    folder: str
-
-    def __call__(self, work: Work, rank: int) -> Client:
-        return MemoryClient(work, self.folder, rank)
-
-
 class BareMemory:
     """The floor as a system; one server."""
 
@@ -162,4 +144,4 @@ class BareMemory:
             with serving(serve, work, folder) as (pid, answers):
                 base = int(answers.next())
                 answers.next()
-                yield Running([pid], base, Connect(folder))
+                yield Running([pid], base, partial(MemoryClient, folder=folder))

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 import numba
 import numpy as np
 from benchmarks.meters import memory_bytes
-from benchmarks.systems.process import serving, wait_for_end
+from benchmarks.systems.process import attend_each, serving, wait_for_end
 from benchmarks.systems.system import Running
 from benchmarks.workloads import Client, Parts, Work
 
@@ -37,12 +38,7 @@ def serve(work: Work, pipe: Connection) -> None:
     values, lock = work.initial(), threading.Lock()
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def accept() -> None:
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=attend, args=(connection, values, lock, work), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
+    attend_each(listener, partial(attend, values=values, lock=lock, work=work))
     pipe.send(listener.getsockname())
     wait_for_end(pipe)
 
@@ -51,15 +47,14 @@ def attend(connection: socket.socket, values: F32, lock: threading.Lock, work: W
     """Serve one worker until it hangs up."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     gradient, rate = np.zeros(work.elements, np.float32), np.float32(work.rate)
-    with connection:
-        while verb := connection.recv(1):
-            if verb == PULL:
-                connection.sendall(values.data.cast("B"))
-                continue
-            receive(connection, gradient)
-            with lock:
-                descend(values, gradient, rate)
-            connection.sendall(APPLIED)
+    while verb := connection.recv(1):
+        if verb == PULL:
+            connection.sendall(values.data.cast("B"))
+            continue
+        receive(connection, gradient)
+        with lock:
+            descend(values, gradient, rate)
+        connection.sendall(APPLIED)
 
 
 def receive(connection: socket.socket, into: F32) -> None:

@@ -2,8 +2,10 @@
 
 import multiprocessing as mp
 import os
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,6 +55,21 @@ class Answers:
         except EOFError:
             raise RuntimeError("the server process ended") from None
         raise RuntimeError(f"the server process said nothing for {START_S:g} s")
+
+
+def attend_each(listener: socket.socket, attend: Callable[[socket.socket], None]) -> None:
+    """Have each connection attended to in a thread of its own, until the process ends."""
+
+    def until_it_hangs_up(connection: socket.socket) -> None:
+        with connection, suppress(ConnectionError):
+            attend(connection)
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=until_it_hangs_up, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
 
 
 def wait_for_end(pipe: Connection) -> None:

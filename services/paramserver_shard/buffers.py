@@ -93,7 +93,7 @@ class BufferPool:
         out: list[F32 | None] = []
         for i, (a, k) in enumerate(zip(values, kin, strict=True)):
             if a.nbytes < SMALL_BYTES:
-                out.append(np.empty(a.size, np.float32))
+                out.append(self.take(a.size))
                 continue
             wanted = k if row is None else [row[i]]
             memory = self._free_one(self._size(a.nbytes), self._folder is not None, wanted)

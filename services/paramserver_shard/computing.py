@@ -40,32 +40,35 @@ def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 |
     """
     if len(shares) == 1 == len(shares[0]):  # as most of a small model are
         return [pool.take_free([shares[0][0].state.values])]
-    spent = [[False, *map(_spends, tasks)][: len(tasks)] for tasks in shares]
+    spent = [[False, *[_spent(task) is not None for task in tasks]][: len(tasks)] for tasks in shares]
     values = [task.state.values for task, before in zip(chain(*shares), chain(*spent), strict=True) if not before]
     found = iter(pool.take_free(values))
     return [[None if before else next(found) for before in share] for share in spent]
 
 
-def compute(tasks: Sequence[Task], places: Sequence[F32 | None], pool: BufferPool) -> tuple[TaskResult, ...]:
-    """The result of each task, in its one of `places`, which are from `rooms`.
+def compute(
+    tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+) -> tuple[TaskResult, ...]:
+    """The result of each task, in its one of `places`, which are from `rooms`; taken now where there are none.
 
     Of what a task refers to, only a gradient that may be spent is written: its memory takes the next task's result, so
     that a push of a whole model needs no third copy of it.
     """
     results: list[TaskResult] = []
     spare: AnyArray | None = None
-    for task, place in zip(tasks, places, strict=True):
+    for task, place in zip(tasks, rooms([tasks], pool)[0] if places is None else places, strict=True):
         size = task.state.values.size
         if place is None and spare is not None:
             place = pool.again(spare, size)
         values = pool.take(size, shared=True, after=task.state.values) if place is None else place
         results.append(_update(task, pool, values) if isinstance(task, UpdateTask) else _assign(task, values))
-        spare = task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
+        spare = _spent(task)
     return tuple(results)
 
 
-def _spends(task: Task) -> bool:
-    return isinstance(task, UpdateTask) and task.spend and task.direct is not None
+def _spent(task: Task) -> AnyArray | None:
+    """The gradient that nobody needs once this task is done."""
+    return task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
 
 
 def _update(task: UpdateTask, pool: BufferPool, values: F32) -> TaskResult:

@@ -13,7 +13,7 @@ from paramserver.core.replay import replay
 from paramserver.core.shard_io import LoadedState, LoadPartition, Task, TaskResult
 from paramserver.errors import CorruptState, PsError, problem
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, rooms
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute
 from paramserver_shard.journal import Journal
 from paramserver_shard.snapshots import first_state, from_stored, set_later
 from paramserver_shard.store import SnapshotStore
@@ -101,7 +101,7 @@ class Loader:
 
         def work() -> LoadedState:
             def computed(task: Task) -> TaskResult:
-                return compute((task,), rooms([(task,)], self._pool)[0], self._pool)[0]
+                return compute((task,), self._pool)[0]
 
             return replay(effect.key, loaded, entries, effect.spec, effect.layout, computed)
 

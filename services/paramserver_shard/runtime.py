@@ -253,13 +253,14 @@ class Runtime:
             return
         chunks = shares(tasks, self.threads)
         places = rooms(chunks, self.pool)
-        work = [self.submit(partial(compute, *chunk, self.pool)) for chunk in zip(chunks, places, strict=True)]
+        pairs = zip(chunks, places, strict=True)
+        work = [self.submit(partial(compute, chunk, self.pool, mine)) for chunk, mine in pairs]
         self._spawn(self._applied(jobs, work))
 
     def _apply_here(self, job: int, tasks: tuple[Task, ...]) -> None:
         crash_point("shard.before_apply")
         try:
-            self._events.append(Applied(job, compute(tasks, rooms([tasks], self.pool)[0], self.pool)))
+            self._events.append(Applied(job, compute(tasks, self.pool)))
             crash_point("shard.after_apply")
         except Exception as error:
             # A job without a result would hold its partitions for ever; a new process starts from their snapshots.

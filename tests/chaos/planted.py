@@ -16,7 +16,7 @@ from paramserver.core.window import PushMemory
 from paramserver.types import F32
 from paramserver_shard import journal, runtime, store
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import compute, rooms
+from paramserver_shard.computing import compute
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.main import app
 from paramserver_shard.membership import Membership
@@ -34,14 +34,16 @@ def apply_twice() -> None:
     """Some updates are added twice."""
     passes = 0
 
-    def twice(tasks: Sequence[Task], places: Sequence[F32 | None], pool: BufferPool) -> tuple[TaskResult, ...]:
+    def twice(
+        tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+    ) -> tuple[TaskResult, ...]:
         nonlocal passes
         passes += 1
-        results = compute(tasks, places, pool)
+        results = compute(tasks, pool, places)
         if passes % EVERY or not all(isinstance(t, UpdateTask) for t in tasks):
             return results
         again = [replace(t, state=r.state) for t, r in zip(tasks, results, strict=True) if r.state is not None]
-        return compute(again, rooms([again], pool)[0], pool)
+        return compute(again, pool)
 
     vars(runtime)["compute"] = twice
 
@@ -50,10 +52,12 @@ def tear() -> None:
     """Of some updates only the first half is there."""
     passes = 0
 
-    def half(tasks: Sequence[Task], places: Sequence[F32 | None], pool: BufferPool) -> tuple[TaskResult, ...]:
+    def half(
+        tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+    ) -> tuple[TaskResult, ...]:
         nonlocal passes
         passes += 1
-        results = compute(tasks, places, pool)
+        results = compute(tasks, pool, places)
         for task, result in zip(tasks, results, strict=True):
             if passes % EVERY == 0 and result.state is not None:
                 size = result.state.values.size

@@ -6,13 +6,13 @@ from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.layout import Layout
-from paramserver.core.shard_io import PartitionState, TaskResult, UpdateTask
+from paramserver.core.shard_io import PartitionState, UpdateTask
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import Basis, single_task
 from paramserver.types import ModelKey, PartitionKey
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
-from paramserver_shard.computing import compute, rooms
+from paramserver_shard.computing import compute
 
 COUNTS = (74 << 10, 75 << 10, 74 << 10, 75 << 10)
 """Cuts fall on pages, so partitions of one model differ by one."""
@@ -36,18 +36,13 @@ def tasks(pool: BufferPool, *, spend: bool) -> list[UpdateTask]:
     return out
 
 
-def computed(work: list[UpdateTask], pool: BufferPool) -> tuple[TaskResult, ...]:
-    """As one thread does it."""
-    return compute(work, rooms([work], pool)[0], pool)
-
-
 @pytest.mark.parametrize("spend", [True, False])
 def test_spent_gradients_take_the_next_results(spend: bool) -> None:
     """A push of a whole model needs one partition more than its values and its gradient, if the gradient is spent."""
     pool = BufferPool()
     work = tasks(pool, spend=spend)
     before = pool.lent_bytes
-    results = computed(work, pool)
+    results = compute(work, pool)
     assert pool.lent_bytes - before == (1 if spend else 4) * (before // 8)
     for i, (task, result) in enumerate(zip(work, results, strict=True)):
         assert result.state is not None
@@ -62,14 +57,14 @@ def test_what_nobody_has_looked_at_is_looked_at_when_it_is_applied() -> None:
     """The result has the gradient's checksum; of one that is not finite it says so, apart from a result that is not."""
     pool = BufferPool()
     looked = [replace(task, look=True) for task in tasks(pool, spend=False)]
-    for task, result in zip(looked, computed(looked, pool), strict=True):
+    for task, result in zip(looked, compute(looked, pool), strict=True):
         assert task.direct is not None
         assert result.crc == slice_crc("float32", ((0, task.direct[0].size),), task.direct[0])
     bad, huge = looked[0].direct, looked[1].direct
     assert bad is not None
     assert huge is not None
     bad[0][-1], huge[0][0], looked[1].state.values[0] = np.nan, -3e38, 3e38
-    assert [(r.state is None, r.bad_gradient) for r in computed(looked[:3], pool)] == [
+    assert [(r.state is None, r.bad_gradient) for r in compute(looked[:3], pool)] == [
         (True, True),
         (True, False),
         (False, False),
