@@ -61,5 +61,5 @@ $(STAMP): pyproject.toml shared/paramserver/__init__.py
 	@echo 'installing into .venv (about a minute, once)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --editable '.[$(EXTRAS)]'
 	@echo 'compiling the kernels (about 10 seconds, once)'
-	@$(BIN)/python -P -c 'from paramserver import kernels; kernels.warm_up()'
+	@$(BIN)/python -P -c 'from paramserver.kernels import sockets, warm_up; warm_up(); sockets.warm_up()'
 	@echo '$(WANT)' > $@

@@ -4,7 +4,7 @@ It is handed on to either when that is clear; to HTTP/1.1 with its first request
 """
 
 import asyncio
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -13,6 +13,9 @@ from uvicorn.server import ServerState
 from paramserver.limits import CONNECTIONS_MAX
 from paramserver.wire.http2 import PREFACE
 from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
+
+if TYPE_CHECKING:
+    from paramserver_node.carrier import Carrier
 
 FIRST_HEAD_S: Final = 30.0
 """How long a connection may be open before it has asked for anything."""
@@ -34,10 +37,13 @@ class Either(asyncio.Protocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        carrier: "Carrier | None" = None,
     ) -> None:
         if not config.loaded:
             config.load()
         self._config, self._server, self._state = config, server_state, app_state
+        self._carrier = carrier
         self._loop = _loop or asyncio.get_running_loop()
         self._begun = b""
 
@@ -66,7 +72,8 @@ class Either(asyncio.Protocol):
         """The first bytes."""
         self._begun += data
         if self._begun.startswith(PREFACE):
-            self._become(Connection(self._config, self._server, self._config.loaded_app, self._state)).feed(
+            app = self._config.loaded_app
+            self._become(Connection(self._config, self._server, app, self._state, self._carrier)).feed(
                 memoryview(self._begun)[len(PREFACE) :]
             )
         elif PREFACE.startswith(self._begun):

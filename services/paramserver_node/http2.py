@@ -11,7 +11,9 @@ import asyncio
 import logging
 import socket
 import sys
-from typing import Any, Final
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
@@ -21,7 +23,13 @@ from uvicorn.server import ServerState
 from paramserver.limits import PATIENCE_S
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Http2Error
-from paramserver_node.stream import BODY, UNREAD_BYTES_MAX, Stream, request_of
+from paramserver_node.line import Line
+from paramserver_node.pieces import Pieces, after, first
+from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of
+
+if TYPE_CHECKING:
+    from paramserver.kernels.sockets import Received
+    from paramserver_node.carrier import Carrier
 
 log = logging.getLogger("paramserver.node")
 
@@ -57,8 +65,11 @@ class Connection(asyncio.BufferedProtocol):
     _room = memoryview(bytearray(FIRST_BYTES))
     """Of all connections: what has been read is used before anything else is."""
 
-    def __init__(self, config: Config, server: ServerState, app: ASGIApp, state: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Config, server: ServerState, app: ASGIApp, state: dict[str, Any], carrier: "Carrier | None" = None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
+        self._carrier = carrier
         self._app, self._state, self._server = app, state, server
         self._root_path = config.root_path
         self._greeted = False
@@ -105,6 +116,7 @@ class Connection(asyncio.BufferedProtocol):
         if over_tcp:  # asyncio forgets it where the listening socket was given to it
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
+        self._line = Line(self._carrier if self._can_wait else None, self._socket.fileno())
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = {
             "type": "http",
@@ -129,6 +141,7 @@ class Connection(asyncio.BufferedProtocol):
         """All that are being answered learn of it."""
         self._server.connections.discard(self)
         self._writable.set()
+        self._line.close()
         for stream in self._streams.values():
             stream.cut()
         self._streams.clear()
@@ -174,7 +187,7 @@ class Connection(asyncio.BufferedProtocol):
             self.loop.call_soon(self._resume)
 
     def _resume(self) -> None:
-        if not self.transport.is_closing():
+        if not self.transport.is_closing() and not self._line.reads:
             self.transport.resume_reading()
 
     def eof_received(self) -> None:
@@ -238,7 +251,39 @@ class Connection(asyncio.BufferedProtocol):
             raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
         if cost > len(data):
             stream.used(cost - len(data))  # padding
-        stream.arrived(data, ends, there=there)
+        if there:
+            stream.filled(len(data), ends=ends)
+        else:
+            stream.arrived(data, ends)
+
+    def fetch(self, number: int, places: Pieces, size: int) -> bool:
+        """Has a thread read the rest of that body, of so many bytes, to its places; False where none can."""
+        at, asked = self._scanner.between(number), min(size, TRIP_BYTES_MAX)
+        if at is None or self._line.writes or self.transport.is_closing():
+            return False
+        then = partial(self._fetched, number, asked)
+        if not self._line.read(first(places, asked), (number, *at), FRAME_BYTES, then):
+            return False
+        self.transport.pause_reading()
+        if size > self._window:
+            self._used -= size - self._window
+            self.say(wire.word(0, wire.WINDOW_UPDATE, size - self._window))
+            self._window = size
+        return True
+
+    def _fetched(self, number: int, asked: int, received: "Received") -> None:
+        """A thread is back."""
+        self._scanner.skipped(number, received.due, received.flags, received.head)
+        self._awaited = 1
+        self._window -= received.size
+        stream = self._streams.get(number)
+        if stream is None:
+            self.used(received.size)
+        else:
+            ends = not received.due and bool(received.flags & wire.END_STREAM)
+            stream.fetched(received.size, ends=ends, paused=received.size < asked)
+        self.flush()
+        self._resume()
 
     def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
@@ -343,8 +388,8 @@ class Connection(asyncio.BufferedProtocol):
         self._said.append(frame)
 
     def flush(self) -> None:
-        """What was said goes out, in one piece."""
-        if self._said:
+        """What was said goes out, in one piece; what a thread writes goes first."""
+        if self._said and not self._line.writes:
             said, self._said = self._said, []
             if not self.transport.is_closing():
                 self.transport.write(said[0] if len(said) == 1 else b"".join(said))
@@ -376,6 +421,37 @@ class Connection(asyncio.BufferedProtocol):
         if not self.transport.is_closing():
             self.transport.writelines((b"".join(said) + head, data))
         return True
+
+    def deliver(self, frames: Sequence[tuple[bytes, memoryview]]) -> "asyncio.Future[int] | None":
+        """Has a thread write frames, each a head and a payload, after what was said; None where it cannot.
+
+        The result is how many of them are on their way: all, unless the client has paused; at least one.
+        """
+        if not self.writable or self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return None
+        parts = [memoryview(part) for frame in frames for part in frame]
+        parts[0] = memoryview(b"".join((*self._said, parts[0])))
+        sizes = [len(head) + len(payload) for head, payload in zip(parts[::2], parts[1::2], strict=True)]
+        delivered = self.loop.create_future()
+        if not self._line.write(parts, partial(self._delivered, parts, sizes, delivered)):
+            return None
+        self._said = []
+        self._writable.clear()
+        return delivered
+
+    def _delivered(self, parts: Pieces, sizes: Sequence[int], delivered: "asyncio.Future[int]", went: int) -> None:
+        """A thread is back; the frame in whose midst it stopped is finished here."""
+        count, end = 1, sizes[0]
+        while end < went:
+            end += sizes[count]
+            count += 1
+        self.credit -= sum(map(len, parts[1 : 2 * count : 2]))
+        self._writable.set()
+        if went < end and not self.transport.is_closing():
+            self.transport.writelines(first(after(parts, went), end - went))
+        self.flush()
+        if not delivered.done():
+            delivered.set_result(count)
 
     @property
     def writable(self) -> bool:

@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
-from paramserver.wire.sink import Sink
+from paramserver.wire.sink import Place
 from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.patience import Patience
+from paramserver_node.pieces import Pieces
 from paramserver_node.stream import BODY, Arrival
 
 log = logging.getLogger("paramserver.node")
@@ -137,7 +138,7 @@ class _Exchange:
             self._body_ended = True
         return body
 
-    async def into(self, sink: Sink) -> bool:
+    async def into(self, sink: Place) -> bool:
         """See `Arrival`; raises as `_received_in_time` does."""
         counted = _Counted(self, sink)
         while True:
@@ -149,6 +150,12 @@ class _Exchange:
                     raise self._slow() from None
         self._body_ended = True
         return whole
+
+    async def burst(self, pieces: Pieces) -> Pieces:
+        """See `Arrival`."""
+        left = await self._arrival.burst(pieces)
+        self.ended = not left
+        return left
 
     def _due_s(self) -> float:
         """When the next bytes must be here."""
@@ -199,9 +206,10 @@ class _Exchange:
 class _Counted:
     """A sink whose bytes count for their sender."""
 
-    def __init__(self, exchange: _Exchange, sink: Sink) -> None:
+    def __init__(self, exchange: _Exchange, sink: Place) -> None:
         self._exchange, self._sink = exchange, sink
         self.room: Final = sink.room
+        self.rest: Final = sink.rest
 
     def filled(self, size: int) -> None:
         self._exchange.received += size

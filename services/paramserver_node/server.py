@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn, Self
+from typing import TYPE_CHECKING, Final, NoReturn, Self, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,6 +27,9 @@ from paramserver.errors import problem
 from paramserver.limits import CONNECTIONS_MAX
 from paramserver_node.either import Either
 from paramserver_node.settings import NodeSettings
+
+if TYPE_CHECKING:
+    from paramserver_node.carrier import Carrier
 
 GRACE_S: Final = 10.0
 
@@ -109,13 +113,14 @@ async def serve_tcp(
     tls: Tls | None = None,
     proxied: bool = False,
     grace_s: float = GRACE_S,
+    carrier: "Carrier | None" = None,
 ) -> None:
     """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.  Raises CannotListen.
 
-    `proxied`: what a proxy of this machine says of its client is believed.
+    `proxied`: what a proxy of this machine says of its client is believed.  `carrier`: its threads move large bodies.
     """
     _raise_file_limit()
-    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied)
+    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, carrier=carrier)
 
 
 async def serve_unix(app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
@@ -138,11 +143,12 @@ async def _serve_on(
     tls: Tls | None = None,
     *,
     proxied: bool = False,
+    carrier: "Carrier | None" = None,
 ) -> None:
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http=Either,
+            http=cast(type[asyncio.Protocol], partial(Either, carrier=carrier)),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -7,19 +7,21 @@ Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it.
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
 
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
-from paramserver.wire.sink import Sink
+from paramserver.wire.sink import Place
+from paramserver_node.pieces import Pieces, after, cut
 
 if TYPE_CHECKING:
     from paramserver_node.http2 import Connection
 
+T = TypeVar("T")
 log = logging.getLogger("paramserver.node")
 
 BODY: Final = "paramserver.body"
@@ -28,6 +30,10 @@ UNREAD_BYTES_MAX: Final = 512 << 10
 """What a client may send of a body before an app wants it: more than most, which then come without a word of ours."""
 AHEAD_BYTES: Final = 4 << 20
 """The same while it is handed on as it arrives, so that no client waits for a word of ours."""
+TRIP_BYTES_MIN: Final = 1 << 20
+"""What of a body is worth a thread of the server's carrier, if it has one ..."""
+TRIP_BYTES_MAX: Final = 16 << 20
+"""... and how much of it at a time, so that others on the same connection have their turn."""
 
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
 _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
@@ -41,8 +47,11 @@ class Arrival(Protocol):
     def whole(self) -> bytes | None:
         """The body, if all of it is here and nobody has had any of it; then there is no more to come."""
 
-    async def into(self, sink: Sink) -> bool:
+    async def into(self, sink: Place) -> bool:
         """Puts the rest of the body there as it arrives; whether it came to its end.  Raises what `sink` raises."""
+
+    async def burst(self, pieces: Pieces) -> Pieces:
+        """Sends all the rest of an answer as far as its client takes it at once; what is left is to be sent still."""
 
 
 class Stream:
@@ -58,12 +67,14 @@ class Stream:
         """What the client may still send, and how much that is when all is used."""
         self._used = 0
         self._pieces: list[bytes] = []
-        self._sink: Sink | None = None
+        self._sink: Place | None = None
         self._failed: Exception | None = None
         """What `_sink` raised."""
         self._end_told = False
         self.is_new = True
         """Whether its app has not been heard of yet."""
+        self._slow = False
+        """Whether the body came so slowly that no thread waits for it any more."""
         self._cut = False
         self._answered = False
         self._head = b""
@@ -82,17 +93,11 @@ class Stream:
         """Where the next bytes of the body belong, as far as that is known."""
         return _NOWHERE if self._sink is None or self._failed is not None else self._sink.room()
 
-    def arrived(self, data: memoryview, ends: bool, *, there: bool = False) -> None:
-        """The next bytes of the body; `there`: they have been put where `room` said."""
+    def arrived(self, data: memoryview, ends: bool) -> None:
+        """The next bytes of the body."""
         self.body_ended = ends
         if self._sink is not None and self._failed is None and data:
-            try:
-                if there:
-                    self._sink.filled(len(data))
-                else:
-                    self._sink.feed(data)
-            except Exception as e:
-                self._failed = e
+            self._into_sink(self._sink.feed, data)
             self.used(len(data))
         elif self._failed is not None or self._answered:
             self.used(len(data))
@@ -100,6 +105,28 @@ class Stream:
             self._pieces.append(bytes(data))
         if self._sink is None or ends or self._failed is not None:
             self._moved.set()
+
+    def filled(self, size: int, *, ends: bool) -> None:
+        """So many bytes of the body have been put where its sink said."""
+        self.body_ended = ends
+        if self._sink is not None and self._failed is None:
+            self._into_sink(self._sink.filled, size)
+        self.used(size)
+        if ends or self._failed is not None:
+            self._moved.set()
+
+    def _into_sink(self, put: Callable[[T], None], what: T) -> None:
+        try:
+            put(what)
+        except Exception as e:
+            self._failed = e
+
+    def fetched(self, size: int, *, ends: bool, paused: bool) -> None:
+        """A thread is back that has put so many bytes there; `paused`: the client had no more to send."""
+        self._window -= size
+        self._slow = paused
+        self.filled(size, ends=ends)
+        self._moved.set()
 
     def cut(self) -> None:
         """The client has hung up, or has given this request up."""
@@ -140,12 +167,8 @@ class Stream:
         self._end_told = True
         return self._taken()
 
-    async def into(self, sink: Sink) -> bool:
+    async def into(self, sink: Place) -> bool:
         """See `Arrival`; it can be interrupted and called again."""
-        if self._ahead < AHEAD_BYTES and not self._ends():
-            self._widen(AHEAD_BYTES - self._ahead)
-            self._ahead = AHEAD_BYTES
-            self._client.flush_soon()
         while self._pieces:
             piece = self._pieces.pop(0)
             self.used(len(piece))
@@ -153,6 +176,8 @@ class Stream:
         self._sink = sink
         try:
             while not (self.body_ended or self._cut or self._failed is not None):
+                if not self._fetch(sink):
+                    self._look_ahead()
                 await _next(self._moved)
         finally:
             self._sink = None
@@ -161,6 +186,25 @@ class Stream:
             raise failed
         self._end_told = self.body_ended
         return self.body_ended
+
+    def _fetch(self, sink: Place) -> bool:
+        """Has a thread read the rest of the body, if it is worth one and there is one."""
+        places = () if self._slow else sink.rest()
+        size = sum(map(len, places))
+        if size < TRIP_BYTES_MIN or not self._client.fetch(self._number, places, size):
+            return False
+        if size > self._window:  # there is a place for all of it, so all of it may come
+            self._used -= size - self._window
+            self._widen(size - self._window)
+        self._client.flush()
+        return True
+
+    def _look_ahead(self) -> None:
+        """Lets the client send more than while nobody wanted it."""
+        if self._ahead < AHEAD_BYTES and not self._ends():
+            self._widen(AHEAD_BYTES - self._ahead)
+            self._ahead = AHEAD_BYTES
+            self._client.flush_soon()
 
     async def receive(self) -> Message:
         """ASGI's next event."""
@@ -191,6 +235,32 @@ class Stream:
             data = memoryview(b"" if self._bodyless else message.get("body", b"")).cast("B")
             if data or ends:
                 await self._send(data, ends)
+
+    async def burst(self, pieces: Pieces) -> Pieces:
+        """See `Arrival`."""
+        client, left = self._client, list(pieces)
+        rest = sum(map(len, left))
+        while rest and not self._cut:
+            payloads = cut(left, client.frame_bytes, min(TRIP_BYTES_MAX, self.credit, client.credit))
+            size = sum(map(len, payloads))
+            if size < min(rest, TRIP_BYTES_MIN):
+                break
+            heads = [wire.head(len(data), wire.DATA, 0, self._number) for data in payloads]
+            if size == rest:
+                heads[-1] = wire.head(len(payloads[-1]), wire.DATA, wire.END_STREAM, self._number)
+            heads[0] = self._head + heads[0]
+            delivered = client.deliver(list(zip(heads, payloads, strict=True)))
+            if delivered is None:
+                break
+            self._head = b""
+            went = sum(map(len, payloads[: await delivered]))
+            self.credit -= went
+            rest -= went
+            self._answered = not rest
+            left = after(left, went)
+            if went < size:
+                break
+        return left
 
     async def _send(self, data: memoryview, ends: bool) -> None:
         client, head, at = self._client, self._head, 0

@@ -4,7 +4,7 @@ A body is read to its end before anything is answered, and one that breaks off, 
 says, is refused without a trace.
 """
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgpack
@@ -25,6 +25,7 @@ from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
 from paramserver_node.middleware import terse
 from paramserver_node.race import while_there
+from paramserver_node.stream import BODY, TRIP_BYTES_MIN, Arrival
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account
@@ -122,7 +123,7 @@ class Pull(_Endpoint):
         frame, _ = await self._reader.read(scope, receive, PullFrame, _sized_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
         self.check_serving()
-        await _send_body(send, 200, answer)
+        await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -139,7 +140,7 @@ class PushPull(_Endpoint):
         arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
         self.check_serving()
-        await _send_body(send, 200, answer)
+        await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -164,16 +165,21 @@ async def _send(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_body(send: Send, status: int, answer: FrameBody) -> None:
+async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -> None:
     first = answer.header()
     size = len(first) + answer.body_bytes
     headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(size).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    for message in _messages(answer.chunks(first), size):
+    arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
+    chunks: Iterable[bytes | memoryview] = answer.chunks(first)
+    if arrival is not None and size >= TRIP_BYTES_MIN:
+        chunks = await arrival.burst([memoryview(chunk) for chunk in chunks])
+        size = sum(map(len, chunks))
+    for message in _messages(chunks, size):
         await send(message)
 
 
-def _messages(chunks: Iterator[bytes | memoryview], size: int) -> Iterator[Message]:
+def _messages(chunks: Iterable[bytes | memoryview], size: int) -> Iterator[Message]:
     for chunk in chunks:
         size -= len(chunk)
         yield {"type": "http.response.body", "body": chunk, "more_body": size > 0}

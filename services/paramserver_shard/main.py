@@ -16,10 +16,12 @@ from redis.exceptions import RedisError
 from paramserver import __version__, kernels
 from paramserver.core.shard import ShardCore
 from paramserver.errors import PsError, problem
+from paramserver.kernels import sockets
 from paramserver.limits import MIB, SHARED_BYTES_MAX
 from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
 from paramserver_node.access import Access, Neighbours, credentials
+from paramserver_node.carrier import Carrier
 from paramserver_node.forward import Forwarder
 from paramserver_node.server import (
     CannotListen,
@@ -217,12 +219,16 @@ async def serve(settings: ShardSettings) -> None:
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
             app = make_app(shard.services)
-            serving = group.create_task(serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S))
+            carrier = Carrier() if sys.platform == "linux" else None
+            tcp = serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S, carrier=carrier)
+            serving = group.create_task(tcp)
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))
                 lending = group.create_task(shard.lending.keep())
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
+            if carrier is not None:
+                await runtime.offload(sockets.warm_up)
             spare_imports()
             joined = group.create_task(membership.run())
             await serving
@@ -231,6 +237,8 @@ async def serve(settings: ShardSettings) -> None:
             if shard.lending is not None:
                 lending.cancel()
             runtime.close()
+            if carrier is not None:
+                carrier.close()
         finally:
             await shard.aclose()
 

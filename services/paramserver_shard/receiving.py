@@ -39,6 +39,8 @@ class Body:
         """The parts, uint8; uninitialised before they have arrived."""
         self._sizes = sizes
         self._ready = ready
+        self._whole: AnyArray | None = None
+        """All parts, where they have no memory of their own."""
         self._index = 0
         self._at = 0
         self._received = 0
@@ -48,7 +50,8 @@ class Body:
         if apart(self._sizes):
             self.parts = [pool.take_bytes(size, shared=True) for size in self._sizes]
             return
-        whole, at = pool.take_bytes(self.size), 0
+        self._whole = whole = pool.take_bytes(self.size)
+        at = 0
         for size in self._sizes:
             self.parts.append(whole[at : at + size])
             at += size
@@ -63,6 +66,12 @@ class Body:
         """Where the next bytes belong, as far as they are of one part; empty when all is here."""
         return self.parts[self._index].data[self._at :] if self._index < len(self.parts) else memoryview(b"")
 
+    def rest(self) -> list[memoryview]:
+        """Where all the rest belongs, in order."""
+        if self._whole is not None:
+            return [self._whole.data[self._received :]]
+        return [part.data[self._at if i == 0 else 0 :] for i, part in enumerate(self.parts[self._index :])]
+
     def filled(self, size: int) -> None:
         """So many bytes have been put there."""
         self._received += size
@@ -76,10 +85,10 @@ class Body:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        while self._index < len(self.parts) and self._at == self.parts[self._index].size:
+        while self._index < len(self.parts) and self._at >= (size := self.parts[self._index].size):
             if self._ready is not None:
                 self._ready(self._index, self.parts[self._index])
-            self._index, self._at = self._index + 1, 0
+            self._index, self._at = self._index + 1, self._at - size
 
 
 T = TypeVar("T")

@@ -30,7 +30,10 @@ void *NRT_MemInfo_alloc_aligned(size_t size, unsigned align) {
 void NRT_MemInfo_call_dtor(void *info) { free(info); }
 #define NEVER(name) void name(void) { abort(); }
 """
-PROVIDED: Final = {"NRT_MemInfo_alloc_aligned", "NRT_MemInfo_call_dtor", "memset", "memcpy", "memmove"}
+PROVIDED: Final = {
+    "NRT_MemInfo_alloc_aligned", "NRT_MemInfo_call_dtor", "memset", "memcpy", "memmove",
+    "poll", "readv", "setsockopt", "writev",
+}  # fmt: skip
 
 
 def build(folder: Path) -> list[Path]:
@@ -61,7 +64,12 @@ def _pointers(numba_types: Any) -> dict[str, Any]:
         "add": t.void(t.boolean, f, t.int64, *grad, t.int64, t.float64),
         "finite": t.boolean(*grad),
         "squares": t.float64(*grad, t.int64),
-    }
+        "put": t.int64(t.int64, p(t.int64), t.int64, t.int64, t.int64, p(t.int32)),
+        "take": t.int64(
+            t.int64, p(t.int64), t.int64, p(t.int64), p(t.int64), p(t.uint8),
+            t.int64, t.int64, t.int64, t.int64, p(t.int32),
+        ),
+    }  # fmt: skip
 
 
 def _entries() -> dict[str, Any]:
@@ -69,19 +77,19 @@ def _entries() -> dict[str, Any]:
     import numba
     from numba import types
 
-    from paramserver.kernels import compiled
+    from paramserver.kernels import compiled, socket_loops
 
     own = types.Array(types.float32, 1, "C")
     _numba: Any = numba  # which versions of numba publish types for it differs
     carray = _numba.carray
     loops = []
-    for function, signature in compiled.SIGNATURES:
+    for function, signature in (*compiled.SIGNATURES, *socket_loops.SIGNATURES):
         # Outputs are ours and aligned; numba does not turn an aligned array into one that may not be.
         loop = _numba.njit(nogil=True, error_model="numpy")(function.py_func)
         loop.compile(tuple(own if t == compiled.OUT else t for t in signature))
         loop.disable_compile()
         loops.append(loop)
-    c_step, c_add, c_finite, c_squares = loops
+    c_step, c_add, c_finite, c_squares, c_put, c_take = loops
     columns = codes.COLUMNS
 
     def step(  # type: ignore[no-untyped-def]
@@ -104,7 +112,16 @@ def _entries() -> dict[str, Any]:
     def squares(g32, a, g64, b, g16, c, g8, d, at, e, code, size):  # type: ignore[no-untyped-def]
         return c_squares(carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e), code, size)
 
-    return {f.__name__: f for f in (step, add, finite, squares)}
+    def put(fd, rows, n, wait_ms, waits, words):  # type: ignore[no-untyped-def]
+        return c_put(fd, carray(rows, (n, 2)), wait_ms, waits, carray(words, 2))
+
+    def take(fd, rows, n, scratch, frame, head, low, bytes_max, wait_ms, waits, words):  # type: ignore[no-untyped-def]
+        return c_take(
+            fd, carray(rows, (n, 2)), carray(scratch, (n + 1, 2)), carray(frame, 4), carray(head, 9),
+            low, bytes_max, wait_ms, waits, carray(words, 2),
+        )  # fmt: skip
+
+    return {f.__name__: f for f in (step, add, finite, squares, put, take)}
 
 
 def _compile(level: str, target: Path) -> None:

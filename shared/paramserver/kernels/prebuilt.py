@@ -29,13 +29,15 @@ ENTRIES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "add": (None, [ctypes.c_bool, _P, _I, *_GRAD, _I, _D]),
     "finite": (ctypes.c_bool, _GRAD),
     "squares": (_D, [*_GRAD, _I]),
+    "put": (_I, [_I, _P, _I, _I, _I, _P]),
+    "take": (_I, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P]),
 }
 """Result and arguments; an array is its address and, unless known, its length."""
 
 
 def digest() -> str:
     """Of the source that a library is made from, this file included, for both sides of a call are in it."""
-    names = ("build.py", "codes.py", "compiled.py", "prebuilt.py")
+    names = ("build.py", "codes.py", "compiled.py", "prebuilt.py", "socket_loops.py")
     text = b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -53,7 +55,10 @@ def levels() -> list[str]:
 
 @cache
 def load(folder: Path = FOLDER) -> Any:
-    """The functions of `compiled`, or None where no library fits; raises OSError for one that cannot be loaded."""
+    """The functions of `compiled` and `socket_loops`, or None where no library fits.
+
+    Raises OSError for one that cannot be loaded.
+    """
     if not folder.is_dir():
         return None
     made = digest()
@@ -66,7 +71,7 @@ def _functions(library: ctypes.CDLL) -> SimpleNamespace:
     for name, (result, arguments) in ENTRIES.items():
         calls[name] = library[f"ps_{name}"]
         calls[name].restype, calls[name].argtypes = result, arguments
-    c_step, c_add, c_finite, c_squares = (calls[name] for name in ENTRIES)
+    c_step, c_add, c_finite, c_squares, c_put, c_take = (calls[name] for name in ENTRIES)
 
     def step(kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, *rest: Any) -> bool:
         s0, s1, s2, *grad, out, o0, o1, o2 = rest
@@ -86,7 +91,14 @@ def _functions(library: ctypes.CDLL) -> SimpleNamespace:
         *grad, size = rest
         return float(c_squares(*_flat(grad), size))
 
-    return SimpleNamespace(step=step, add=add, finite=finite, squares=squares, SIGNATURES=())
+    def put(fd: int, rows: Any, wait_ms: int, waits: int, words: Any) -> int:
+        return int(c_put(fd, _at(rows), len(rows), wait_ms, waits, _at(words)))
+
+    def take(fd: int, rows: Any, scratch: Any, frame: Any, head: Any, *rest: Any) -> int:
+        *numbers, words = rest
+        return int(c_take(fd, _at(rows), len(rows), _at(scratch), _at(frame), _at(head), *numbers, _at(words)))
+
+    return SimpleNamespace(step=step, add=add, finite=finite, squares=squares, put=put, take=take, SIGNATURES=())
 
 
 def _at(array: Any) -> int:

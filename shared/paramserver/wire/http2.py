@@ -157,6 +157,17 @@ class Scanner:
         self.due -= size
         return 0 if self.due else self._flags
 
+    def between(self, stream: int) -> tuple[int, int] | None:
+        """What is due of a frame of that stream, and its flags; (0, 0) where a frame begins, None in the midst of
+        another's or of padding."""
+        if self._rest or self._padding or (self.due and self.due_stream != stream):
+            return None
+        return (self.due, self._flags) if self.due else (0, 0)
+
+    def skipped(self, stream: int, due: int, flags: int, rest: bytes) -> None:
+        """Frames of that stream have been read past this scanner: what is due now, and what is here of a next one."""
+        self.due_stream, self.due, self._flags, self._rest = stream, due, flags & END_STREAM, rest
+
     def scan(self, data: memoryview) -> Iterator[tuple[int, int, int, memoryview, int]]:
         """(type, flags, stream, payload, bytes that count against the windows) of each frame; raises Http2Error.
 

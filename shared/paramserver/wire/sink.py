@@ -1,5 +1,6 @@
 """Where a body goes as it arrives: read straight to its place where that is known, else copied there."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -14,6 +15,13 @@ class Sink(Protocol):
 
     def feed(self, data: memoryview) -> None:
         """Its next bytes, which lie elsewhere and are only good until this returns.  May raise."""
+
+
+class Place(Sink, Protocol):
+    """A sink that may know where all the rest of a body belongs."""
+
+    def rest(self) -> Sequence[memoryview]:
+        """All of it in order; empty where that is not known.  `filled` then takes more than `room` at once."""
 
 
 def pour(data: memoryview, sink: Sink) -> memoryview:

@@ -1,0 +1,55 @@
+"""Threads that move large bodies, so that the event loop need not: it has the small requests of everybody to answer.
+
+A thread has one direction of one connection for one trip: as much of one body as its peer sends or takes without a
+pause.  What is left then, or was never worth a thread, the event loop moves as it moves all else (see `line`).
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, TypeVar
+
+from paramserver.kernels import sockets
+from paramserver.kernels.sockets import Received
+from paramserver_node.pieces import Pieces
+
+T = TypeVar("T")
+
+THREADS: Final = 16
+"""Trips at a time; they are short, and what finds no thread the event loop does."""
+
+
+class Carrier:
+    """The threads of one server, for Linux."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(THREADS, "carrier")
+        self._away = 0
+
+    def send(self, fd: int, pieces: Pieces, then: Callable[[int], None]) -> bool:
+        """Begins `sockets.send`, of which `then` is told; False where no thread is free."""
+        return self._begin(partial(sockets.send, fd, pieces), then)
+
+    def receive(
+        self, fd: int, places: Pieces, frame: tuple[int, int, int], bytes_max: int, then: Callable[[Received], None]
+    ) -> bool:
+        """The same with `sockets.receive`; `frame` is the stream, what is due of a frame, and its flags."""
+        return self._begin(partial(sockets.receive, fd, places, *frame, bytes_max), then)
+
+    def _begin(self, trip: Callable[[], T], then: Callable[[T], None]) -> bool:
+        if self._away == THREADS:
+            return False
+        self._away += 1
+
+        def over(done: asyncio.Future[T]) -> None:
+            self._away -= 1
+            then(done.result())
+
+        self._loop.run_in_executor(self._threads, trip).add_done_callback(over)
+        return True
+
+    def close(self) -> None:
+        """No more trips; those under way end by themselves."""
+        self._threads.shutdown(wait=False)

@@ -1,0 +1,39 @@
+"""Bytes that lie in several places, one after the other."""
+
+from collections.abc import Sequence
+
+Pieces = Sequence[memoryview]
+
+
+def first(pieces: Pieces, size: int) -> list[memoryview]:
+    """The first `size` bytes, or all if they are fewer."""
+    out = []
+    for piece in pieces:
+        if size <= 0:
+            break
+        out.append(piece[:size])
+        size -= len(piece)
+    return out
+
+
+def after(pieces: Pieces, size: int) -> list[memoryview]:
+    """What is left without the first `size` bytes."""
+    out = []
+    for piece in pieces:
+        if size < len(piece):
+            out.append(piece[size:])
+        size = max(0, size - len(piece))
+    return out
+
+
+def cut(pieces: Pieces, payload_bytes_max: int, size: int) -> list[memoryview]:
+    """Payloads of at most so many bytes each, and at most `size` in all, each of one piece."""
+    out: list[memoryview] = []
+    for piece in pieces:
+        for at in range(0, len(piece), payload_bytes_max):
+            payload = piece[at : at + payload_bytes_max]
+            if len(payload) > size:
+                return out
+            size -= len(payload)
+            out.append(payload)
+    return out

@@ -1,0 +1,147 @@
+"""The compiled loops that move a large body between memory and a TCP socket, for Linux.
+
+They wait for the socket themselves, so that a thread which moves ten megabytes needs the interpreter's lock once, not
+for every piece: whoever serves small requests meanwhile holds that lock most of the time.
+
+Pieces are rows of (address, bytes), as in the system's `iovec`; a row is moved on by what has been done of it.
+"""
+
+import socket
+from typing import Any, Final
+
+import numba
+from numba import types
+
+_rows = types.Array(types.int64, 2, "C")
+_words = types.Array(types.int32, 1, "C")
+_numbers = types.Array(types.int64, 1, "C")
+_bytes = types.Array(types.uint8, 1, "C")
+
+_ROWS_MAX: Final = 1000
+"""Of one system call; Linux takes 1,024."""
+_ROW_BYTES: Final = 16
+_HEAD_BYTES: Final = 9
+_DATA: Final = 0
+_END: Final = 1
+_PADDED: Final = 8
+_READABLE: Final = 1
+_WRITABLE: Final = 4
+_SOCKET: Final = int(socket.SOL_SOCKET)
+_LOW_WATER: Final = int(socket.SO_RCVLOWAT)
+
+_njit: Any = numba.njit
+_of_libc: Any = types.ExternalFunction
+_writev = _of_libc("writev", types.int64(types.int32, types.uintp, types.int32))
+_readv = _of_libc("readv", types.int64(types.int32, types.uintp, types.int32))
+_poll = _of_libc("poll", types.int32(types.uintp, types.uint64, types.int32))
+_setsockopt = _of_libc("setsockopt", types.int32(types.int32, types.int32, types.int32, types.uintp, types.uint32))
+
+
+def _jit(function: Any) -> Any:
+    try:
+        return _njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # "cannot cache function: no locator available"
+        return _njit(nogil=True, error_model="numpy")(function)
+
+
+@_njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
+def _wait(fd: Any, events: Any, wait_ms: Any, words: Any) -> Any:
+    """Whether the socket is ready, or has failed, within that time; `words` is room for a `struct pollfd`."""
+    words[0], words[1] = fd, events
+    return _poll(words.ctypes.data, 1, wait_ms) > 0
+
+
+@_njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
+def _moved(rows: Any, at: Any, size: Any) -> Any:
+    """The row where the next byte belongs when `size` more have been moved from row `at` on."""
+    while at < rows.shape[0] and size >= rows[at, 1]:
+        size -= rows[at, 1]
+        at += 1
+    if size > 0:
+        rows[at, 0] += size
+        rows[at, 1] -= size
+    return at
+
+
+@_jit
+def put(fd: Any, rows: Any, wait_ms: Any, waits: Any, words: Any) -> Any:
+    """Writes the rows; how many bytes went before the peer took none for `wait_ms`, or it had been waited for often."""
+    at, total, failed = 0, 0, False
+    while at < rows.shape[0]:
+        size = _writev(fd, rows.ctypes.data + _ROW_BYTES * at, min(rows.shape[0] - at, _ROWS_MAX))
+        if size <= 0:
+            if failed or waits == 0 or not _wait(fd, _WRITABLE, wait_ms, words):
+                break
+            waits -= 1
+            failed = True  # a socket that is ready and takes nothing is broken
+            continue
+        failed = False
+        total += size
+        at = _moved(rows, at, size)
+    return total
+
+
+@_jit
+def take(
+    fd: Any, rows: Any, scratch: Any, frame: Any, head: Any, low: Any, bytes_max: Any, wait_ms: Any, waits: Any,
+    words: Any,
+) -> Any:  # fmt: skip
+    """Reads payloads of one HTTP/2 stream's DATA frames to the rows; how many bytes came.
+
+    `frame` is the stream, the bytes due of the frame that has begun, its flags, and how much of a `head` is here,
+    before and after.  It ends with the last row, as `put` does, and at any other frame: its head is then here, whole.
+    `low` bytes at least are waited for at a time, as far as they are of one frame; `scratch` has room for a row more.
+    """
+    left = 0
+    for i in range(rows.shape[0]):
+        left += rows[i, 1]
+    at, total, failed, awaited = 0, 0, False, 0
+    due, have = frame[1], frame[3]
+    while left > 0:
+        count = 0
+        if due > 0:
+            room, i = due, at
+            while room > 0 and i < rows.shape[0] and count < _ROWS_MAX:
+                scratch[count, 0], scratch[count, 1] = rows[i, 0], min(room, rows[i, 1])
+                room -= scratch[count, 1]
+                count += 1
+                i += 1
+        if due == 0 or (room == 0 and left > due):
+            scratch[count, 0], scratch[count, 1] = head.ctypes.data + have, _HEAD_BYTES - have
+            count += 1
+        wanted = max(1, min(due, low))
+        if wanted != awaited:
+            words[0] = awaited = wanted
+            _setsockopt(fd, _SOCKET, _LOW_WATER, words.ctypes.data, 4)
+        size = _readv(fd, scratch.ctypes.data, count)
+        if size <= 0:
+            if size == 0 or failed or waits == 0 or not _wait(fd, _READABLE, wait_ms, words):
+                break
+            waits -= 1
+            failed = True
+            continue
+        failed = False
+        own = min(size, due)
+        due -= own
+        left -= own
+        total += own
+        at = _moved(rows, at, own)
+        have += size - own
+        if due == 0 and frame[2] & _END:
+            break
+        if have == _HEAD_BYTES:
+            length = head[0] << 16 | head[1] << 8 | head[2]
+            stream = (head[5] & 127) << 24 | head[6] << 16 | head[7] << 8 | head[8]
+            if head[3] != _DATA or head[4] & _PADDED or stream != frame[0] or not 0 < length <= bytes_max:
+                break
+            due, frame[2], have = length, head[4], 0
+    words[0] = 1
+    _setsockopt(fd, _SOCKET, _LOW_WATER, words.ctypes.data, 4)
+    frame[1], frame[3] = due, have
+    return total
+
+
+SIGNATURES = (
+    (put, (types.int64, _rows, types.int64, types.int64, _words)),
+    (take, (types.int64, _rows, _rows, _numbers, _bytes, types.int64, types.int64, types.int64, types.int64, _words)),
+)

@@ -1,0 +1,54 @@
+"""The server's end of a real HTTP/2 connection, whose client is a plain socket in the same process."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from paramserver.wire import http2 as wire
+from paramserver_node.carrier import Carrier
+from paramserver_node.http2 import Connection
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere no threads move bodies")
+WAYS = [pytest.param(False, id="loop"), pytest.param(True, id="threads", marks=LINUX)]
+"""Who moves large bodies: `threads` of `connected`."""
+ASKED = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/")])
+
+
+@asynccontextmanager
+async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tuple[socket.socket, Connection]]:
+    """The client's socket, greeted, and the server's end, which calls the app."""
+    carrier = Carrier() if threads else None
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    made: dict[str, Any] = {}
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as theirs:
+        theirs.setblocking(False)
+        await loop.sock_connect(theirs, listener.getsockname())
+        ours, _ = listener.accept()
+        transport, connection = await loop.create_connection(
+            lambda: Connection(config, ServerState(), app, made, carrier), sock=ours
+        )
+        await loop.sock_sendall(theirs, wire.settings({}))
+        yield theirs, connection
+        transport.abort()
+        while connection._running or connection._line.reads or connection._line.writes:
+            await asyncio.sleep(0)
+    if carrier is not None:
+        carrier.close()
+
+
+def frames_of(stream: int, body: bytes, frame_bytes: int) -> bytes:
+    """The body of a request."""
+    sent = b""
+    for at in range(0, len(body), frame_bytes):
+        ends = wire.END_STREAM if at + frame_bytes >= len(body) else 0
+        sent += wire.frame(wire.DATA, ends, stream, body[at : at + frame_bytes])
+    return sent

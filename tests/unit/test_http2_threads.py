@@ -1,0 +1,133 @@
+"""Large bodies that threads move, beside whatever else happens on the connection meanwhile."""
+
+import asyncio
+import socket
+from collections.abc import Iterable
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from tests.unit.http2_connection import ASKED, LINUX, connected
+
+from paramserver.wire import http2 as wire
+from paramserver_node.http2 import Connection
+from paramserver_node.stream import BODY, TRIP_BYTES_MAX
+
+pytestmark = LINUX
+
+ANSWER = bytes(range(251)) * (TRIP_BYTES_MAX // 200)
+"""More than one trip, and more than a socket holds."""
+SMALL = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/small")])
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """A small answer, or a large one in uneven pieces."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/small":
+        await send({"type": "http.response.body", "body": b"small"})
+        return
+    pieces = [memoryview(ANSWER)[a:b] for a, b in ((0, 10), (10, 5_000_000), (5_000_000, len(ANSWER)))]
+    left = await scope["extensions"][BODY].burst(pieces)
+    for i, piece in enumerate(left):
+        await send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(left)})
+
+
+class Client:
+    """What has come on a plain socket."""
+
+    def __init__(self, theirs: socket.socket) -> None:
+        self.theirs = theirs
+        self.bodies: dict[int, bytearray] = {}
+        self.ended: set[int] = set()
+        self._scanner = wire.Scanner(1 << 24, 1 << 16)
+
+    async def greet(self, window: int = wire.WINDOW_MAX) -> None:
+        """Answers may be as long as that, and all together as long as they like."""
+        sent = wire.settings({wire.INITIAL_WINDOW_SIZE: window, wire.MAX_FRAME_SIZE: 1 << 20})
+        await asyncio.get_running_loop().sock_sendall(self.theirs, sent + wire.word(0, wire.WINDOW_UPDATE, 1 << 30))
+
+    async def ask(self, *blocks: tuple[int, bytes]) -> None:
+        """Sends requests without bodies."""
+        sent = b""
+        for stream, block in blocks:
+            sent += wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, stream, block)
+        await asyncio.get_running_loop().sock_sendall(self.theirs, sent)
+
+    async def read(self, ends: Iterable[int]) -> None:
+        """Until these streams have ended."""
+        while not self.ended >= set(ends):
+            data = await asyncio.get_running_loop().sock_recv(self.theirs, 1 << 18)
+            assert data
+            for kind, flags, stream, payload, _ in self._scanner.scan(memoryview(data)):
+                if kind == wire.DATA:
+                    self.bodies.setdefault(stream, bytearray()).extend(payload)
+                    if flags & wire.END_STREAM:
+                        self.ended.add(stream)
+
+
+async def until(connection: Connection, *, writes: bool) -> None:
+    """A thread has begun to write, or is back."""
+    while connection._line.writes != writes:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
+    """Two large ones and two small ones on one connection, whose frames do not mix."""
+    async with connected(app, threads=True) as (theirs, connection):
+        client = Client(theirs)
+        await client.greet()
+        await client.ask((1, ASKED), (3, SMALL), (5, ASKED), (7, SMALL))
+        await client.read([1, 3, 5, 7])
+        assert client.bodies == {1: ANSWER, 3: b"small", 5: ANSWER, 7: b"small"}
+        assert connection.credit == wire.WINDOW_BYTES + (1 << 30) - 2 * len(ANSWER) - 10
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_ends_what_a_slow_client_left() -> None:
+    """No thread waits for it; the frame in whose midst one gave up is finished, and nothing comes twice."""
+    async with connected(app, threads=True) as (theirs, connection):
+        client = Client(theirs)
+        await client.greet()
+        await client.ask((1, ASKED))
+        await until(connection, writes=True)
+        await client.ask((3, SMALL))
+        await until(connection, writes=False)
+        await client.read([1, 3])
+        assert client.bodies == {1: ANSWER, 3: b"small"}
+
+
+@pytest.mark.asyncio
+async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
+    """What is not allowed yet is not sent, by whomever."""
+    async with connected(app, threads=True) as (theirs, connection):
+        client = Client(theirs)
+        await client.greet(window=3_000_000)
+        await client.ask((1, ASKED))
+        await until(connection, writes=True)
+        await until(connection, writes=False)
+        while connection._streams[1].credit:
+            await asyncio.sleep(0)
+        await asyncio.get_running_loop().sock_sendall(theirs, wire.word(1, wire.WINDOW_UPDATE, len(ANSWER)))
+        await client.read([1])
+        assert client.bodies == {1: ANSWER}
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> None:
+    """Once the answer is cut off; once the connection is lost, of which the thread learns as well."""
+    async with connected(app, threads=True) as (theirs, connection):
+        client = Client(theirs)
+        await client.greet()
+        await client.ask((1, ASKED))
+        await until(connection, writes=True)
+        sent = wire.word(1, wire.RST_STREAM, wire.CANCEL)
+        await asyncio.get_running_loop().sock_sendall(theirs, sent)
+        await client.ask((3, SMALL))
+        await client.read([3])
+        assert len(client.bodies[1]) < len(ANSWER)
+        await client.ask((5, ASKED))
+        await until(connection, writes=True)
+        theirs.close()
+        await until(connection, writes=False)
+    assert connection._line._socket is not None
+    assert connection._line._socket.fileno() == -1
