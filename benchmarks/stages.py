@@ -12,6 +12,7 @@ import asyncio
 import multiprocessing
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.transport import BlockingTransport
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
+from paramserver_node.carrier import Carrier
 from paramserver_node.redis_server import free_port
 from paramserver_node.server import serve_tcp
 from paramserver_node.stream import BODY
@@ -117,20 +119,26 @@ def _bare(port: int, size: int) -> None:
 
 def _http(port: int, size: int) -> None:
     """A server of nothing but bytes: reads a body away, or sends one."""
-    chunk, stop, sink = bytes(MIB), asyncio.Event(), _Into(size)
+    sink, chunk = _Into(size), memoryview(bytes(MIB))
+    answer = [chunk[: size - at] for at in range(0, size, MIB)]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = scope["extensions"][BODY]
         sink.begin()
-        await scope["extensions"][BODY].into(sink)
-        length = size if scope["path"] == "/pull" else 2
+        await body.into(sink)
+        left, length = (answer, size) if scope["path"] == "/pull" else ([chunk[:2]], 2)
         headers = [(b"content-length", str(length).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        while length > 0:
-            piece = chunk[:length]
-            length -= len(piece)
-            await send({"type": "http.response.body", "body": piece, "more_body": length > 0})
+        if length > MIB:
+            left = await body.burst(left)
+        for i, piece in enumerate(left):
+            await send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(left)})
 
-    uvloop.run(serve_tcp(app, "127.0.0.1", port, stop))
+    async def serve() -> None:
+        carrier = Carrier() if sys.platform == "linux" else None
+        await serve_tcp(app, "127.0.0.1", port, asyncio.Event(), carrier=carrier)
+
+    uvloop.run(serve())
 
 
 class _Into:
@@ -147,6 +155,10 @@ class _Into:
     def room(self) -> memoryview:
         """What is not filled."""
         return self._memory[self._at :]
+
+    def rest(self) -> list[memoryview]:
+        """The same."""
+        return [self.room()]
 
     def filled(self, size: int) -> None:
         """So much of it is."""

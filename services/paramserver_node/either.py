@@ -30,6 +30,8 @@ class Either(asyncio.Protocol):
     """A connection until it is clear what it speaks."""
 
     alpn_protocols: ClassVar[list[str]] = ["h2", "http/1.1"]
+    carrier: "ClassVar[Carrier | None]" = None
+    """Of the server, if it has one."""
 
     def __init__(
         self,
@@ -37,13 +39,10 @@ class Either(asyncio.Protocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        carrier: "Carrier | None" = None,
     ) -> None:
         if not config.loaded:
             config.load()
         self._config, self._server, self._state = config, server_state, app_state
-        self._carrier = carrier
         self._loop = _loop or asyncio.get_running_loop()
         self._begun = b""
 
@@ -73,7 +72,7 @@ class Either(asyncio.Protocol):
         self._begun += data
         if self._begun.startswith(PREFACE):
             app = self._config.loaded_app
-            self._become(Connection(self._config, self._server, app, self._state, self._carrier)).feed(
+            self._become(Connection(self._config, self._server, app, self._state, self.carrier)).feed(
                 memoryview(self._begun)[len(PREFACE) :]
             )
         elif PREFACE.startswith(self._begun):

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
-from paramserver.wire.sink import Place
+from paramserver.wire.sink import Destination
 from paramserver_node import problems
 from paramserver_node.access import Guard, Neighbours
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
@@ -138,7 +138,7 @@ class _Exchange:
             self._body_ended = True
         return body
 
-    async def into(self, sink: Place) -> bool:
+    async def into(self, sink: Destination) -> bool:
         """See `Arrival`; raises as `_received_in_time` does."""
         counted = _Counted(self, sink)
         while True:
@@ -206,7 +206,7 @@ class _Exchange:
 class _Counted:
     """A sink whose bytes count for their sender."""
 
-    def __init__(self, exchange: _Exchange, sink: Place) -> None:
+    def __init__(self, exchange: _Exchange, sink: Destination) -> None:
         self._exchange, self._sink = exchange, sink
         self.room: Final = sink.room
         self.rest: Final = sink.rest

@@ -16,9 +16,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -148,7 +147,7 @@ async def _serve_on(
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Either, carrier=carrier)),
+            http=type("Either", (Either,), {"carrier": carrier}),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
-from paramserver.wire.sink import Place
+from paramserver.wire.sink import Destination
 from paramserver_node.pieces import Pieces, after, cut
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Arrival(Protocol):
     def whole(self) -> bytes | None:
         """The body, if all of it is here and nobody has had any of it; then there is no more to come."""
 
-    async def into(self, sink: Place) -> bool:
+    async def into(self, sink: Destination) -> bool:
         """Puts the rest of the body there as it arrives; whether it came to its end.  Raises what `sink` raises."""
 
     async def burst(self, pieces: Pieces) -> Pieces:
@@ -67,7 +67,7 @@ class Stream:
         """What the client may still send, and how much that is when all is used."""
         self._used = 0
         self._pieces: list[bytes] = []
-        self._sink: Place | None = None
+        self._sink: Destination | None = None
         self._failed: Exception | None = None
         """What `_sink` raised."""
         self._end_told = False
@@ -167,7 +167,7 @@ class Stream:
         self._end_told = True
         return self._taken()
 
-    async def into(self, sink: Place) -> bool:
+    async def into(self, sink: Destination) -> bool:
         """See `Arrival`; it can be interrupted and called again."""
         while self._pieces:
             piece = self._pieces.pop(0)
@@ -187,7 +187,7 @@ class Stream:
         self._end_told = self.body_ended
         return self.body_ended
 
-    def _fetch(self, sink: Place) -> bool:
+    def _fetch(self, sink: Destination) -> bool:
         """Has a thread read the rest of the body, if it is worth one and there is one."""
         places = () if self._slow else sink.rest()
         size = sum(map(len, places))

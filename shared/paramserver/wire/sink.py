@@ -17,7 +17,7 @@ class Sink(Protocol):
         """Its next bytes, which lie elsewhere and are only good until this returns.  May raise."""
 
 
-class Place(Sink, Protocol):
+class Destination(Sink, Protocol):
     """A sink that may know where all the rest of a body belongs."""
 
     def rest(self) -> Sequence[memoryview]:
