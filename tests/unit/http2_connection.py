@@ -45,10 +45,10 @@ async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tup
         carrier.close()
 
 
-def frames_of(stream: int, body: bytes, frame_bytes: int) -> bytes:
-    """The body of a request."""
+def frames_of(stream: int, body: bytes, frame_bytes: int, *, ends: bool = True) -> bytes:
+    """The body of a request, in frames of that size; `ends`: with its last one."""
     sent = b""
     for at in range(0, len(body), frame_bytes):
-        ends = wire.END_STREAM if at + frame_bytes >= len(body) else 0
-        sent += wire.frame(wire.DATA, ends, stream, body[at : at + frame_bytes])
+        flags = wire.END_STREAM if ends and at + frame_bytes >= len(body) else 0
+        sent += wire.frame(wire.DATA, flags, stream, body[at : at + frame_bytes])
     return sent

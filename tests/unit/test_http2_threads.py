@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -70,6 +71,17 @@ async def until(connection: Connection, *, writes: bool) -> None:
         await asyncio.sleep(0)
 
 
+@asynccontextmanager
+async def answering(window: int = wire.WINDOW_MAX) -> AsyncIterator[tuple[Client, Connection]]:
+    """A client whose answer a thread has begun to write."""
+    async with connected(app, threads=True) as (theirs, connection):
+        client = Client(theirs)
+        await client.greet(window)
+        await client.ask((1, ASKED))
+        await until(connection, writes=True)
+        yield client, connection
+
+
 @pytest.mark.asyncio
 async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
     """Two large ones and two small ones on one connection, whose frames do not mix."""
@@ -85,11 +97,7 @@ async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
 @pytest.mark.asyncio
 async def test_the_event_loop_ends_what_a_slow_client_left() -> None:
     """No thread waits for it; the frame in whose midst one gave up is finished, and nothing comes twice."""
-    async with connected(app, threads=True) as (theirs, connection):
-        client = Client(theirs)
-        await client.greet()
-        await client.ask((1, ASKED))
-        await until(connection, writes=True)
+    async with answering() as (client, connection):
         await client.ask((3, SMALL))
         await until(connection, writes=False)
         await client.read([1, 3])
@@ -99,15 +107,11 @@ async def test_the_event_loop_ends_what_a_slow_client_left() -> None:
 @pytest.mark.asyncio
 async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
     """What is not allowed yet is not sent, by whomever."""
-    async with connected(app, threads=True) as (theirs, connection):
-        client = Client(theirs)
-        await client.greet(window=3_000_000)
-        await client.ask((1, ASKED))
-        await until(connection, writes=True)
+    async with answering(window=3_000_000) as (client, connection):
         await until(connection, writes=False)
         while connection._streams[1].credit:
             await asyncio.sleep(0)
-        await asyncio.get_running_loop().sock_sendall(theirs, wire.word(1, wire.WINDOW_UPDATE, len(ANSWER)))
+        await asyncio.get_running_loop().sock_sendall(client.theirs, wire.word(1, wire.WINDOW_UPDATE, len(ANSWER)))
         await client.read([1])
         assert client.bodies == {1: ANSWER}
 
@@ -115,19 +119,15 @@ async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
 @pytest.mark.asyncio
 async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> None:
     """Once the answer is cut off; once the connection is lost, of which the thread learns as well."""
-    async with connected(app, threads=True) as (theirs, connection):
-        client = Client(theirs)
-        await client.greet()
-        await client.ask((1, ASKED))
-        await until(connection, writes=True)
+    async with answering() as (client, connection):
         sent = wire.word(1, wire.RST_STREAM, wire.CANCEL)
-        await asyncio.get_running_loop().sock_sendall(theirs, sent)
+        await asyncio.get_running_loop().sock_sendall(client.theirs, sent)
         await client.ask((3, SMALL))
         await client.read([3])
         assert len(client.bodies[1]) < len(ANSWER)
         await client.ask((5, ASKED))
         await until(connection, writes=True)
-        theirs.close()
+        client.theirs.close()
         await until(connection, writes=False)
     assert connection._line._socket is not None
     assert connection._line._socket.fileno() == -1

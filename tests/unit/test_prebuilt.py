@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.unit.moved_bodies import both_ways, connected_pair
 
 from paramserver import kernels
 from paramserver.core.optimizer import SegmentStep
 from paramserver.core.spec import OptimizerSpec
-from paramserver.kernels import calls, prebuilt
+from paramserver.kernels import calls, prebuilt, sockets
 from paramserver.types import F32, AnyArray
 
 SIZE = 5003
@@ -85,6 +86,17 @@ def test_every_library_gives_the_bytes_that_numba_gives(folder: Path, monkeypatc
         monkeypatch.setattr(calls, "loops", loops)
 
         assert everything() == expected, level
+    prebuilt.load.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere the event loop moves all bodies")
+def test_a_library_moves_bodies_as_the_compiler_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images have the loops without numba."""
+    monkeypatch.setattr(sockets, "_found", prebuilt.load(folder))
+    with connected_pair() as ends:
+        both_ways(*ends)
     prebuilt.load.cache_clear()
 
 

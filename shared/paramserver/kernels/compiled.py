@@ -7,7 +7,6 @@ compiled signature per entry point: dtype and optimizer are numbers, not types, 
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numba.core.imputils import impl_ret_borrowed
@@ -35,6 +34,8 @@ from paramserver.kernels.codes import (
     B,
     C,
 )
+from paramserver.kernels.jit import entry as _jit
+from paramserver.kernels.jit import part as _part
 
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _in64 = types.Array(types.float64, 1, "C", readonly=True, aligned=False)
@@ -49,21 +50,7 @@ _numbers = types.Array(types.float64, 1, "C")
 _INF_BITS = np.uint32(0x7F800000)
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 
-_njit: Any = numba.njit  # which versions of numba publish types for it differs
 _borrowed: Any = impl_ret_borrowed
-
-
-def _jit(function: Any) -> Any:
-    """An entry point: releases the GIL, strict IEEE arithmetic, cached on disk where some folder can be written."""
-    try:
-        return _njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # "cannot cache function: no locator available": a read-only installation without a home
-        return _njit(nogil=True, error_model="numpy")(function)
-
-
-def _part(function: Any) -> Any:
-    """A loop that only entry points call: compiled into them, so it needs neither wrappers nor a cache of its own."""
-    return _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 def _retyped(typing_context: Any, scratch: Any) -> Any:

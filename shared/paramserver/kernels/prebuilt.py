@@ -37,7 +37,7 @@ ENTRIES: Final[dict[str, tuple[Any, list[Any]]]] = {
 
 def digest() -> str:
     """Of the source that a library is made from, this file included, for both sides of a call are in it."""
-    names = ("build.py", "codes.py", "compiled.py", "prebuilt.py", "socket_loops.py")
+    names = ("build.py", "codes.py", "compiled.py", "jit.py", "prebuilt.py", "socket_loops.py")
     text = b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:16]
 

@@ -9,8 +9,10 @@ Pieces are rows of (address, bytes), as in the system's `iovec`; a row is moved 
 import socket
 from typing import Any, Final
 
-import numba
 from numba import types
+
+from paramserver.kernels.jit import entry as _jit
+from paramserver.kernels.jit import part as _part
 
 _rows = types.Array(types.int64, 2, "C")
 _words = types.Array(types.int32, 1, "C")
@@ -29,7 +31,6 @@ _WRITABLE: Final = 4
 _SOCKET: Final = int(socket.SOL_SOCKET)
 _LOW_WATER: Final = int(socket.SO_RCVLOWAT)
 
-_njit: Any = numba.njit
 _of_libc: Any = types.ExternalFunction
 _writev = _of_libc("writev", types.int64(types.int32, types.uintp, types.int32))
 _readv = _of_libc("readv", types.int64(types.int32, types.uintp, types.int32))
@@ -37,21 +38,14 @@ _poll = _of_libc("poll", types.int32(types.uintp, types.uint64, types.int32))
 _setsockopt = _of_libc("setsockopt", types.int32(types.int32, types.int32, types.int32, types.uintp, types.uint32))
 
 
-def _jit(function: Any) -> Any:
-    try:
-        return _njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # "cannot cache function: no locator available"
-        return _njit(nogil=True, error_model="numpy")(function)
-
-
-@_njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
+@_part
 def _wait(fd: Any, events: Any, wait_ms: Any, words: Any) -> Any:
     """Whether the socket is ready, or has failed, within that time; `words` is room for a `struct pollfd`."""
     words[0], words[1] = fd, events
     return _poll(words.ctypes.data, 1, wait_ms) > 0
 
 
-@_njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
+@_part
 def _moved(rows: Any, at: Any, size: Any) -> Any:
     """The row where the next byte belongs when `size` more have been moved from row `at` on."""
     while at < rows.shape[0] and size >= rows[at, 1]:
