@@ -128,7 +128,7 @@ def _at_rest(model: ps.Model) -> ps.Params:
     """The values once the steps at hand are done; raises Failed if they never are."""
     before = model.pull()
     for _ in range(REST_LOOKS_MAX):
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)  # workers take their last steps, of which nobody tells the demo
         now = model.pull()
         if (before.flat == now.flat).all():
             return now
@@ -149,7 +149,7 @@ def _follow(training: Training, run: str, seconds: float, shown: Display) -> Non
             document = training.client.get_run(run)
             if document["state"] == "failed":
                 raise Failed(f"the run failed: {document['reason']}")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)  # the training is drawn again so often; its processes are others
 
 
 def _summarize(results: list[Result], picture: Path) -> None:

@@ -91,7 +91,7 @@ def wait_ready(launched: Launched, tick: Callable[[], None] = lambda: None) -> N
         if time.monotonic() > deadline:
             raise Failed(f"the cluster was not ready in {READY_TIMEOUT_S:g} s; its logs are in {state.logs}")
         tick()
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # the supervisor is another process; it writes into its folder when it is ready
 
 
 def stop(state: StateDir) -> bool:
@@ -107,7 +107,7 @@ def stop(state: StateDir) -> bool:
             _signal(supervisor.pid, signal.SIGKILL if late else signal.SIGTERM)
         if late and time.monotonic() > deadline + STOP_TIMEOUT_S:
             raise Failed(f"the supervisor of {state.path} cannot be stopped")
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # the supervisor is another process, and no child of this one
     return True
 
 

@@ -41,7 +41,7 @@ def logs(
         for name, file in files.items():
             for line in file:
                 _print(name, line.rstrip("\n"), width)
-        time.sleep(FOLLOW_S)
+        time.sleep(FOLLOW_S)  # files tell nobody that they have grown
 
 
 def _open_at_end(path: Path) -> IO[str]:

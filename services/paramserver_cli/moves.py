@@ -115,7 +115,7 @@ class _Own:
                 raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
                 raise Failed(f"the supervisor does not follow; psctl logs supervisor --state-dir {self.state.path}")
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # the supervisor reads what is wanted by and by, in a process of its own
 
 
 def _own(url: str | None, state: Any) -> _Own | None:
@@ -196,7 +196,7 @@ def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> N
             if not left:
                 return
             _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows what is in the way")
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # moves go on in other processes; the line is drawn again so often
 
 
 def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
@@ -218,7 +218,7 @@ def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
             if time.monotonic() - quiet_s > QUIET_S:
                 return
             _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are under way")
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # the same, and there must be no move for a while
 
 
 def _check(deadline: float, text: str) -> None:

@@ -101,7 +101,7 @@ class Series:
             document = self.client.get_run(run)
             if document["state"] in ("finished", "failed", "stopped"):
                 return document
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)  # a run takes minutes, and each look is one small request
 
     def _runs(self) -> list[dict[str, Any]]:
         return [r for r in self.client.runs() if numbers(self.name, [r["model"]])]
@@ -125,14 +125,14 @@ def go_on(series: Series) -> None:
             if not away:
                 typer.echo(f"waiting for the cluster: {e}", err=True)
             away = True
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # the cluster is away, and is not to be stormed when it is back
         except (NotFoundError, ConflictError) as e:  # somebody deleted the model, or started a run at the same time
             typer.echo(f"looking again: {e}", err=True)
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # whoever it was has its turn first
         else:
             typer.echo(f"{ended['id']} {ended['state']}: {(ended['reason'].strip().splitlines() or [''])[-1]}")
             if ended["state"] == "failed":
-                time.sleep(pause_s)
+                time.sleep(pause_s)  # what failed may fail again at once
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
             else:
                 pause_s = PAUSE_S
