@@ -12,7 +12,6 @@ import asyncio
 import multiprocessing
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +134,7 @@ def _http(port: int, size: int) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(left)})
 
     async def serve() -> None:
-        carrier = Carrier() if sys.platform == "linux" else None
+        carrier = Carrier.here()
         await serve_tcp(app, "127.0.0.1", port, asyncio.Event(), carrier=carrier)
 
     uvloop.run(serve())

@@ -1,14 +1,15 @@
 """Threads that move large bodies, so that the event loop need not: it has the small requests of everybody to answer.
 
 A thread has one direction of one connection for one trip: as much of one body as its peer sends or takes without a
-pause.  What is left then, or was never worth a thread, the event loop moves as it moves all else (see `line`).
+pause.  What is left then, or was never worth a thread, the event loop moves as it moves all else (see `lent_socket`).
 """
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 from paramserver.kernels import sockets
 from paramserver.kernels.sockets import Received
@@ -27,6 +28,11 @@ class Carrier:
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(THREADS, "carrier")
         self._away = 0
+
+    @classmethod
+    def here(cls) -> Self | None:
+        """None where the loops that move bodies are not to be had."""
+        return cls() if sys.platform == "linux" else None
 
     def send(self, fd: int, pieces: Pieces, then: Callable[[int], None]) -> bool:
         """Begins `sockets.send`, of which `then` is told; False where no thread is free."""

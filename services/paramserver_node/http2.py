@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from paramserver.limits import PATIENCE_S
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Http2Error
-from paramserver_node.line import Line
+from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first
 from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of
 
@@ -116,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
         if over_tcp:  # asyncio forgets it where the listening socket was given to it
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
-        self._line = Line(self._carrier if self._can_wait else None, self._socket.fileno())
+        self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno())
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = {
             "type": "http",
@@ -141,7 +141,7 @@ class Connection(asyncio.BufferedProtocol):
         """All that are being answered learn of it."""
         self._server.connections.discard(self)
         self._writable.set()
-        self._line.close()
+        self._lent.close()
         for stream in self._streams.values():
             stream.cut()
         self._streams.clear()
@@ -187,7 +187,7 @@ class Connection(asyncio.BufferedProtocol):
             self.loop.call_soon(self._resume)
 
     def _resume(self) -> None:
-        if not self.transport.is_closing() and not self._line.reads:
+        if not self.transport.is_closing() and not self._lent.reads:
             self.transport.resume_reading()
 
     def eof_received(self) -> None:
@@ -259,10 +259,10 @@ class Connection(asyncio.BufferedProtocol):
     def fetch(self, number: int, places: Pieces, size: int) -> bool:
         """Has a thread read the rest of that body, of so many bytes, to its places; False where none can."""
         at, asked = self._scanner.between(number), min(size, TRIP_BYTES_MAX)
-        if at is None or self._line.writes or self.transport.is_closing():
+        if at is None or self._lent.writes or self.transport.is_closing():
             return False
         then = partial(self._fetched, number, asked)
-        if not self._line.read(first(places, asked), (number, *at), FRAME_BYTES, then):
+        if not self._lent.read(first(places, asked), (number, *at), FRAME_BYTES, then):
             return False
         self.transport.pause_reading()
         if size > self._window:
@@ -389,7 +389,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """What was said goes out, in one piece; what a thread writes goes first."""
-        if self._said and not self._line.writes:
+        if self._said and not self._lent.writes:
             said, self._said = self._said, []
             if not self.transport.is_closing():
                 self.transport.write(said[0] if len(said) == 1 else b"".join(said))
@@ -433,7 +433,7 @@ class Connection(asyncio.BufferedProtocol):
         parts[0] = memoryview(b"".join((*self._said, parts[0])))
         sizes = [len(head) + len(payload) for head, payload in zip(parts[::2], parts[1::2], strict=True)]
         delivered = self.loop.create_future()
-        if not self._line.write(parts, partial(self._delivered, parts, sizes, delivered)):
+        if not self._lent.write(parts, partial(self._delivered, parts, sizes, delivered)):
             return None
         self._said = []
         self._writable.clear()

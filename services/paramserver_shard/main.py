@@ -219,7 +219,7 @@ async def serve(settings: ShardSettings) -> None:
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
             app = make_app(shard.services)
-            carrier = Carrier() if sys.platform == "linux" else None
+            carrier = Carrier.here()
             tcp = serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S, carrier=carrier)
             serving = group.create_task(tcp)
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))

@@ -39,7 +39,7 @@ async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tup
         await loop.sock_sendall(theirs, wire.settings({}))
         yield theirs, connection
         transport.abort()
-        while connection._running or connection._line.reads or connection._line.writes:
+        while connection._running or connection._lent.reads or connection._lent.writes:
             await asyncio.sleep(0)
     if carrier is not None:
         carrier.close()

@@ -67,7 +67,7 @@ class Client:
 
 async def until(connection: Connection, *, writes: bool) -> None:
     """A thread has begun to write, or is back."""
-    while connection._line.writes != writes:
+    while connection._lent.writes != writes:
         await asyncio.sleep(0)
 
 
@@ -129,5 +129,5 @@ async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> Non
         await until(connection, writes=True)
         client.theirs.close()
         await until(connection, writes=False)
-    assert connection._line._socket is not None
-    assert connection._line._socket.fileno() == -1
+    assert connection._lent._socket is not None
+    assert connection._lent._socket.fileno() == -1

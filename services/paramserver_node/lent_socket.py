@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # who has no carrier needs no kernels
 log = logging.getLogger("paramserver.node")
 
 
-class Line:
+class LentSocket:
     """At most one thread reads from it, and at most one writes; whoever else does waits for them."""
 
     def __init__(self, carrier: "Carrier | None", fd: int) -> None:
