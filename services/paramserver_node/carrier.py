@@ -5,6 +5,7 @@ pause.  What is left then, or was never worth a thread, the event loop moves as 
 """
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from paramserver.kernels.sockets import Received
 from paramserver_node.pieces import Pieces
 
 T = TypeVar("T")
+log = logging.getLogger("paramserver.node")
 
 THREADS: Final = 16
 """Trips at a time; they are short, and what finds no thread the event loop does."""
@@ -34,24 +36,31 @@ class Carrier:
         """None where the loops that move bodies are not to be had."""
         return cls() if sys.platform == "linux" else None
 
-    def send(self, fd: int, pieces: Pieces, then: Callable[[int], None]) -> bool:
-        """Begins `sockets.send`, of which `then` is told; False where no thread is free."""
+    def send(self, fd: int, pieces: Pieces, then: Callable[[int | None], None]) -> bool:
+        """Begins `sockets.send`, of which `then` is told, with None if it failed; False where no thread is free."""
         return self._begin(partial(sockets.send, fd, pieces), then)
 
     def receive(
-        self, fd: int, places: Pieces, frame: tuple[int, int, int], bytes_max: int, then: Callable[[Received], None]
+        self,
+        fd: int,
+        places: Pieces,
+        frame: tuple[int, int, int],
+        bytes_max: int,
+        then: Callable[[Received | None], None],
     ) -> bool:
         """The same with `sockets.receive`; `frame` is the stream, what is due of a frame, and its flags."""
         return self._begin(partial(sockets.receive, fd, places, *frame, bytes_max), then)
 
-    def _begin(self, trip: Callable[[], T], then: Callable[[T], None]) -> bool:
+    def _begin(self, trip: Callable[[], T], then: Callable[[T | None], None]) -> bool:
         if self._away == THREADS:
             return False
         self._away += 1
 
         def over(done: asyncio.Future[T]) -> None:
             self._away -= 1
-            then(done.result())
+            if (error := done.exception()) is not None:
+                log.error("http2.trip_failed", exc_info=error)
+            then(None if error is not None else done.result())
 
         self._loop.run_in_executor(self._threads, trip).add_done_callback(over)
         return True

@@ -116,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
         if over_tcp:  # asyncio forgets it where the listening socket was given to it
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
-        self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno())
+        self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno(), self.abort)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = {
             "type": "http",

@@ -18,10 +18,14 @@ log = logging.getLogger("paramserver.node")
 class LentSocket:
     """At most one thread reads from it, and at most one writes; whoever else does waits for them."""
 
-    def __init__(self, carrier: "Carrier | None", fd: int) -> None:
-        """`fd` is the connection's descriptor; without a carrier there are no threads."""
+    def __init__(self, carrier: "Carrier | None", fd: int, failed: Callable[[], None]) -> None:
+        """`fd` is the connection's descriptor; without a carrier there are no threads.
+
+        `failed` is called when a thread could not say how far it came: nobody can go on with the connection then.
+        """
         self._carrier = carrier
         self._fd = fd
+        self._failed = failed
         self._socket: socket.socket | None = None
         """Of its own, so that nobody else gets its number while a thread is using it."""
         self.reads = self.writes = False
@@ -32,10 +36,13 @@ class LentSocket:
     ) -> bool:
         """Has the rest of a body read to its places, and `then` told what came; False where there is no thread."""
 
-        def over(received: "Received") -> None:
+        def over(received: "Received | None") -> None:
             self.reads = False
             self._let_go()
-            then(received)
+            if received is None:
+                self._failed()
+            else:
+                then(received)
 
         if self._carrier is not None and not self.reads and (own := self._own()) is not None:
             self.reads = self._carrier.receive(own.fileno(), places, frame, bytes_max, over)
@@ -45,10 +52,12 @@ class LentSocket:
     def write(self, pieces: Pieces, then: Callable[[int], None]) -> bool:
         """Has the pieces written, and `then` told how many bytes went; False where there is no thread."""
 
-        def over(went: int) -> None:
+        def over(went: int | None) -> None:
             self.writes = False
             self._let_go()
-            then(went)
+            if went is None:
+                self._failed()
+            then(went or 0)
 
         if self._carrier is not None and not self.writes and (own := self._own()) is not None:
             self.writes = self._carrier.send(own.fileno(), pieces, over)

@@ -19,7 +19,40 @@ from paramserver_node.http2 import Connection
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere no threads move bodies")
 WAYS = [pytest.param(False, id="loop"), pytest.param(True, id="threads", marks=LINUX)]
 """Who moves large bodies: `threads` of `connected`."""
+BODY_BYTES = 3 << 20
 ASKED = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/")])
+
+
+class Into:
+    """A sink of two parts; it counts what was read straight into them, and refuses at a given byte."""
+
+    def __init__(self, refuses_at: int = -1) -> None:
+        self.memory = bytearray(BODY_BYTES)
+        self.at = self.direct = 0
+        self._refuses_at = refuses_at
+
+    def room(self) -> memoryview:
+        """To the end of the first part, then to the end."""
+        return memoryview(self.memory)[self.at : 1_000_000 if self.at < 1_000_000 else BODY_BYTES]
+
+    def rest(self) -> list[memoryview]:
+        """To the end."""
+        return [memoryview(self.memory)[self.at :]]
+
+    def filled(self, size: int) -> None:
+        """It was put there."""
+        self.direct += size
+        self._took(size)
+
+    def feed(self, data: memoryview) -> None:
+        """It has to be copied."""
+        self.memory[self.at : self.at + len(data)] = data
+        self._took(len(data))
+
+    def _took(self, size: int) -> None:
+        self.at += size
+        if 0 <= self._refuses_at < self.at:
+            raise ValueError("no more of it")
 
 
 @asynccontextmanager

@@ -6,45 +6,11 @@ from contextlib import suppress
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tests.unit.http2_connection import ASKED, WAYS, connected, frames_of
+from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of
 
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import CONNECTION_WINDOW_BYTES, DIRECT_BYTES_MIN, READ_BYTES, Connection
 from paramserver_node.stream import BODY
-
-BODY_BYTES = 3 << 20
-
-
-class Into:
-    """A sink of two parts; it counts what was read straight into them, and refuses at a given byte."""
-
-    def __init__(self, refuses_at: int = -1) -> None:
-        self.memory = bytearray(BODY_BYTES)
-        self.at = self.direct = 0
-        self._refuses_at = refuses_at
-
-    def room(self) -> memoryview:
-        """To the end of the first part, then to the end."""
-        return memoryview(self.memory)[self.at : 1_000_000 if self.at < 1_000_000 else BODY_BYTES]
-
-    def rest(self) -> list[memoryview]:
-        """To the end."""
-        return [memoryview(self.memory)[self.at :]]
-
-    def filled(self, size: int) -> None:
-        """It was put there."""
-        self.direct += size
-        self._took(size)
-
-    def feed(self, data: memoryview) -> None:
-        """It has to be copied."""
-        self.memory[self.at : self.at + len(data)] = data
-        self._took(len(data))
-
-    def _took(self, size: int) -> None:
-        self.at += size
-        if 0 <= self._refuses_at < self.at:
-            raise ValueError("no more of it")
 
 
 def into(sinks: list[Into]) -> ASGIApp:

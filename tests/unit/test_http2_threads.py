@@ -3,12 +3,14 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from tests.unit.http2_connection import ASKED, LINUX, connected
+from tests.unit.http2_connection import ASKED, BODY_BYTES, LINUX, Into, connected, frames_of
 
+from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import Connection
 from paramserver_node.stream import BODY, TRIP_BYTES_MAX
@@ -131,3 +133,31 @@ async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> Non
         await until(connection, writes=False)
     assert connection._lent._socket is not None
     assert connection._lent._socket.fileno() == -1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("trip", ["send", "receive"])
+async def test_a_trip_that_fails_ends_its_connection(trip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how far it came, so the client is told at once, and not left to wait."""
+
+    def broken(*_: Any) -> NoReturn:
+        raise MemoryError("planted")
+
+    async def both(scope: Scope, receive: Receive, send: Send) -> None:
+        if trip == "receive":
+            await scope["extensions"][BODY].into(Into())
+        await app(scope, receive, send)
+
+    monkeypatch.setattr(sockets, trip, broken)
+    loop = asyncio.get_running_loop()
+    async with connected(both, threads=True) as (theirs, connection):
+        client = Client(theirs)
+        await client.greet()
+        sent = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED) + frames_of(1, bytes(BODY_BYTES), 1 << 20)
+        with suppress(ConnectionError):
+            await loop.sock_sendall(theirs, sent)
+            while await loop.sock_recv(theirs, 1 << 16):
+                pass
+        assert connection.transport.is_closing()
+        assert not connection._lent.reads
+        assert not connection._lent.writes
