@@ -58,9 +58,12 @@ class Carrier:
 
         def over(done: asyncio.Future[T]) -> None:
             self._away -= 1
-            if (error := done.exception()) is not None:
+            error = done.exception()
+            if error is None:
+                then(done.result())
+            else:
                 log.error("http2.trip_failed", exc_info=error)
-            then(None if error is not None else done.result())
+                then(None)
 
         self._loop.run_in_executor(self._threads, trip).add_done_callback(over)
         return True

@@ -149,11 +149,11 @@ async def test_a_trip_that_fails_ends_its_connection(trip: str, monkeypatch: pyt
         await app(scope, receive, send)
 
     monkeypatch.setattr(sockets, trip, broken)
-    loop = asyncio.get_running_loop()
+    loop, body = asyncio.get_running_loop(), bytes(BODY_BYTES if trip == "receive" else 1)
     async with connected(both, threads=True) as (theirs, connection):
         client = Client(theirs)
         await client.greet()
-        sent = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED) + frames_of(1, bytes(BODY_BYTES), 1 << 20)
+        sent = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED) + frames_of(1, body, 1 << 20)
         with suppress(ConnectionError):
             await loop.sock_sendall(theirs, sent)
             while await loop.sock_recv(theirs, 1 << 16):
