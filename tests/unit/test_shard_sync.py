@@ -2,12 +2,14 @@
 
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
+from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import (
     AssignPart,
     Contribution,
@@ -398,6 +400,26 @@ def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:
     assert (made.version, driver.values()) == (2, [2.0] * 4)
     with pytest.raises(ConflictError, match="not yet at clock 2"):
         driver.pull(0, min_clock=2)
+
+
+def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partitions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pull of many partitions costs by their number, not by its square, while their results come one by one."""
+    partitions = 256
+    looks = Mock(side_effect=ServedModel.owned)
+    driver = ShardDriver()
+    driver.serve(spec(partitions, partitions), workers=ROSTER)
+    driver.push({i: ones(1) for i in range(partitions)}, PushId(WORKERS[0], 1, 0), clock=0)
+    waiting = driver.ask(tuple(range(partitions)), min_clock=1, wait_s=5.0)
+
+    monkeypatch.setattr(ServedModel, "owned", lambda *args: looks(*args))
+    driver.commit(0, listed(0, 0))
+    made = driver.outcome(waiting)
+
+    assert isinstance(made, PullDone)
+    assert {p.version for p in made.parts} == {1}
+    assert looks.call_count <= 4 * partitions
 
 
 def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> None:

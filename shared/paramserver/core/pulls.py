@@ -56,11 +56,15 @@ class WaitingPull:
 
 
 def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone | Partition:
-    """The outcome, or the first partition that is not there yet; raises PsError."""
+    """The outcome, or the last partition that is not there yet; raises PsError.
+
+    The last, because what a commit makes of them comes in their order: a pull that waits for it is looked at once or
+    twice, not once for each of its partitions.
+    """
     model.check(event.generation, event.timeline)
     partitions = [model.owned(i, map_epoch) for i in event.parts]
     ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
-    for p in partitions:
+    for p in reversed(partitions):
         if not ready or p.state is None or p.version < min_version or p.clock < min_clock:
             return p
     parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
@@ -82,7 +86,7 @@ class Shard(Protocol):
 
 
 class PullDesk:
-    """All pulls that wait, each at the first partition that is not there yet."""
+    """All pulls that wait, each at the last partition that is not there yet."""
 
     def __init__(self, shard: Shard, timers: Timers) -> None:
         self._shard = shard

@@ -340,7 +340,7 @@ class ShardCore:
         self._drop_ended(model, partition)
 
     def _drop_ended(self, model: ServedModel, p: Partition) -> None:
-        if p.clock in model.commits or p.committing or p.held:
+        if not p.staged or p.clock in model.commits or p.committing or p.held:
             return
         slots = p.ended(model.live())
         if slots:
