@@ -450,6 +450,8 @@ class Connection(asyncio.BufferedProtocol):
         if went < end and not self.transport.is_closing():
             self.transport.writelines(first(after(parts, went), end - went))
         self.flush()
+        for stream in self._streams.values():
+            stream.wake()  # whose body could have no thread meanwhile
         if not delivered.done():
             delivered.set_result(count)
 

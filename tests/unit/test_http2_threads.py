@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -19,6 +20,7 @@ pytestmark = LINUX
 
 ANSWER = bytes(range(251)) * (TRIP_BYTES_MAX // 200)
 """More than one trip, and more than a socket holds."""
+TAKEN = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/taken")])
 SMALL = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/small")])
 
 
@@ -133,6 +135,40 @@ async def test_a_client_that_gives_up_or_hangs_up_is_written_to_no_more() -> Non
         await until(connection, writes=False)
     assert connection._lent._socket is not None
     assert connection._lent._socket.fileno() == -1
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that has its answer sends the next body before the event loop knows that the answer is out."""
+    trips, sinks, body = Mock(side_effect=sockets.receive), [], bytes(range(256)) * (BODY_BYTES >> 8)
+
+    async def answers_or_takes(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/taken":
+            sinks.append(Into())
+            await scope["extensions"][BODY].into(sinks[0])
+            scope["path"] = "/small"
+        await app(scope, receive, send)
+
+    monkeypatch.setattr(sockets, "receive", trips)
+    loop = asyncio.get_running_loop()
+    async with connected(answers_or_takes, threads=True) as (theirs, connection):
+        client = Client(theirs)
+        await client.greet()
+        await client.ask((1, ASKED))
+        await until(connection, writes=True)
+        first, rest = body[: 1 << 18], body[1 << 18 :]
+        begun = wire.frame(wire.HEADERS, wire.END_HEADERS, 3, TAKEN) + frames_of(3, first, 1 << 18, ends=False)
+        await loop.sock_sendall(theirs, begun)
+        while not sinks:
+            await asyncio.sleep(0)
+        await client.read([1])
+        await loop.sock_sendall(theirs, frames_of(3, rest, 1 << 20))
+        await client.read([3])
+    assert trips.called
+    assert client.bodies == {1: ANSWER, 3: b"small"}
+    assert sinks[0].memory == body
 
 
 @pytest.mark.asyncio
