@@ -21,6 +21,9 @@ log = logging.getLogger("paramserver.node")
 
 THREADS: Final = 16
 """Trips at a time; they are short, and what finds no thread the event loop does."""
+SEVERAL_S: Final = 1.0
+"""So long after two connections have asked in turn there are trips.  For one alone the event loop is faster by what it
+costs to change threads, and it keeps nobody waiting."""
 
 
 class Carrier:
@@ -30,14 +33,26 @@ class Carrier:
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(THREADS, "carrier")
         self._away = 0
+        self._asker = 0
+        self._in_turn_s = -SEVERAL_S
+        """When it was another connection that asked than the one before."""
 
     @classmethod
     def here(cls) -> Self | None:
         """None where the loops that move bodies are not to be had."""
         return cls() if sys.platform == "linux" else None
 
+    def asked(self, by: int) -> None:
+        """A request has come on the connection with that descriptor."""
+        if self._asker not in (by, 0):
+            self._in_turn_s = self._loop.time()
+        self._asker = by
+
     def send(self, fd: int, pieces: Pieces, then: Callable[[int | None], None]) -> bool:
-        """Begins `sockets.send`, of which `then` is told, with None if it failed; False where no thread is free."""
+        """Begins `sockets.send`, of which `then` is told, with None if it failed.
+
+        False where no thread is free, or none is needed.
+        """
         return self._begin(partial(sockets.send, fd, pieces), then)
 
     def receive(
@@ -52,7 +67,7 @@ class Carrier:
         return self._begin(partial(sockets.receive, fd, places, *frame, bytes_max), then)
 
     def _begin(self, trip: Callable[[], T], then: Callable[[T | None], None]) -> bool:
-        if self._away == THREADS:
+        if self._away == THREADS or self._loop.time() - self._in_turn_s >= SEVERAL_S:
             return False
         self._away += 1
 

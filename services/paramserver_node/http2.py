@@ -346,11 +346,10 @@ class Connection(asyncio.BufferedProtocol):
             self.say(wire.word(number, wire.RST_STREAM, code))
             return
         stream = self._streams[number] = Stream(self, number, ends, bodyless=asked["method"] == "HEAD")
-        scope = self._scope | asked
-        scope["headers"] = list(asked["headers"])
-        scope["state"] = dict(self._state)
-        scope["extensions"] = {BODY: stream}
+        own = {"headers": list(asked["headers"]), "state": dict(self._state), "extensions": {BODY: stream}}
+        scope = self._scope | asked | own
         self._running += 1
+        self._lent.asked()
         task = self.loop.create_task(stream.run(self._app, scope))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)

@@ -1,11 +1,13 @@
 """The server's end of a real HTTP/2 connection, whose client is a plain socket in the same process."""
 
 import asyncio
+import math
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from starlette.types import ASGIApp
@@ -62,7 +64,8 @@ async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tup
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
     made: dict[str, Any] = {}
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as theirs:
+    several = patch("paramserver_node.carrier.SEVERAL_S", math.inf)  # whoever asks, and when
+    with several, socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as theirs:
         theirs.setblocking(False)
         await loop.sock_connect(theirs, listener.getsockname())
         ours, _ = listener.accept()

@@ -13,6 +13,7 @@ from tests.unit.http2_connection import ASKED, BODY_BYTES, LINUX, Into, connecte
 
 from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
+from paramserver_node.carrier import SEVERAL_S, Carrier
 from paramserver_node.http2 import Connection
 from paramserver_node.stream import BODY, TRIP_BYTES_MAX
 
@@ -197,3 +198,26 @@ async def test_a_trip_that_fails_ends_its_connection(trip: str, monkeypatch: pyt
         assert connection.transport.is_closing()
         assert not connection._lent.reads
         assert not connection._lent.writes
+
+
+@pytest.mark.asyncio
+async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one alone the event loop does, and again when the others have been silent for a while."""
+    loop, carrier = asyncio.get_running_loop(), Carrier()
+    time_s = [100.0]
+    monkeypatch.setattr(carrier, "_loop", Mock(wraps=loop, time=lambda: time_s[0]))
+    taken: list[bool] = []
+
+    def asks(by: int, after_s: float) -> None:
+        time_s[0] += after_s
+        carrier.asked(by)
+        taken.append(carrier.send(-1, [], lambda _: None))  # nothing, to nowhere
+
+    asks(3, 0.0)
+    asks(3, SEVERAL_S)
+    asks(4, 0.0)
+    asks(4, SEVERAL_S / 2)
+    asks(3, SEVERAL_S / 4)
+    asks(3, SEVERAL_S)
+    carrier.close()
+    assert taken == [False, False, True, True, True, False]
