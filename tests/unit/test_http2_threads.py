@@ -219,5 +219,7 @@ async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeyp
     asks(4, SEVERAL_S / 2)
     asks(3, SEVERAL_S / 4)
     asks(3, SEVERAL_S)
+    while carrier._away:
+        await asyncio.sleep(0)
     carrier.close()
     assert taken == [False, False, True, True, True, False]
