@@ -349,7 +349,8 @@ class Connection(asyncio.BufferedProtocol):
         own = {"headers": list(asked["headers"]), "state": dict(self._state), "extensions": {BODY: stream}}
         scope = self._scope | asked | own
         self._running += 1
-        self._lent.asked()
+        if self._carrier is not None:
+            self._carrier.asked(self._socket.fileno())
         task = self.loop.create_task(stream.run(self._app, scope))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)

@@ -31,11 +31,6 @@ class LentSocket:
         self.reads = self.writes = False
         """Whether a thread does."""
 
-    def asked(self) -> None:
-        """A request has come on it."""
-        if self._carrier is not None:
-            self._carrier.asked(self._fd)
-
     def read(
         self, places: Pieces, frame: tuple[int, int, int], bytes_max: int, then: Callable[["Received"], None]
     ) -> bool:

@@ -122,8 +122,13 @@ async def serve_tcp(
     await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, carrier=carrier)
 
 
-async def serve_unix(app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
-    """Serve on a Unix socket until `stop`; raises OSError if there can be none at that path."""
+async def serve_unix(
+    app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S, carrier: "Carrier | None" = None
+) -> None:
+    """Serve on a Unix socket until `stop`; raises OSError if there can be none at that path.
+
+    `carrier`: of the same app's TCP port; it hears of the requests that come here.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
@@ -131,7 +136,7 @@ async def serve_unix(app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: f
     except OSError:
         listener.close()
         raise
-    await _serve_on(listener, app, stop, grace_s)
+    await _serve_on(listener, app, stop, grace_s, carrier=carrier)
 
 
 async def _serve_on(

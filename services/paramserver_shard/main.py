@@ -224,7 +224,7 @@ async def serve(settings: ShardSettings) -> None:
             serving = group.create_task(tcp)
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
-                group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop))
+                group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop, carrier=carrier))
                 lending = group.create_task(shard.lending.keep())
             await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
             if carrier is not None:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
 from paramserver_node.carrier import SEVERAL_S, Carrier
 from paramserver_node.http2 import Connection
+from paramserver_node.server import serve_unix
 from paramserver_node.stream import BODY, TRIP_BYTES_MAX
 
 pytestmark = LINUX
@@ -223,3 +225,24 @@ async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeyp
         await asyncio.sleep(0)
     carrier.close()
     assert taken == [False, False, True, True, True, False]
+
+
+@pytest.mark.asyncio
+async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> None:
+    """No thread moves the bodies of such a connection, but its small calls are kept waiting by those of others."""
+    loop, stop, carrier = asyncio.get_running_loop(), asyncio.Event(), Mock()
+    serving = asyncio.create_task(serve_unix(app, str(tmp_path / "socket"), stop, carrier=carrier))
+    with socket.socket(socket.AF_UNIX) as theirs:
+        theirs.setblocking(False)
+        while not (tmp_path / "socket").exists():
+            await asyncio.sleep(0)
+        await loop.sock_connect(theirs, str(tmp_path / "socket"))
+        await loop.sock_sendall(theirs, wire.PREFACE)
+        client = Client(theirs)
+        await client.greet()
+        await client.ask((1, SMALL))
+        await client.read([1])
+    stop.set()
+    await serving
+    assert carrier.asked.called
+    assert not carrier.send.called
