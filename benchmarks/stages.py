@@ -31,7 +31,6 @@ from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.transport import BlockingTransport
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver_node.carrier import Carrier
 from paramserver_node.redis_server import free_port
 from paramserver_node.server import serve_tcp
 from paramserver_node.stream import BODY
@@ -117,7 +116,7 @@ def _bare(port: int, size: int) -> None:
 
 
 def _http(port: int, size: int) -> None:
-    """A server of nothing but bytes: reads a body away, or sends one."""
+    """A server of nothing but bytes: reads a body away, or sends one; without threads, as for one that asks alone."""
     sink, chunk = _Into(size), memoryview(bytes(MIB))
     answer = [chunk[: size - at] for at in range(0, size, MIB)]
 
@@ -128,16 +127,10 @@ def _http(port: int, size: int) -> None:
         left, length = (answer, size) if scope["path"] == "/pull" else ([chunk[:2]], 2)
         headers = [(b"content-length", str(length).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if length > MIB:
-            left = await body.burst(left)
         for i, piece in enumerate(left):
             await send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(left)})
 
-    async def serve() -> None:
-        carrier = Carrier.here()
-        await serve_tcp(app, "127.0.0.1", port, asyncio.Event(), carrier=carrier)
-
-    uvloop.run(serve())
+    uvloop.run(serve_tcp(app, "127.0.0.1", port, asyncio.Event()))
 
 
 class _Into:
