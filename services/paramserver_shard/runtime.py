@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Final, Protocol, TypeVar
 
 from redis.exceptions import RedisError
@@ -43,7 +43,6 @@ from paramserver.core.shard_io import (
     SnapshotFailed,
     SnapshotStored,
     StoreSnapshot,
-    Task,
     TaskResult,
     Tick,
     WorkerAnswered,
@@ -184,8 +183,9 @@ class Runtime:
                 if self.core.superseded:
                     self.superseded(self.core.superseded)
                     self.core.superseded.clear()  # their memory is free now
-                if jobs := [e for e in effects if isinstance(e, Apply)]:
-                    self._apply(jobs)
+                for effect in effects:
+                    if isinstance(effect, Apply):
+                        self._apply(effect)  # first, so that the threads compute meanwhile
                 for effect in effects:
                     self._perform(effect)
         finally:
@@ -244,32 +244,28 @@ class Runtime:
         """Runs `work` in a compute thread, from now on."""
         return self._loop.run_in_executor(self._executor, work)
 
-    def _apply(self, jobs: Sequence[Apply]) -> None:
-        """Computes what one event has made due: all partitions of a commit together, if they are worth a thread."""
-        tasks = [task for job in jobs for task in job.tasks]
-        if sum(map(task_elements, tasks)) <= INLINE_ELEMENTS_MAX:
-            for job in jobs:
-                self._apply_here(job.job, job.tasks)
+    def _apply(self, due: Apply) -> None:
+        """Computes it, in threads if it is worth them."""
+        if sum(map(task_elements, due.tasks)) <= INLINE_ELEMENTS_MAX:
+            self._apply_here(due)
             return
-        chunks = shares(tasks, self.threads)
+        chunks = shares(due.tasks, self.threads)
         places = rooms(chunks, self.pool)
         pairs = zip(chunks, places, strict=True)
         work = [self.submit(partial(compute, chunk, self.pool, mine)) for chunk, mine in pairs]
-        self._spawn(self._applied(jobs, work))
+        self._spawn(self._applied(due.job, work))
 
-    def _apply_here(self, job: int, tasks: tuple[Task, ...]) -> None:
+    def _apply_here(self, due: Apply) -> None:
         crash_point("shard.before_apply")
         try:
-            self._events.append(Applied(job, compute(tasks, self.pool)))
+            self._events.append(Applied(due.job, compute(due.tasks, self.pool)))
             crash_point("shard.after_apply")
         except Exception as error:
             # A job without a result would hold its partitions for ever; a new process starts from their snapshots.
             self._spawn(_end(error))
 
-    async def _applied(self, jobs: Sequence[Apply], work: Sequence[asyncio.Future[tuple[TaskResult, ...]]]) -> None:
-        results = chain.from_iterable(await asyncio.gather(*work))
-        for job in jobs:
-            self.feed(Applied(job.job, tuple(islice(results, len(job.tasks)))))
+    async def _applied(self, job: int, work: Sequence[asyncio.Future[tuple[TaskResult, ...]]]) -> None:
+        self.feed(Applied(job, tuple(chain.from_iterable(await asyncio.gather(*work)))))
 
     async def _load(self, effect: LoadPartition) -> None:
         key, token = effect.key, effect.token

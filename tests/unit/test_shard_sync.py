@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from paramserver import limits
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import (
+    Apply,
     AssignPart,
     Contribution,
     PullDone,
@@ -21,7 +22,7 @@ from paramserver.core.shard_io import (
     StoreSnapshot,
 )
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import ConflictError, FencedError, PsError
+from paramserver.errors import ConflictError, FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
 from paramserver.types import F32, ModelKey, PushId
 
@@ -405,7 +406,7 @@ def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:
 def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partitions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A pull of many partitions costs by their number, not by its square, while their results come one by one."""
+    """A pull of many partitions costs by their number, not by its square."""
     partitions = 256
     looks = Mock(side_effect=ServedModel.owned)
     driver = ShardDriver()
@@ -420,6 +421,28 @@ def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partiti
     assert isinstance(made, PullDone)
     assert {p.version for p in made.parts} == {1}
     assert looks.call_count <= 4 * partitions
+
+
+def test_a_commit_is_computed_on_all_partitions_together_and_lost_ones_do_not_hold_up_the_rest() -> None:
+    """It is one job; of a partition that has another owner meanwhile the result is let go."""
+    driver = ShardDriver()
+    driver.serve(spec(3, 3), workers=ROSTER)
+    driver.push({i: ones(1) for i in range(3)}, PushId(WORKERS[0], 1, 0), clock=0)
+    driver.eager = False
+
+    driver.commit(0, listed(0, 0))
+    (job,) = driver.pending
+    assert isinstance(job, Apply)
+    assert len(job.tasks) == 3
+
+    assert driver.view is not None
+    driver.send(replace(driver.view, owned={i: t for i, t in driver.view.owned.items() if i != 1}))
+    driver.complete()
+    made = driver.outcome(driver.ask((0, 2)))
+    assert isinstance(made, PullDone)
+    assert [(p.version, p.state.values.tolist()) for p in made.parts] == [(1, [1.0]), (1, [1.0])]
+    with pytest.raises(StaleMapError):
+        driver.pull(1)
 
 
 def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> None:

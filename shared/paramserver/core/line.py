@@ -1,9 +1,12 @@
 """The lines in which operations wait for partitions: in order of arrival in each, all partitions or none."""
 
 from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from paramserver.core.operation import Operation
+from paramserver.core.operation import Operation, Shard
 from paramserver.core.partition import Partition
+from paramserver.core.shard_io import Applied, Apply, Task, TaskResult
 
 
 class Lines:
@@ -11,6 +14,9 @@ class Lines:
 
     def __init__(self) -> None:
         self._candidates: deque[Operation] = deque()
+        self._jobs: dict[int, list[tuple[Operation, int]]] = {}
+        """What is being computed: operations, each with how many tasks it has."""
+        self._last_job = 0
 
     def add(self, operation: Operation) -> None:
         """Put it at the end of the line of each of its partitions."""
@@ -22,7 +28,31 @@ class Lines:
         """Put an operation of that one partition right behind the one that is first now."""
         partition.operations.insert(1, operation)
 
-    def next(self) -> Operation | None:
+    def start(self, shard: Shard, now: float) -> Apply | None:
+        """Start all that can start; what is to be computed for them, if anything."""
+        started: list[tuple[Operation, int]] = []
+        due: list[Task] = []
+        while (operation := self._next()) is not None:
+            tasks = operation.start(shard, now)
+            if tasks:
+                operation.running = True
+                started.append((operation, len(tasks)))
+                due += tasks
+            else:
+                self.release(operation)
+        if not started:
+            return None
+        self._last_job += 1
+        self._jobs[self._last_job] = started
+        return Apply(self._last_job, tuple(due))
+
+    def computed(self, done: Applied) -> Iterator[tuple[Operation, Sequence[TaskResult]]]:
+        """The operations of a job, each with the results of its tasks; to be finished and released one by one."""
+        results = iter(done.results)
+        for operation, count in self._jobs.pop(done.job):
+            yield operation, tuple(islice(results, count))
+
+    def _next(self) -> Operation | None:
         """An operation that is first in all its lines and not running."""
         while self._candidates:
             operation = self._candidates.popleft()

@@ -58,8 +58,8 @@ class WaitingPull:
 def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone | Partition:
     """The outcome, or the last partition that is not there yet; raises PsError.
 
-    The last, because what a commit makes of them comes in their order: a pull that waits for it is looked at once or
-    twice, not once for each of its partitions.
+    The last, because they are loaded in about their order: a pull that waits for all of them is looked at a few times,
+    not once for each.
     """
     model.check(event.generation, event.timeline)
     partitions = [model.owned(i, map_epoch) for i in event.parts]

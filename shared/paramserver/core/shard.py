@@ -27,7 +27,6 @@ from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
 from paramserver.core.shard_io import (
     Applied,
-    Apply,
     CaptureReceived,
     CommitDecided,
     Effect,
@@ -81,8 +80,6 @@ class ShardCore:
         """What no pull is answered with any more since the last event."""
         self.plan = SnapshotPlan()
         self._lines = Lines()
-        self._jobs: dict[int, Operation] = {}
-        self._last_job = 0
         self._timers = Timers()
         self.durability = Durability(self, self._timers)
         self.pulls = PullDesk(self, self._timers)
@@ -372,15 +369,9 @@ class ShardCore:
 
     def _run(self, now: float) -> None:
         """Start all that can start, then try the pulls that wait for what has changed."""
-        while (operation := self._lines.next()) is not None:
-            tasks = operation.start(self, now)
-            if tasks:
-                operation.running = True
-                self._last_job += 1
-                self._jobs[self._last_job] = operation
-                self._effects.append(Apply(self._last_job, tuple(tasks)))
-            else:
-                self._lines.release(operation)
+        due = self._lines.start(self, now)
+        if due is not None:
+            self._effects.append(due)
         if self._handover.waits:
             self._handover.write()
         if not self._woken:
@@ -390,14 +381,14 @@ class ShardCore:
             self.pulls.wake(partition, now)
 
     def _applied(self, event: Applied, now: float) -> None:
-        operation = self._jobs.pop(event.job)
-        model = operation.model
-        lost = [p for p in operation.partitions if not self._owns(model, p)]
-        if lost:
-            operation.refuse(self, self._lost(model, lost[0]))
-        else:
-            operation.finish(self, event.results, now)
-        self._lines.release(operation)
+        for operation, results in self._lines.computed(event):
+            model = operation.model
+            lost = [p for p in operation.partitions if not self._owns(model, p)]
+            if lost:
+                operation.refuse(self, self._lost(model, lost[0]))
+            else:
+                operation.finish(self, results, now)
+            self._lines.release(operation)
 
     def _snapshot_done(self, event: SnapshotStored | SnapshotFailed, now: float) -> None:
         _, p = self.find(event.key, event.token)

@@ -74,7 +74,10 @@ Task: TypeAlias = UpdateTask | AssignTask
 
 
 class Apply(Struct, frozen=True):
-    """Compute these tasks into new buffers and answer with `Applied`; the tasks are of different partitions."""
+    """Compute these tasks into new buffers and answer with `Applied`; the tasks are of different partitions.
+
+    It is all that one event has made due: a push, or a commit on every partition.
+    """
 
     job: int
     tasks: tuple[Task, ...]
