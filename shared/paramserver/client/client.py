@@ -13,6 +13,7 @@ from paramserver.client.cluster import Cluster, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
+from paramserver.client.forks import in_child
 from paramserver.client.model import Model
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
@@ -37,9 +38,12 @@ class Client:
         self.cluster = Cluster(urls)
         self.shared = SharedArrays(self.cluster)
         self.transport = BlockingTransport(urls, credentials)
+        self._begin()
+        in_child(self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._numbers = defaultdict[str, PushNumbers](private_numbers)
-        self._pid = os.getpid()
 
     @property
     def url(self) -> str:
@@ -70,9 +74,6 @@ class Client:
 
     def numbers(self, model: str) -> PushNumbers:
         """The push numbers of this client for a model; a forked child gets its own."""
-        if self._pid != os.getpid():  # the lock may have been held by a thread that the child lacks
-            self._lock, self._pid = threading.Lock(), os.getpid()
-            self._numbers = defaultdict(private_numbers)
         with self._lock:
             return self._numbers[model]
 

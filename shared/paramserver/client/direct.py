@@ -17,6 +17,7 @@ from paramserver.client.aio_connection import AsyncConnection
 from paramserver.client.calls import Outcome, Request, Response
 from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
+from paramserver.client.forks import in_child
 from paramserver.client.http2 import Answer, Refused
 from paramserver.errors import PsError, problem
 from paramserver.wire.http2 import Header
@@ -98,16 +99,16 @@ class DirectTransport(_Messages):
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
-        self._idle = defaultdict[str, list[Connection]](list)
+        self._begin()
+        in_child(self._begin)  # the parent's connections are the parent's
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._idle = defaultdict[str, list[Connection]](list)
 
     def send(self, request: Request, address: str) -> Outcome:
         """The outcome of one request to the shard at that address."""
         with self._lock:
-            if self._pid != os.getpid():
-                self._pid = os.getpid()
-                self._idle.clear()  # the parent's connections are the parent's
             idle = self._idle[address]
             connection = idle.pop() if idle else None
         if connection is not None:

@@ -6,7 +6,6 @@ used any more (its shard has kept it, or taken it back, or partitions have moved
 same contents, and the push after it begins anew.  Elsewhere, and wherever slots cannot be had, these are plain arrays.
 """
 
-import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from paramserver.client.arrays import NamedArrays
+from paramserver.client.forks import in_child
 from paramserver.client.same_host import SameHost, Slot
 from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run
 from paramserver.core.layout import Layout
@@ -64,6 +64,7 @@ class Place:
         self._lock = threading.RLock()
         self._mapped: dict[str, _Mapped] = {}
         _PLACES.add(weakref.ref(self, _PLACES.discard))
+        in_child(self._forget)
 
     def values(self) -> F32:
         """The arrays' memory."""
@@ -131,7 +132,7 @@ class Place:
                 if not found.pushing:
                     self._same_host.keep(found.slot)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """In a forked child: the slots are the parent's, which may be writing to them."""
         self._lock = threading.RLock()
         for found in self._mapped.values():
@@ -167,20 +168,9 @@ def _overlap(these: Sequence[Run], those: Sequence[Run]) -> bool:
 
 def give_back(same_host: SameHost) -> None:
     """What lies in slots of that client is private memory again, and the slots serve otherwise."""
-    for place in _places():
+    for place in [place for found in tuple(_PLACES) if (place := found()) is not None]:
         place.give_back(same_host)
-
-
-def _forget_all() -> None:
-    for place in _places():
-        place.forget()
-
-
-def _places() -> list[Place]:
-    return [place for found in tuple(_PLACES) if (place := found()) is not None]
 
 
 _PLACES: Final[set["weakref.ref[Place]"]] = set()
 """Of this process; unlike a WeakSet it can be listed while another thread adds to it."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from paramserver.client.arrays import Origin
+from paramserver.client.forks import in_child
 from paramserver.client.same_host import Held, SameHost
 
 KEPT_MAX: Final = 8
@@ -31,10 +32,14 @@ class _Model:
 
 
 class Present:
-    """What one client holds; safe between threads."""
+    """What one client holds; safe between threads.  A forked child holds nothing at first."""
 
     def __init__(self, same_host: SameHost) -> None:
         self._same_host = same_host
+        self._begin()
+        in_child(self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._models: OrderedDict[str, _Model] = OrderedDict()
 

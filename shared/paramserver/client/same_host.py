@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from paramserver.client.board import BoardView
 from paramserver.client.direct import SCHEME, path_of
+from paramserver.client.forks import in_child
 from paramserver.client.windows import POSSIBLE, Windows, writable
 from paramserver.limits import SHARED_LEASE_S
 from paramserver.types import F32, AnyArray
@@ -80,15 +81,18 @@ class Leased(Struct, frozen=True):
 
 
 class SameHost:
-    """Slots and leases of one client; safe between threads."""
+    """Slots and leases of one client; safe between threads.  A forked child has none of its parent's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._told = False
+        self._begin()
+        in_child(self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._shards: dict[str, _Shard] = {}
         self._windows = Windows()
-        self._told = False
 
     def released(self, address: str | None) -> tuple[int, ...]:
         """Leases of that shard that are over, to be told with the next request; each is returned once."""
@@ -134,9 +138,9 @@ class SameHost:
             del idle[:-_SLOTS_KEPT]
 
     def returned(self) -> list[Slot]:
-        """All idle slots, which this client has no more use for; none in a forked child, whose parent has them."""
+        """All idle slots, which this client has no more use for."""
         with self._lock:
-            slots = [s for shard in self._shards.values() for s in shard.slots] if self._pid == os.getpid() else []
+            slots = [s for shard in self._shards.values() for s in shard.slots]
             for shard in self._shards.values():
                 shard.slots = []
         return slots
@@ -150,9 +154,8 @@ class SameHost:
 
     def done(self, leased: Sequence[Leased]) -> None:
         """Those leases are over."""
-        if os.getpid() == self._pid:  # in a forked child they are the parent's
-            for lease in leased:
-                self._shard(lease.address).over.append(lease.number)
+        for lease in leased:
+            self._shard(lease.address).over.append(lease.number)
 
     def confirmed(self, leased: Sequence[Leased]) -> bool:
         """Whether a pull, at this moment, would be answered with just what these leases cover."""
@@ -177,7 +180,8 @@ class SameHost:
 class Held:
     """Values that shards have lent, all partitions of a pull side by side.
 
-    The leases last as long as this object or any array of it; what cannot be mapped is over when it is dropped.
+    The leases last as long as this object or any array of it, in the process that was lent them; what cannot be mapped
+    is over when it is dropped.
     """
 
     def __init__(
@@ -187,6 +191,7 @@ class Held:
         self._same_host = same_host
         self._windows = windows
         self._pieces = pieces
+        self._pid = os.getpid()
 
     def values(self) -> F32 | None:
         """All elements, 1-D, read-only, as a new array; None where they cannot be mapped."""
@@ -199,7 +204,8 @@ class Held:
         return values
 
     def __del__(self) -> None:
-        self._same_host.done(self.leased)
+        if self._pid == os.getpid():
+            self._same_host.done(self.leased)
 
 
 def _let_go(held: Held) -> None:

@@ -9,16 +9,21 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
+from paramserver.client.forks import in_child
 
 KEPT_MAX: Final = 8
 """Sets that are kept; the one used least lately goes first."""
 
 
 class SharedArrays:
-    """The newest read-only pull of each selection; safe between threads."""
+    """The newest read-only pull of each selection; safe between threads.  A forked child has none at first."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._begin()
+        in_child(self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, Params] = OrderedDict()
 

@@ -24,6 +24,7 @@ from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
+from paramserver.client.forks import in_child
 from paramserver.client.plain import PlainTransport
 from paramserver.errors import InDoubt, PsError, problem
 
@@ -86,7 +87,8 @@ class BlockingTransport:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
         self._shards = DirectTransport(credentials)
-        self._lock = threading.Lock()
+        self._free_lock()
+        in_child(self._free_lock)
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: SyncClient | None = None
@@ -132,6 +134,9 @@ class BlockingTransport:
             self._pool.shutdown(wait=False)
             if self._control is not None:
                 self._control.close()
+
+    def _free_lock(self) -> None:
+        self._lock = threading.Lock()
 
     def _start(self) -> None:
         with self._lock:

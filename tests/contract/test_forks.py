@@ -1,0 +1,133 @@
+"""A process that forks while it has a client: parent and child share no slots, no leases and no locks."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+import numpy as np
+import pytest
+
+import paramserver as ps
+from paramserver.client.model import Model
+
+from .machine import ON_LINUX, SIZE, made
+from .processes import Nodes, nodes
+
+pytestmark = [*ON_LINUX, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A scheduler and two shards with shared memory."""
+    with nodes(tmp_path_factory.mktemp("forks"), shards=2) as running:
+        yield running
+
+
+@pytest.fixture
+def model(cluster: Nodes) -> Iterator[Model]:
+    """A model at a learning rate of 1, of a client of its own."""
+    with ps.connect(cluster.url) as client:
+        yield made(client)
+
+
+def forked(body: Callable[[], bool]) -> int:
+    """The process id of a child that ends well where `body` is true there, and is killed where it takes very long."""
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        fine = False
+        try:
+            fine = body()
+        finally:
+            os._exit(0 if fine else 1)
+    return pid
+
+
+def ended(pid: int) -> int:
+    """The exit code of that child; below zero it is the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def slots(model: Model) -> set[str]:
+    """The files of its client's idle slots."""
+    return {slot.path for shard in model._client.cluster.same_host._shards.values() for slot in shard.slots}
+
+
+def test_a_forked_child_writes_into_slots_of_its_own(model: Model) -> None:
+    """Its gradients never lie where its parent, which may be writing at that moment, writes its own."""
+    model.push(np.full(SIZE, -1.0, np.float32))
+    parents = slots(model)
+
+    def push() -> bool:
+        model.push(np.full(SIZE, -10.0, np.float32))
+        return bool(slots(model)) and not slots(model) & parents
+
+    assert ended(forked(push)) == 0
+    assert slots(model) == parents
+    model.push(np.full(SIZE, -1.0, np.float32))
+    assert (model.pull().flat == 12.0).all()
+
+
+def test_what_a_forked_child_has_pulled_stays_as_it_was(model: Model) -> None:
+    """Read-only values of the child are lent to the child: its parent, which had the same ones, cannot give them up."""
+    model.push(np.full(SIZE, -1.0, np.float32))
+    model.pull()
+    pulled, pushed = os.pipe(), os.pipe()
+
+    def look() -> bool:
+        values = model.pull(copy=False)
+        before = values.flat.copy()
+        os.write(pulled[1], b".")
+        os.read(pushed[0], 1)
+        return values.version == 1 and bool((values.flat == before).all())
+
+    child = forked(look)
+    os.read(pulled[0], 1)
+    for _ in range(12):
+        model.push(np.full(SIZE, -1.0, np.float32))
+        model.pull()
+    os.write(pushed[1], b".")
+    for end in (*pulled, *pushed):
+        os.close(end)
+    assert ended(child) == 0
+
+
+def test_what_a_forked_child_shares_between_its_threads_is_its_own(model: Model) -> None:
+    """Arrays that are new enough are not handed out where they are the parent's, which may give them up."""
+    model.push(np.full(SIZE, -1.0, np.float32))
+    parents = model.pull(copy=False, min_version=1)
+
+    def pull() -> bool:
+        mine = model.pull(copy=False, min_version=1)
+        return mine is not parents and bool((mine.flat == 1.0).all())
+
+    assert ended(forked(pull)) == 0
+    assert model.pull(copy=False, min_version=1) is parents
+
+
+@pytest.mark.parametrize(
+    "lock",
+    [
+        "_lock",
+        "shared._lock",
+        "cluster.present._lock",
+        "cluster.same_host._lock",
+        "cluster.same_host._windows._lock",
+        "transport._lock",
+        "transport._shards._lock",
+    ],
+)
+def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock: str) -> None:
+    """What one of them was in the middle of, and holds for ever in the child, is free there."""
+    model.push(np.full(SIZE, -1.0, np.float32))
+    model.pull(copy=False, min_version=1)
+
+    def go_on() -> bool:
+        model.push(np.full(SIZE, -1.0, np.float32))
+        return bool((model.pull(copy=False, min_version=2).flat == 2.0).all())
+
+    with attrgetter(lock)(model._client):  # a lock does not know who holds it: for the child it is somebody else
+        child = forked(go_on)
+    assert ended(child) == 0
