@@ -1,5 +1,8 @@
 """Pushes and pulls of the client as pure calls: requests are answered by hand, no socket is opened."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 
 from paramserver.client import transfer
+from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, RequestError, Unavailable, problem
@@ -66,12 +70,46 @@ def test_out_is_filled_and_returned(shards: Shards, now: Now, cluster: Cluster) 
     assert (first.version, first.flat.tolist()) == (1, expected().tolist())
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_is_filled_like_what_it_was_made_of(
+    shards: Shards, now: Now, cluster: Cluster, copied: Callable[[Params], Params]
+) -> None:
+    """The arrays of a copy are views of its own vector, so that a pull into it shows in both."""
+    first = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    second = copied(first)
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now), out=second), shards, now)
+
+    assert (second.version, second.flat.tolist()) == (1, expected().tolist())
+    assert np.array_equal(second["b"], expected()[50:])
+    assert first.flat.tolist() == list(range(64))
+
+
 def test_out_that_does_not_fit_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
     """Arrays of another selection are not written to."""
     part = drive(transfer.pull(cluster, "m", Deadline.after(30, now), names="b"), shards, now)
 
     with pytest.raises(RequestError, match="out cannot take"):
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), out=part), shards, now)
+
+
+@pytest.mark.parametrize("shape", [(5, 10), (2, 5), (20, 5)])
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_out_of_an_earlier_creation_in_other_shapes_is_refused(
+    shards: Shards, now: Now, cluster: Cluster, shape: tuple[int, ...], partitions: int
+) -> None:
+    """What was pulled before a model was created anew with other shapes is not written to, nor is a push made."""
+    before = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    anew = Shards(w=shape, partitions=partitions)
+    cluster.forget("m")
+    gradient = {"w": np.ones(shape), "b": np.ones(14)}
+
+    with pytest.raises(RequestError, match="out cannot take"):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now), out=before), anew, now)
+    with pytest.raises(RequestError, match="out cannot take"):
+        drive(transfer.pushpull(cluster, "m", Deadline.after(30, now), gradient, terms(), out=before), anew, now)
+    assert not anew.pushes
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

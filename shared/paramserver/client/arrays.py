@@ -68,6 +68,9 @@ class Params(NamedArrays):
         self._selection = selection
         self._origin = origin
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Params, (self._selection, self.flat, self._origin)  # the arrays of a copy are views of its own vector
+
     @property
     def version(self) -> int:
         """The lowest version of the partitions that were pulled."""

@@ -480,7 +480,7 @@ def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
     if not isinstance(out, Params):
         raise problem("invalid_field", f"out must be what pull() returned, not {type(out).__name__}")
     if not out.fits(selection, HANDED_OUT[dtype]):
-        hint = "its parameters, ranges and dtype must be those of this pull, and it must be writable"
+        hint = "its parameters, shapes, ranges and dtype must be those of this pull, and it must be writable"
         raise problem("invalid_shape", "out cannot take what this pull returns", hint=hint)
     return out.flat
 

@@ -67,8 +67,8 @@ class Selection(Struct, frozen=True):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for selections of the same elements of one model."""
-        return (tuple(p.name for p in self.params), tuple(sorted(self.ranged.items())))
+        """Equal for selections of the same elements in the same shapes."""
+        return (tuple((p.name, p.shape) for p in self.params), tuple(sorted(self.ranged.items())))
 
 
 def matched(layout: Layout, names: Names) -> list[str]:
