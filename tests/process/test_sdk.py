@@ -317,6 +317,22 @@ def test_shared_arrays_are_read_only_and_reused(client: ps.Client, name: str) ->
         first["w"][0] = 5.0
 
 
+def test_shared_arrays_end_with_their_model(client: ps.Client, name: str) -> None:
+    """What was pulled before a model was deleted answers neither then nor for the one created anew in its place."""
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model.push(ones())
+    model.pull(copy=False)
+    assert model.pull(copy=False, min_version=1)["w"].tolist() == [1.0] * 100
+
+    model.delete()
+    with pytest.raises(ps.NotFoundError):
+        model.pull(copy=False, min_version=1)
+    client.create_model(name, {"w": np.full(50, 5.0)}, optimizer=ps.Sum())
+    model.push(ones(50))
+
+    assert model.pull(copy=False, min_version=1)["w"].tolist() == [6.0] * 50
+
+
 def test_a_version_that_does_not_come_is_said(client: ps.Client, name: str) -> None:
     """412 after `wait_s`, with the version there is."""
     model = client.create_model(name, {"w": (100,)})

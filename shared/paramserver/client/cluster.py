@@ -165,6 +165,11 @@ class Cluster:
         held = yield from self.map_of(model, deadline)
         return GradientArrays(held.layout, self.same_host)
 
+    def generation(self, model: str) -> int | None:
+        """Which creation of the model the map at hand is of; None without one."""
+        held = self._maps.get(model)
+        return None if held is None else held.generation
+
     def forget(self, model: str) -> None:
         """The model's map is not to be used again."""
         self._maps.pop(model, None)

@@ -52,7 +52,11 @@ class SharedArrays:
         if not options["min_version"]:
             return None
         with self._lock:
-            found = self._kept.get(_key(model, options))
+            key = _key(model, options)
+            found = self._kept.get(key)
+            if found is not None and found.origin.generation != self._cluster.generation(model):
+                del self._kept[key]  # of a model that was deleted meanwhile
+                found = None
         return found if found is not None and found.version >= options["min_version"] else None
 
     def keep(self, model: str, options: dict[str, Any], fresh: Params) -> Params:
