@@ -13,6 +13,7 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
+from paramserver.client.shared_arrays import SharedArrays
 from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, RequestError, Unavailable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
@@ -110,6 +111,62 @@ def test_out_of_an_earlier_creation_in_other_shapes_is_refused(
     with pytest.raises(RequestError, match="out cannot take"):
         drive(transfer.pushpull(cluster, "m", Deadline.after(30, now), gradient, terms(), out=before), anew, now)
     assert not anew.pushes
+
+
+@pytest.mark.parametrize(
+    ("names", "ranges", "said"),
+    [
+        ([], None, "names: is empty"),
+        (5, None, "names: must be parameter names or patterns, not 5"),
+        (["w", 5], None, "names: must be parameter names or patterns"),
+        (None, {"w": 5}, "ranges of 'w' must be pairs"),
+        (None, {"w": slice(0, 4)}, "ranges of 'w' must be pairs"),
+        (None, {"w": [(0, 4, 2)]}, "ranges of 'w' must be pairs"),
+        (None, [(0, 4)], "ranges must be pairs .* by parameter name"),
+    ],
+)
+def test_what_cannot_name_parameters_is_refused(
+    shards: Shards, now: Now, cluster: Cluster, names: Any, ranges: Any, said: str
+) -> None:
+    """Whoever asks for nothing, or not by names and pairs, is told what to ask for."""
+    with pytest.raises(RequestError, match=said):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now), names=names, ranges=ranges), shards, now)
+
+
+def test_names_that_can_be_read_once_are_read_once(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Shared arrays are found by names and ranges out of generators as by those of a list."""
+    shared = SharedArrays(cluster)
+    shards.versions = [1] * 4
+
+    def pull(names: Any, ranges: Any) -> Params:
+        options = {"names": names, "ranges": ranges, "dtype": None, "min_version": 1}
+        return shared.pull("m", options, 0.0, lambda call: drive(call, shards, now), Deadline.after(30, now))
+
+    first = pull((n for n in "w"), {"w": iter([(3, 5)])})
+
+    assert first["w"].tolist() == [3, 4]
+    assert pull(["w"], {"w": [(3, 5)]}) is first
+
+
+def test_numbers_of_numpy_are_numbers(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Weights, versions and times come out of computations."""
+    second: Any = np.float32(1)
+    version: Any = np.int64(1)
+    deadline = Deadline.after(30 * second, now)
+    weighted = transfer.push(cluster, "m", deadline, grads(), terms(weight=np.float32(0.5)))
+    drive(weighted, shards, now)
+    assert [frame.weight for frame in shards.pushes] == [0.5] * 2
+
+    waiting = transfer.pull(cluster, "m", deadline, min_version=version, wait_s=second)
+    assert drive(waiting, shards, now).version == 1
+    assert type(deadline.at) is float
+
+
+@pytest.mark.parametrize("timeout", [None, "soon", float("nan"), float("inf")])
+def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:
+    """A call has an end."""
+    with pytest.raises(RequestError, match="timeout: must be a finite number of seconds"):
+        Deadline.after(timeout)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite, nan
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -83,6 +84,17 @@ Call: TypeAlias = Generator[Effect, list[Outcome], T]
 Clock: TypeAlias = Callable[[], float]
 
 
+def seconds(timeout: Any) -> float:
+    """That timeout; raises RequestError (`invalid_field`) if it is none."""
+    try:
+        found = float(timeout)
+    except (TypeError, ValueError):
+        found = nan
+    if not isfinite(found):
+        raise problem("invalid_field", f"timeout: must be a finite number of seconds, not {timeout!r:.60}")
+    return found
+
+
 @dataclass(slots=True)
 class Deadline:
     """When a call gives up, on a monotonic clock."""
@@ -91,9 +103,9 @@ class Deadline:
     clock: Clock = time.monotonic
 
     @classmethod
-    def after(cls, seconds: float, clock: Clock = time.monotonic) -> "Deadline":
-        """The deadline `seconds` from now."""
-        return cls(clock() + seconds, clock)
+    def after(cls, timeout: float, clock: Clock = time.monotonic) -> "Deadline":
+        """The deadline `timeout` seconds from now."""
+        return cls(clock() + seconds(timeout), clock)
 
     def left_s(self) -> float:
         """Seconds left, never below 0."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from paramserver import limits
 from paramserver.client import checkpointing, control
-from paramserver.client.calls import Call, Deadline
+from paramserver.client.calls import Call, Deadline, seconds
 from paramserver.client.cluster import Cluster, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.credentials import Credentials
@@ -31,7 +31,7 @@ class Client:
 
     def __init__(self, urls: tuple[str, ...], timeout: float, credentials: Credentials) -> None:
         self.urls = urls
-        self.timeout = timeout
+        self.timeout = seconds(timeout)
         """Seconds that a call may take unless it says otherwise."""
         self.credentials = credentials
         """What it shows the nodes, and whose certificates it believes."""
@@ -209,7 +209,7 @@ def connect(
     urls = urls_of(url, os.environ)
     client = Client(urls, timeout, Credentials.found(token, ca, os.environ))
     try:
-        check(client.transport, urls, min(QUICK_CHECK_S, timeout))
+        check(client.transport, urls, min(QUICK_CHECK_S, client.timeout))
     except BaseException:
         client.close()
         raise

@@ -19,7 +19,7 @@ from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.gradient_arrays import GradientArrays, Place
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Names, Part, Ranges, Selection, select, unknown
+from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select, unknown
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.tensor import f32_to_bf16_bits
@@ -139,11 +139,12 @@ def prepare(
     if not grads:
         raise problem("empty_push", "the push holds no gradients", hint="pass an array for at least one parameter")
     errors: list[PsError] = []
-    stray = [n for n in (ranges or {}) if n not in grads]
+    ranges = listed(None, ranges)[1]
+    stray = [n for n in ranges if n not in grads]
     errors += [problem("invalid_range", f"ranges name '{n}', which has no array", where=n) for n in stray]
     errors += [unknown(layout, str(n)) for n in grads if n not in layout.by_name]
     known: Names = [n for n in grads if n in layout.by_name]
-    selection = select(layout, known, {n: r for n, r in (ranges or {}).items() if n in known})
+    selection = select(layout, known, {n: r for n, r in ranges.items() if n in known})
     arrays: list[tuple[AnyArray, bool]] = []
     for i, p in enumerate(selection.params):
         try:

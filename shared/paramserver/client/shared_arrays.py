@@ -10,6 +10,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
 from paramserver.client.forks import in_child
+from paramserver.core.selection import listed
 
 KEPT_MAX: Final = 8
 """Sets that are kept; the one used least lately goes first."""
@@ -48,7 +49,11 @@ class SharedArrays:
         )
 
     def kept(self, model: str, options: dict[str, Any]) -> Params | None:
-        """The arrays at hand, if `min_version` is asked for and they have reached it."""
+        """The arrays at hand, if `min_version` is asked for and they have reached it.
+
+        Names and ranges in `options` can be read again afterwards.
+        """
+        options["names"], options["ranges"] = listed(options["names"], options["ranges"])
         if not options["min_version"]:
             return None
         with self._lock:
@@ -72,7 +77,4 @@ class SharedArrays:
 
 
 def _key(model: str, options: dict[str, Any]) -> Hashable:
-    names, ranges = options["names"], options["ranges"]
-    listed = names if names is None or isinstance(names, str) else tuple(names)
-    cut = tuple(sorted((name, tuple(map(tuple, pairs))) for name, pairs in ranges.items())) if ranges else ()
-    return model, listed, options["dtype"], cut
+    return model, options["names"], options["dtype"], tuple(sorted(options["ranges"].items()))

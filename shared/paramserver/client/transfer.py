@@ -40,7 +40,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.retry import Backoff, judged, passes
 from paramserver.client.same_host import Leased, Slot
 from paramserver.codecs.codec import Codec
-from paramserver.core.selection import Names, Part, Ranges, Selection, select
+from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
 from paramserver.errors import ConflictError, InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
@@ -272,7 +272,7 @@ def pull(
     Raises NotFoundError, ConflictError (`version_not_reached`), or Unavailable when the deadline passes.
     """
     held = yield from cluster.map_of(model, deadline)
-    selection = select(held.layout, names, ranges)
+    selection = select(held.layout, *listed(names, ranges))
     whole = selection.size == held.layout.size
     terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole)
     lendable = whole and terms.dtype == "float32"
@@ -282,7 +282,7 @@ def pull(
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, held, selection, deadline)
-    wait_until = deadline.clock() + wait_s
+    wait_until = deadline.clock() + float(wait_s)
     arrivals, found = Arrivals(cluster.same_host, held.layout), None
     replies: list[PullReply] = []
     pending = list(selection.parts)

@@ -71,6 +71,36 @@ class Selection(Struct, frozen=True):
         return (tuple((p.name, p.shape) for p in self.params), tuple(sorted(self.ranged.items())))
 
 
+def listed(names: Names | None, ranges: Ranges | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[Range, ...]]]:
+    """Both as they can be compared, and read again.
+
+    Raises RequestError (`invalid_field`, `invalid_range`) where they are neither names nor pairs.
+    """
+    if names is not None:
+        try:
+            names = (names,) if isinstance(names, str) else tuple(names)
+            "".join(names)
+        except TypeError:
+            detail = f"names: must be parameter names or patterns, not {names!r:.60}"
+            raise problem("invalid_field", detail, hint='pull(["w", "layers.*"])') from None
+        if not names:
+            raise problem("invalid_field", "names: is empty; leave it out to pull everything")
+    if not ranges:
+        return names, {}
+    if not isinstance(ranges, Mapping):
+        detail = f"ranges must be pairs (start, stop) by parameter name, not {ranges!r:.60}"
+        raise problem("invalid_range", detail, hint='ranges={"w": [(0, 128)]}')
+    return names, {name: _pairs(name, pairs) for name, pairs in ranges.items()}
+
+
+def _pairs(name: str, pairs: Sequence[Sequence[int]]) -> tuple[Range, ...]:
+    try:
+        return tuple([(int(start), int(stop)) for start, stop in pairs])
+    except (TypeError, ValueError):
+        detail = f"ranges of '{name}' must be pairs (start, stop), not {pairs!r:.60}"
+        raise problem("invalid_range", detail, hint='ranges={"w": [(0, 128)]}') from None
+
+
 def matched(layout: Layout, names: Names) -> list[str]:
     """The parameters that names and patterns (`*`, `?`, `[...]`) stand for, in the model's order.
 
@@ -164,11 +194,7 @@ def _parts(layout: Layout, flat: Sequence[Range], owner: Sequence[tuple[int, int
 def _checked(layout: Layout, name: str, ranges: Sequence[Sequence[int]]) -> tuple[Range, ...]:
     size = layout.by_name[name].size
     out: list[Range] = []
-    for pair in ranges:
-        try:
-            start, stop = (int(n) for n in pair)
-        except (TypeError, ValueError):
-            raise problem("invalid_range", f"ranges of '{name}': {pair!r:.60} is not a pair (start, stop)") from None
+    for start, stop in _pairs(name, ranges):
         if not 0 <= start < stop <= size:
             raise problem("invalid_range", f"ranges of '{name}': [{start}, {stop}) is not within its {size} elements")
         if out and start < out[-1][1]:

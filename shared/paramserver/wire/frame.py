@@ -18,6 +18,7 @@ from functools import cache
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from paramserver import limits
@@ -64,7 +65,14 @@ def encode_header(header: Header | Mapping[str, Any]) -> bytes:
     return head + bytes(-len(head) % ALIGN)
 
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
+def _plain(value: Any) -> Any:
+    """A number of NumPy as one of Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise problem("malformed", f"a {type(value).__name__} cannot be sent in a frame", hint="use numbers and text")
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_plain)
 _BEGINNING: Final = MAGIC + bytes((FORMAT, 0))
 
 
