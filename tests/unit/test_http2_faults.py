@@ -5,12 +5,14 @@ import socket
 import sys
 import weakref
 from contextlib import closing
+from typing import Any
 
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Kind, Peer, Server, both_clients
 
 from paramserver.client import http2
 from paramserver.client.calls import Request, Response
+from paramserver.client.connection import Connection
 from paramserver.errors import PsError
 from paramserver.wire import http2 as wire
 
@@ -113,6 +115,33 @@ def test_a_silent_server_that_is_dead_is_given_up(kind: Kind, monkeypatch: pytes
     with Server(kind, dead, chatty) as server:
         outcomes = [server.ask(), server.ask(timeout_s=0.3)]
         assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
+
+
+def test_a_server_that_was_slow_to_read_is_pinged_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it once took nothing for a while says nothing of its silence later on: it may still say that it lives."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.05)
+
+    class Stalling(socket.socket):
+        """Its other end takes nothing at first."""
+
+        stalls = True
+
+        def send(self, data: Any, flags: int = 0) -> int:
+            if self.stalls:
+                self.stalls = False
+                raise TimeoutError
+            return super().send(data, flags)
+
+    def script(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        peer.until(wire.PING)
+        peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)) + peer.answer(stream, b"late"))
+
+    with Server(Blocking, script) as server, closing(Stalling()) as connected:
+        connected.connect(server.listener.getsockname())
+        assert isinstance(server.transport, Blocking)
+        headers = server.transport._headers(Request("GET", "/p"), server.url, [])
+        assert Connection(connected).ask(headers, [], None, 20.0).body == b"late"
 
 
 @both_clients

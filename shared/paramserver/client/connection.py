@@ -127,13 +127,14 @@ class Connection:
 
     def _patiently(self, send: Callable[[T], int], what: T) -> int:
         """How much was sent; raises TimeoutError at the request's end, or when the shard has read nothing for long."""
+        silent = self._pinged
         while True:
             try:
                 return send(what)
             except TimeoutError:
-                if self._pinged or time.monotonic() >= self._give_up_at:
+                if silent or time.monotonic() >= self._give_up_at:
                     raise
-                self._pinged = True
+                silent = True  # what it reads after all says that it lives, as a ping would
 
     # What comes
 
