@@ -125,8 +125,9 @@ class Cluster:
         Raises NotFoundError (`unknown_model`) and whatever keeps the cluster from answering in time.
         """
         held = self._maps.get(model)
-        if self._look_again and self._look_again[0] <= deadline.clock():
-            self._look_again = self._look_again[1:]
+        again = self._look_again  # another thread may take the first one away meanwhile
+        if again and again[0] <= deadline.clock():
+            self._look_again = again[1:]
             held = None
         if held is not None and held is not newer_than:
             if self._due(held, deadline.clock()):
