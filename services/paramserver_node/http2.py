@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 from paramserver.limits import PATIENCE_S
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Http2Error
+from paramserver_node.follies import WIDER_BYTES_MIN, Follies
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first
 from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of
@@ -40,10 +41,6 @@ STREAMS_MAX: Final = 256
 HEADER_BYTES_MAX: Final = 64 << 10
 UNSENT_BYTES_MAX: Final = 2 << 20
 """What is handed to the transport before it has got rid of it."""
-FOLLIES_MAX: Final = 1000
-"""Frames that make work and are of no use (pings, resets, empty ones) before a client is cut off ..."""
-FOLLIES_PER_S: Final = 20.0
-"""... and how many more each second: a ping now and then is none."""
 SHORT_BYTES: Final = 4096
 """What is copied to go with its head in one piece."""
 TOGETHER: Final = 8
@@ -91,8 +88,7 @@ class Connection(asyncio.BufferedProtocol):
         """What the client may still send of all bodies."""
         self._used = 0
         """What it may send again, and has not been told."""
-        self._follies = 0
-        self._began_s = self.loop.time()
+        self._follies = Follies(self.loop.time)
         self._said: list[bytes] = []
         """What goes out with `flush`."""
         self._flushes = False
@@ -221,7 +217,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _feed(self, data: memoryview) -> None:
         for kind, flags, number, payload, cost in self._scanner.scan(data):
-            if not self._greeted and kind != wire.SETTINGS:
+            if not self._greeted and (kind != wire.SETTINGS or flags & wire.ACK):
                 raise Http2Error(wire.PROTOCOL_ERROR, "settings come first")
             if (self._block is None) != (kind != wire.CONTINUATION):
                 raise Http2Error(wire.PROTOCOL_ERROR, "headers that are interrupted, or go on without a beginning")
@@ -243,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._window < 0 or (stream is not None and not stream.takes(cost)):
             raise Http2Error(wire.FLOW_CONTROL_ERROR, "more than the window allows")
         if not data and not ends and not self._scanner.due:
-            self._folly()
+            self._follies.one()
         if stream is None:
             self.used(cost)
             return
@@ -295,33 +291,33 @@ class Connection(asyncio.BufferedProtocol):
             begun, first_flags, block = self._block
             if begun != number:
                 raise Http2Error(wire.PROTOCOL_ERROR, "headers that are interrupted")
-            self._folly()
+            self._follies.one()
             self._block = None
             self._heads(number, flags & wire.END_HEADERS | first_flags & wire.END_STREAM, block + payload)
         elif kind == wire.RST_STREAM:
             wire.word_in(payload)
             if number == 0 or number > self._newest:
                 raise Http2Error(wire.PROTOCOL_ERROR, "a stream that never was is cut")
-            self._folly()
+            self._follies.one()
             if (stream := self._streams.pop(number, None)) is not None:
                 stream.cut()
                 self._close_if_idle()
         elif kind == wire.SETTINGS:
             self._greeted = True
+            self._follies.one()
             if not flags & wire.ACK:
-                self._folly()
                 self._set(wire.settings_in(payload))
                 self.say(wire.frame(wire.SETTINGS, wire.ACK, 0))
         elif kind == wire.PING:
             if len(payload) != 8:
                 raise Http2Error(wire.FRAME_SIZE_ERROR, "a ping that is not eight bytes")
-            self._folly()
+            self._follies.one()
             if not flags & wire.ACK:
                 self.say(wire.frame(wire.PING, wire.ACK, 0, bytes(payload)))
         elif kind == wire.PUSH_PROMISE:
             raise Http2Error(wire.PROTOCOL_ERROR, "clients do not push")
         else:
-            self._folly()  # what nobody needs to know
+            self._follies.one()  # what nobody needs to know
 
     def _heads(self, number: int, flags: int, block: bytearray) -> None:
         """A header block, as far as it is here."""
@@ -338,10 +334,12 @@ class Connection(asyncio.BufferedProtocol):
                 if not ends or stream.body_ended:
                     raise Http2Error(wire.PROTOCOL_ERROR, "headers in the middle of a body")
                 stream.arrived(memoryview(b""), True)
+            else:
+                self._follies.one()
             return
         self._newest = number
         if asked is None or self._stopping or self._running >= STREAMS_MAX:
-            self._folly()
+            self._follies.one()
             code = wire.PROTOCOL_ERROR if asked is None else wire.REFUSED_STREAM
             self.say(wire.word(number, wire.RST_STREAM, code))
             return
@@ -356,6 +354,8 @@ class Connection(asyncio.BufferedProtocol):
         task.add_done_callback(self._server.tasks.discard)
 
     def _widen(self, number: int, by: int) -> None:
+        if by < WIDER_BYTES_MIN:
+            self._follies.one()
         stream = self._streams.get(number)
         if number == 0:
             self.credit += by
@@ -373,13 +373,10 @@ class Connection(asyncio.BufferedProtocol):
         credit = values.get(wire.INITIAL_WINDOW_SIZE, self.new_credit)
         for stream in self._streams.values():
             stream.credit += credit - self.new_credit
+            if stream.credit > wire.WINDOW_MAX:
+                raise Http2Error(wire.FLOW_CONTROL_ERROR, "a window that is too large")
             stream.wake()
         self.new_credit = credit
-
-    def _folly(self) -> None:
-        self._follies += 1
-        if self._follies > FOLLIES_MAX + FOLLIES_PER_S * (self.loop.time() - self._began_s):
-            raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many frames of no use")
 
     # What goes
 
@@ -473,14 +470,15 @@ class Connection(asyncio.BufferedProtocol):
     def used(self, size: int) -> None:
         """So many bytes of bodies are no longer held."""
         self._used += size
-        if self._used >= CONNECTION_WINDOW_BYTES // 2:
+        if self._used >= max(1, self._window):  # half of what is not held by bodies that wait
             self._window += self._used
             self.say(wire.word(0, wire.WINDOW_UPDATE, self._used))
             self._used = 0
 
-    def ended(self, number: int) -> None:
+    def ended(self, number: int, *, answered: bool) -> None:
         """A request is over."""
         self._running -= 1
+        self._follies.made_up(answered)
         self.flush_soon()
         self._streams.pop(number, None)
         self._close_if_idle()

@@ -266,8 +266,8 @@ class Stream:
         client, head, at = self._client, self._head, 0
         self._head = b""
         while not self._cut:
-            n = min(len(data) - at, client.frame_bytes, self.credit, client.credit)
-            if n <= 0 and at < len(data):
+            n = max(0, min(len(data) - at, client.frame_bytes, self.credit, client.credit))  # windows can be negative
+            if n == 0 and at < len(data):
                 client.say(head)
                 client.flush()
                 head = b""
@@ -305,7 +305,7 @@ class Stream:
                 elif not self.body_ended:
                     self._client.say(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
                 self._drop()
-            self._client.ended(self._number)
+            self._client.ended(self._number, answered=self._answered)
 
 
 async def _next(event: asyncio.Event) -> None:

@@ -1,0 +1,170 @@
+"""What a client of the server's end may do, and may not, on a real connection."""
+
+import asyncio
+import socket
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from tests.unit.http2_connection import ASKED, connected, frames_of
+
+from paramserver.wire import http2 as wire
+from paramserver_node import follies
+from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
+from paramserver_node.stream import UNREAD_BYTES_MAX
+
+ENDS = wire.END_HEADERS | wire.END_STREAM
+OPENED = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED)
+
+
+async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers at once, without a word."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def heard(theirs: socket.socket, until: int, stream: int | None = None) -> tuple[int, bytes]:
+    """(flags, payload) of the next frame of that kind, and of that stream."""
+    scanner = wire.Scanner(1 << 14, 1 << 14)
+    while data := await asyncio.get_running_loop().sock_recv(theirs, 1 << 16):
+        for kind, flags, number, payload, _ in scanner.scan(memoryview(data)):
+            if kind == until and stream in (None, number):
+                return flags, bytes(payload)
+    raise AssertionError("the server has hung up")
+
+
+async def code_of(theirs: socket.socket) -> int:
+    """Why the server goes away."""
+    return int.from_bytes((await heard(theirs, wire.GOAWAY))[1][4:8])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "useless",
+    [
+        pytest.param(wire.word(0, wire.WINDOW_UPDATE, 1), id="a window wider by a byte"),
+        pytest.param(wire.frame(wire.SETTINGS, wire.ACK, 0), id="settings taken that were never made"),
+        pytest.param(wire.frame(wire.HEADERS, ENDS, 1, ASKED), id="headers of a request that is over"),
+        pytest.param(wire.frame(wire.PING, 0, 0, bytes(8)), id="a ping"),
+    ],
+)
+async def test_who_sends_only_frames_of_no_use_is_cut_off(useless: bytes) -> None:
+    """They make work and move nothing, so a thousand of them are enough."""
+    async with connected(nothing) as (theirs, _):
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await heard(theirs, wire.HEADERS, 1)
+        sending = asyncio.ensure_future(loop.sock_sendall(theirs, useless * (follies.MOST + 10)))
+        assert await code_of(theirs) == wire.ENHANCE_YOUR_CALM
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+def test_who_was_calm_for_long_may_not_send_more_of_them_at_once() -> None:
+    """A day of rest allows no more than the first second; a ping now and then is allowed for ever."""
+    days = iter([*range(3000), *[3000] * 2 * follies.MOST])
+    counted = follies.Follies(lambda: 86_400.0 * next(days))
+    for _ in range(2999 + follies.MOST):
+        counted.one()
+    with pytest.raises(wire.Http2Error, match="of no use"):
+        counted.one()
+
+
+@pytest.mark.asyncio
+async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None:
+    """However many there are of them."""
+    async with connected(nothing) as (theirs, connection):
+        loop = asyncio.get_running_loop()
+        count = 2 * follies.MOST
+        await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 4096) * count)
+        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await heard(theirs, wire.HEADERS, 1)
+        assert connection.credit == wire.WINDOW_BYTES + 4096 * count
+
+
+@pytest.mark.asyncio
+async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None:
+    """So simple ones do; it is no folly, however many answers there are."""
+    async with connected(nothing) as (theirs, _):
+        loop, wider = asyncio.get_running_loop(), b""
+        for n in range(1, 2 * follies.MOST, 2):
+            await loop.sock_sendall(theirs, wider + wire.frame(wire.HEADERS, ENDS, n, ASKED))
+            await heard(theirs, wire.HEADERS, n)
+            wider = wire.word(0, wire.WINDOW_UPDATE, 9) + wire.word(n, wire.WINDOW_UPDATE, 9)
+
+
+@pytest.mark.asyncio
+async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
+    """With most of the connection's window held by bodies that nobody reads, one that is read comes whole."""
+    waiting = CONNECTION_WINDOW_BYTES // UNREAD_BYTES_MAX - 1
+    number, size = 2 * waiting + 1, 4 << 20
+    took = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/taken":
+            await took.wait()
+            return
+        got = 0
+        while got < size:
+            got += len((await receive())["body"])
+        took.set()
+        await nothing(scope, receive, send)
+
+    taken = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/taken")])
+    async with connected(app) as (theirs, _):
+        loop = asyncio.get_running_loop()
+        for i in range(waiting):
+            n = 2 * i + 1
+            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, n, ASKED))
+            await loop.sock_sendall(theirs, frames_of(n, bytes(UNREAD_BYTES_MAX), 64 << 10, ends=False))
+        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, number, taken))
+        sent, allowed = 0, {0: UNREAD_BYTES_MAX, number: UNREAD_BYTES_MAX}
+        scanner = wire.Scanner(1 << 20, 1 << 20)
+        while not took.is_set():
+            if n := min(size - sent, *allowed.values(), 64 << 10):
+                await loop.sock_sendall(theirs, wire.frame(wire.DATA, 0, number, bytes(n)))
+                sent, allowed = sent + n, {k: v - n for k, v in allowed.items()}
+                continue
+            if sent == size:
+                await took.wait()
+                break
+            # What the server says first of the connection's window comes on top of what every connection has.
+            for kind, _, of, payload, _ in scanner.scan(memoryview(await loop.sock_recv(theirs, 1 << 16))):
+                by = int.from_bytes(payload)
+                if kind == wire.WINDOW_UPDATE and of in allowed and by != CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES:
+                    allowed[of] += by
+
+
+@pytest.mark.asyncio
+async def test_an_answer_ends_though_its_window_was_made_smaller_than_what_is_out() -> None:
+    """Its last frame is empty and needs no window; what the connection may send is as before."""
+    smaller = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(5000), "more_body": True})
+        await smaller.wait()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async with connected(app) as (theirs, connection):
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        await heard(theirs, wire.DATA, 1)
+        before = connection.credit
+        await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: 1000}))
+        await heard(theirs, wire.SETTINGS)
+        smaller.set()
+        assert await heard(theirs, wire.DATA, 1) == (wire.END_STREAM, b"")
+        assert connection.credit == before
+
+
+@pytest.mark.asyncio
+async def test_settings_that_make_a_window_too_large_are_refused() -> None:
+    """A stream's window, widened as far as it goes, must not be passed by what all are to have (RFC 9113, 6.9.2)."""
+
+    async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+
+    async with connected(silent) as (theirs, _):
+        loop = asyncio.get_running_loop()
+        widened = wire.word(1, wire.WINDOW_UPDATE, wire.WINDOW_MAX - wire.WINDOW_BYTES)
+        await loop.sock_sendall(theirs, OPENED + widened + wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 20}))
+        assert await code_of(theirs) == wire.FLOW_CONTROL_ERROR
