@@ -186,10 +186,12 @@ class _Exchange:
             await self._send(message)  # which the server keeps for the first piece of the body
             return
         try:
-            await self._patience.within(self._patience.now() + PATIENCE_S, self._send(message))
+            pace_s = len(message.get("body", b"")) / PACE_BYTES_PER_S
+            await self._patience.within(self._patience.now() + PATIENCE_S + pace_s, self._send(message))
         except TimeoutError:
             self.ended = True
-            raise problem("too_slow", f"nobody has read the answer for {PATIENCE_S:g} s") from None
+            log.info("request.unread path=%s request_id=%s", self._scope["path"], self.request_id)
+            raise problems.Unread(f"nobody has read the answer for {PATIENCE_S:g} s") from None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.ended = True
 

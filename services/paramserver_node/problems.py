@@ -21,6 +21,10 @@ _BY_STATUS: Final = {
 }  # fmt: skip
 
 
+class Unread(Exception):
+    """A client does not read its answer, so it is cut off: there is nobody to tell, and nothing of ours is wrong."""
+
+
 def response(request: Request, error: PsError) -> Response:
     """The response of an error: problem details, JSON whatever Accept says; with `Retry-After` where waiting helps."""
     doc = error.document(_id(request))
@@ -66,6 +70,9 @@ async def _validation(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
+    wrong = error.split(Unread)[1] if isinstance(error, ExceptionGroup) else error
+    if wrong is None or isinstance(wrong, Unread):
+        return Response(status_code=503)  # which is not sent: half of another one is out
     log.error("request.failed path=%s request_id=%s", request.url.path, _id(request), exc_info=error)
     return response(request, problem("internal", OUR_BUG))
 

@@ -7,6 +7,7 @@ Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it.
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import unquote
@@ -36,6 +37,9 @@ TRIP_BYTES_MAX: Final = 16 << 20
 """... and how much of it at a time, so that others on the same connection have their turn."""
 
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
+_UNFIT: Final = re.compile(rb"[\0\r\n]")
+"""What no field may hold."""
+_LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 
 _NOWHERE: Final = memoryview(b"")
@@ -318,15 +322,22 @@ def request_of(headers: Sequence[Header]) -> dict[str, Any] | None:
     """What a request's headers say, for ASGI; None where they are no request (RFC 9113, 8.2 and 8.3)."""
     special: dict[bytes, bytes] = {}
     rest: list[Header] = []
+    cookies: list[bytes] = []
     for name, value in headers:
         if name.startswith(b":"):
-            if rest or name in special or name not in _OF_A_REQUEST:
+            if rest or cookies or name in special or name not in _OF_A_REQUEST or _UNFIT.search(value):
                 return None
             special[name] = value
-        elif not name or name != name.lower() or name in _OF_A_CONNECTION:
+        elif not name or name != name.lower() or name in _OF_A_CONNECTION or _UNFIT.search(value):
             return None
+        elif name == b"content-length" and not _LENGTH.fullmatch(value):
+            return None
+        elif name == b"cookie":
+            cookies.append(value)
         else:
             rest.append((name, value))
+    if cookies:  # which may come in a field each (RFC 9113, 8.2.3)
+        rest.append((b"cookie", b"; ".join(cookies)))
     method, path = special.get(b":method", b""), special.get(b":path", b"")
     if not method or b":scheme" not in special or not path.startswith(b"/"):
         return None

@@ -172,7 +172,7 @@ async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -
     await send({"type": "http.response.start", "status": status, "headers": headers})
     arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)
-    if arrival is not None and size >= TRIP_BYTES_MIN:
+    if arrival is not None and size >= TRIP_BYTES_MIN and answer.lies_ready:
         chunks = await arrival.burst([memoryview(chunk) for chunk in chunks])
         size = sum(map(len, chunks))
     for message in _messages(chunks, size):

@@ -303,6 +303,11 @@ class FrameBody:
         return encode_header(reply)
 
     @property
+    def lies_ready(self) -> bool:
+        """Whether its chunks are the values as they lie in memory, not made one by one."""
+        return self._dtype == "float32"
+
+    @property
     def body_bytes(self) -> int:
         """Length of the body."""
         return 0 if self.lease is not None else self.values_bytes

@@ -8,17 +8,24 @@ from contextlib import ExitStack, closing
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from paramserver.limits import MIB, PATIENCE_S
 from paramserver.wire import http2
-from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
 
 from .processes import Nodes, eventually, nodes, unique
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 ELEMENTS = 16 * MIB
+GREETING = (
+    http2.PREFACE
+    + http2.settings({http2.INITIAL_WINDOW_SIZE: http2.WINDOW_MAX})
+    + http2.word(0, http2.WINDOW_UPDATE, http2.WINDOW_MAX - http2.WINDOW_BYTES)
+)
+"""Of a client over HTTP/2 to which the server may send whatever it likes."""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +60,8 @@ def connect(cluster: Nodes, head: str, content: bytes = b"", receive_bytes: int 
     return begun(cluster, f"{head}\r\nhost: x\r\n".encode() + content, receive_bytes)
 
 
-def connect2(
-    cluster: Nodes, method: str, path: str, body: bytes = b"", receive_bytes: int | None = None
-) -> socket.socket:
-    """The same over HTTP/2; the server may send whatever it likes."""
+def requested(method: str, path: str) -> bytes:
+    """The header block of a request."""
     head = [
         (":method", method),
         (":scheme", "http"),
@@ -64,13 +69,18 @@ def connect2(
         (":path", path),
         ("content-type", MEDIA_TYPE),
     ]
-    block = http2.encoded([(k.encode(), v.encode()) for k, v in head])
+    return http2.encoded([(k.encode(), v.encode()) for k, v in head])
+
+
+def connect2(
+    cluster: Nodes, method: str, path: str, body: bytes = b"", receive_bytes: int | None = None
+) -> socket.socket:
+    """The same over HTTP/2."""
+    block = requested(method, path)
     ends = 0 if body else http2.END_STREAM
     return begun(
         cluster,
-        http2.PREFACE
-        + http2.settings({http2.INITIAL_WINDOW_SIZE: http2.WINDOW_MAX})
-        + http2.word(0, http2.WINDOW_UPDATE, http2.WINDOW_MAX - http2.WINDOW_BYTES)
+        GREETING
         + http2.frame(http2.HEADERS, http2.END_HEADERS | ends, 1, block)
         + (http2.frame(http2.DATA, 0, 1, body) if body else b""),
         receive_bytes,
@@ -156,3 +166,18 @@ def test_a_body_may_be_slow_but_not_too_slow(cluster: Nodes, model: str) -> None
         assert not readable
         s.sendall(body[100:])
         assert s.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_values_are_converted_as_they_are_read_not_before(cluster: Nodes, model: str) -> None:
+    """Ten pulls in another element type that nobody reads hold no copy of the model each."""
+    frame = encode_header(PullFrame(parts=[(i, None) for i in range(4)], dtype="float64", model=model))
+    pulls = b"".join(
+        http2.frame(http2.HEADERS, http2.END_HEADERS, n, requested("POST", "/pull"))
+        + http2.frame(http2.DATA, http2.END_STREAM, n, frame)
+        for n in range(1, 21, 2)
+    )
+    shard = psutil.Process(cluster.processes["shard-0"].pid)
+    before = shard.memory_info().rss
+    with closing(begun(cluster, GREETING + pulls, receive_bytes=64 << 10)):
+        eventually(lambda: gauge(cluster, "paramserver_http_requests_in_flight") == 11, what="all to begin")
+        assert shard.memory_info().rss - before < ELEMENTS * 8

@@ -117,16 +117,24 @@ def test_a_request_is_what_asgi_calls_it() -> None:
     }  # fmt: skip
 
 
+def test_cookies_in_fields_of_their_own_are_one_header() -> None:
+    """So browsers send them, and so apps want them (RFC 9113, 8.2.3)."""
+    asked = request_of([*ASKED, (b"cookie", b"a=1"), (b"c", b"d"), (b"cookie", b"b=2")])
+    assert asked is not None
+    assert [value for name, value in asked["headers"] if name == b"cookie"] == [b"a=1; b=2"]
+
+
 @pytest.mark.parametrize(
     "headers",
     [
         ASKED[1:], ASKED[:1] + ASKED[2:], ASKED[:3], [*ASKED, (b"A", b"b")], [*ASKED, (b":late", b"")],
         [ASKED[0], *ASKED], [*ASKED, (b"connection", b"close")], [(b":other", b""), *ASKED], [*ASKED, (b"", b"")],
-        [*ASKED[:3], (b":path", b"p")],
+        [*ASKED[:3], (b":path", b"p")], [*ASKED, (b"x", b"a\r\nb: c")], [*ASKED[:3], (b":path", b"/\x00")],
+        [*ASKED, (b"content-length", b"9" * 5000)], [*ASKED, (b"content-length", b"-1")],
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:
-    """Something is missing, twice there, in the wrong place, or no header of HTTP/2."""
+    """Something is missing, twice there, in the wrong place, no header of HTTP/2, or no length."""
     assert request_of(headers) is None
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import httpx
 import msgpack
@@ -11,12 +13,16 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import ASGIApp, Message, Scope
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import CODES, problem
-from paramserver_node import health, negotiate, problems, roles
+from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
+from paramserver_node import health, middleware, negotiate, problems, roles
 from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.patience import Patience
 
+T = TypeVar("T")
 SIZE_MAX = 1000
 MSGPACK = {"content-type": "application/msgpack"}
 
@@ -46,6 +52,14 @@ def make_app() -> FastAPI:
     @roles.role("reader")
     async def bug() -> None:
         raise ZeroDivisionError
+
+    @app.get("/long")
+    @roles.role("reader")
+    async def long() -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"begun"
+
+        return StreamingResponse(pieces())
 
     @app.get("/odd")
     @roles.role("reader")
@@ -262,6 +276,53 @@ async def test_a_body_that_is_cut_off_is_refused() -> None:
     sent, _ = await exchange(served(True), scope_of("POST", b"/echo", []), pieces)
 
     assert sent[0]["status"] == 400
+
+
+@pytest.mark.asyncio
+async def test_a_reader_has_time_for_what_it_is_sent() -> None:
+    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides the patience."""
+    sizes = [2 << 20, 100]
+    dues: list[float] = []
+
+    class Noted(Patience):
+        async def within(self, due_s: float, step: Awaitable[T]) -> T:
+            dues.append(due_s - self.now())
+            return await super().within(due_s, step)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for i, size in enumerate(sizes):
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": i == 0})
+
+    node = NodeMiddleware(app)
+    node._patience = Noted(asyncio.get_running_loop())
+    await exchange(node, scope_of("GET", b"/", []), [])
+
+    assert dues == pytest.approx([PATIENCE_S + size / PACE_BYTES_PER_S for size in sizes], abs=1.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("outside", [True, False])
+async def test_who_does_not_read_is_cut_off_without_a_word_of_a_bug(
+    outside: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has one line of it, and no traceback."""
+    monkeypatch.setattr(middleware, "PATIENCE_S", 0.0)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def unread(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    caplog.set_level(logging.INFO)
+    with suppress(Exception):
+        await served(outside)(scope_of("GET", b"/long", []), receive, unread)
+
+    assert [r.levelname for r in caplog.records] == ["INFO"]
+    assert "request.unread path=/long" in caplog.text
 
 
 header_names = st.sampled_from([b"accept", b"content-type", b"content-length", b"x-request-id"])
