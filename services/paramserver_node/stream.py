@@ -31,6 +31,9 @@ UNREAD_BYTES_MAX: Final = 512 << 10
 """What a client may send of a body before an app wants it: more than most, which then come without a word of ours."""
 AHEAD_BYTES: Final = 4 << 20
 """The same while it is handed on as it arrives, so that no client waits for a word of ours."""
+WORD_S: Final = 2.0
+"""How often at least a client hears of us while its body arrives: one whose way is slow hears of it seldom, and takes
+for dead who is silent."""
 TRIP_BYTES_MIN: Final = 1 << 20
 """What of a body is worth a thread of the server's carrier, if it has one ..."""
 TRIP_BYTES_MAX: Final = 16 << 20
@@ -70,6 +73,8 @@ class Stream:
         self._window = self._ahead = UNREAD_BYTES_MAX
         """What the client may still send, and how much that is when all is used."""
         self._used = 0
+        self._spoke_s = client.loop.time()
+        """When the client last heard of its body."""
         self._pieces: list[bytes] = []
         self._sink: Destination | None = None
         self._failed: Exception | None = None
@@ -149,6 +154,8 @@ class Stream:
         if self._used >= self._ahead // 2 and not self._ends():
             self._widen(self._used)
             self._used = 0
+        elif self._client.loop.time() - self._spoke_s >= WORD_S and not self.body_ended:
+            self._say(wire.frame(wire.PING, 0, 0, bytes(8)))
 
     def _ends(self) -> bool:
         """Whether the client needs no more room: all of the body is here, or its last frame on the way."""
@@ -160,7 +167,11 @@ class Stream:
 
     def _widen(self, size: int) -> None:
         self._window += size
-        self._client.say(wire.word(self._number, wire.WINDOW_UPDATE, size))
+        self._say(wire.word(self._number, wire.WINDOW_UPDATE, size))
+
+    def _say(self, frame: bytes) -> None:
+        self._spoke_s = self._client.loop.time()
+        self._client.say(frame)
 
     # Of the app
 

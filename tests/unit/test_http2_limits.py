@@ -5,12 +5,12 @@ import socket
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from tests.unit.http2_connection import ASKED, connected, frames_of
+from tests.unit.http2_connection import ASKED, Into, connected, frames_of
 
 from paramserver.wire import http2 as wire
-from paramserver_node import follies
+from paramserver_node import follies, stream
 from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
-from paramserver_node.stream import UNREAD_BYTES_MAX
+from paramserver_node.stream import BODY, UNREAD_BYTES_MAX
 
 ENDS = wire.END_HEADERS | wire.END_STREAM
 OPENED = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED)
@@ -22,12 +22,12 @@ async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def heard(theirs: socket.socket, until: int, stream: int | None = None) -> tuple[int, bytes]:
-    """(flags, payload) of the next frame of that kind, and of that stream."""
+async def heard(theirs: socket.socket, until: int, of: int | None = None) -> tuple[int, bytes]:
+    """(flags, payload) of the next frame of that kind, and that stream."""
     scanner = wire.Scanner(1 << 14, 1 << 14)
     while data := await asyncio.get_running_loop().sock_recv(theirs, 1 << 16):
         for kind, flags, number, payload, _ in scanner.scan(memoryview(data)):
-            if kind == until and stream in (None, number):
+            if kind == until and of in (None, number):
                 return flags, bytes(payload)
     raise AssertionError("the server has hung up")
 
@@ -131,6 +131,22 @@ async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
                 by = int.from_bytes(payload)
                 if kind == wire.WINDOW_UPDATE and of in allowed and by != CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES:
                     allowed[of] += by
+
+
+@pytest.mark.asyncio
+async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow way megabytes lie between it and the server, so that even its pings come late."""
+    monkeypatch.setattr(stream, "WORD_S", 0.0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["extensions"][BODY].into(Into())
+
+    async with connected(app) as (theirs, _):
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(theirs, OPENED)
+        for _ in range(3):
+            await loop.sock_sendall(theirs, frames_of(1, bytes(100), 100, ends=False))
+            assert await heard(theirs, wire.PING) == (0, bytes(8))
 
 
 @pytest.mark.asyncio
