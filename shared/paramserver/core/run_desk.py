@@ -115,11 +115,11 @@ class RunDesk:
         """The run that is training that model."""
         return next((r for r in self.c.runs.values() if r.model == model.name and not r.ended), None)
 
-    def worker_state(self, worker: str) -> str:
-        """What a worker's run asks of it: active, paused or stop; active for one that belongs to no run."""
+    def worker_state(self, model: Model, worker: str) -> str:
+        """What its run asks of a worker of that model: active, paused or stop; active for one that is in no run."""
         run_id, _, place = worker.partition("/w")
         run = self.c.runs.get(run_id)
-        if run is None:
+        if run is None or run.model != model.name:
             return "active"
         gone = place.isascii() and place.isdigit() and int(place[:9]) >= len(run.places)
         if run.ended or gone:

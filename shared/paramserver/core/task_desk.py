@@ -128,7 +128,7 @@ class TaskDesk:
             if worker is None or not worker.alive:
                 self.c.answer_waiter(model, w, no_member(w), now)
                 continue
-            asked = self.workers.state(worker)
+            asked = self.workers.state(model, worker)
             task = self._next_task(model, worker, w.dataset) if asked == "active" else None
             dataset = model.datasets.get(w.dataset)
             finished = asked in ("stop", "draining") or (dataset is not None and dataset.finished)

@@ -92,7 +92,7 @@ class WorkerDesk:
     def _clear_rank(self, model: Model, name: str, rank: int | None) -> None:
         """Who has that rank goes if its run is over: the next run may begin before it has heard so."""
         for worker in model.roster.live():
-            if worker.rank == rank and worker.name != name and self.runs.worker_state(worker.name) == "stop":
+            if worker.rank == rank and worker.name != name and self.runs.worker_state(model, worker.name) == "stop":
                 self._part(model, worker)
                 break
 
@@ -131,7 +131,7 @@ class WorkerDesk:
         if worker is None or not worker.alive:
             raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined")
         worker.draining = True
-        self.c.answer(e.request, {"worker": worker.name, "state": self.state(worker)})
+        self.c.answer(e.request, {"worker": worker.name, "state": self.state(model, worker)})
 
     def expire(self, now: float) -> None:
         """Workers whose lease has run out; one that is parked here is alive."""
@@ -160,9 +160,9 @@ class WorkerDesk:
         worker.heard_s = now
         return worker
 
-    def state(self, worker: Worker) -> str:
+    def state(self, model: Model, worker: Worker) -> str:
         """What the worker is asked to do."""
-        asked = self.runs.worker_state(worker.name)
+        asked = self.runs.worker_state(model, worker.name)
         return "draining" if asked == "active" and worker.draining else asked
 
     # --- reports ---
@@ -181,7 +181,7 @@ class WorkerDesk:
         self.note(model, worker.name, worker.done, metrics, now)
         worker.note(metrics)
         body = {
-            "state": self.state(worker),
+            "state": self.state(model, worker),
             "min_clock": model.gate.min_clock(model.roster),
             "timeline": worker.timeline,
             "evaluate": model.awaits_evaluation,
@@ -315,7 +315,7 @@ class WorkerDesk:
 
     def _asks(self, model: Model) -> bool:
         """Whether there is something to tell the workers, which they hear when they report a clock themselves."""
-        return model.awaits_evaluation or any(self.state(w) != "active" for w in model.roster.live())
+        return model.awaits_evaluation or any(self.state(model, w) != "active" for w in model.roster.live())
 
     def release(self, model: Model, now: float) -> None:
         """Answers those whose clock is free, those who have waited long enough, and those who are no members."""
@@ -345,6 +345,6 @@ class WorkerDesk:
             "version": model.version,
             "waiting_for": waiting,
             "timeline": model.timeline,
-            "state": self.state(worker),
+            "state": self.state(model, worker),
             "evaluate": model.awaits_evaluation,
         }
