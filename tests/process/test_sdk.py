@@ -1,6 +1,7 @@
 """The Python client against a real cluster."""
 
 import asyncio
+import json
 import logging
 import os
 import threading
@@ -199,6 +200,17 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: st
     other.push({"w": last})
     assert np.array_equal(model.pull()["w"], other.pull()["w"])
     assert not np.array_equal(other.pull()["w"], w0)
+
+
+def test_a_checkpoint_on_this_machine_holds_the_workers_states(client: ps.Client, name: str, tmp_path: Path) -> None:
+    """What each worker wanted kept, also of one that has left; nothing of a worker that wanted nothing kept."""
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker("anna") as w, model.worker("ben"):
+        w.state["seen"] = 12
+
+    model.checkpoint(tmp_path / "ckpt")
+
+    assert json.loads((tmp_path / "ckpt" / "workers.json").read_text()) == {f"{name}/anna": {"seen": 12}}
 
 
 def test_behind_a_gateway_everything_goes_through_the_url(

@@ -58,9 +58,9 @@ async def join(request: Request, m: str) -> Response:
 @router.get("/workers", responses=gives(200, "The roster", {"items": [], "next": None}))
 @role("reader")
 async def list_workers(request: Request, m: str) -> Response:
-    """The workers of a model, by rank, with clocks and heartbeat ages."""
+    """The workers of a model, by rank, with clocks, heartbeat ages and the state `kept` for each."""
     s = service(request)
-    return page(request, s.read.workers(m, s.now))
+    return page(request, s.read.workers(m, s.now, kept=True))
 
 
 @router.post("/workers/{w:path}/drain", responses=gives(200, "Asked to finish"))
@@ -75,7 +75,7 @@ async def drain(request: Request, m: str, w: str) -> Response:
 async def get_worker(request: Request, m: str, w: str) -> Response:
     """One worker of a model."""
     s = service(request)
-    return respond(request, s.read.worker(m, w, s.now))
+    return respond(request, s.read.worker(m, w, s.now, kept=True))
 
 
 @router.put(

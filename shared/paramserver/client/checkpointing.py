@@ -51,7 +51,7 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
         slots,
         steps,
         [frame.version for frame, _ in states],
-        {str(w["worker"]): w["state"] for w in workers if w.get("state") is not None},
+        {str(w["worker"]): w["kept"] for w in workers if w.get("kept") is not None},
         {"clock": max(clocks), "timeline": held.timeline},
         overwrite=overwrite,
     )

@@ -48,19 +48,22 @@ class Reading:
         """The whole document of `GET /models/{m}`."""
         return self._c.public(self._c.model(name))
 
-    def workers(self, name: str, now: float) -> list[dict[str, Any]]:
-        """The workers of a model: the living by rank, then the dead."""
+    def workers(self, name: str, now: float, *, kept: bool = False) -> list[dict[str, Any]]:
+        """The workers of a model: the living by rank, then the dead; see `worker`."""
         model = self._c.model(name)
         ordered = sorted(model.roster, key=lambda w: (not w.alive, w.rank, w.name))
-        return [_worker(model, w, now) for w in ordered]
+        return [_worker(model, w, now, kept) for w in ordered]
 
-    def worker(self, name: str, worker: str, now: float) -> dict[str, Any]:
-        """One worker; raises NotFoundError (`unknown_worker`) when it never joined."""
+    def worker(self, name: str, worker: str, now: float, *, kept: bool = False) -> dict[str, Any]:
+        """One worker; raises NotFoundError (`unknown_worker`) when it never joined.
+
+        With `kept` there is also what it wants kept with checkpoints, which may be large.
+        """
         model = self._c.model(name)
         found = model.roster.workers.get(worker)
         if found is None:
             raise problem("unknown_worker", f"worker {worker!r:.140} has not joined model '{name}'")
-        return _worker(model, found, now)
+        return _worker(model, found, now, kept)
 
     def datasets(self, name: str) -> list[dict[str, Any]]:
         """The datasets of a model and how far they have come."""
@@ -156,7 +159,7 @@ def _lease(holder: Holder, now: float) -> dict[str, Any]:
     }
 
 
-def _worker(model: Model, w: Worker, now: float) -> dict[str, Any]:
+def _worker(model: Model, w: Worker, now: float, kept: bool) -> dict[str, Any]:
     lease = _lease(w, now)
     if w.alive and (w.draining or w.resting):
         lease["state"] = "draining" if w.draining else "resting"
@@ -167,4 +170,5 @@ def _worker(model: Model, w: Worker, now: float) -> dict[str, Any]:
         "clock": w.done,
         "next_clock": model.gate.next_clock(w),
         "metrics": dict(w.metrics),
+        **({"kept": w.state} if kept else {}),
     }
