@@ -12,6 +12,43 @@ def beat(d: Driver, worker: Any, **fields: Any) -> Any:
     return d.ask(lambda n: io.WorkerHeartbeat(n, "m", worker["worker"], worker["epoch"], **fields))
 
 
+def test_a_workers_state_is_known_after_a_restart() -> None:
+    """Also of one that lives on and has nothing new to say."""
+    d = Driver()
+    d.model()
+    beat(d, d.join("a"), state={"epoch": 7})
+
+    d.restart()
+
+    assert d.core.read.workers("m", d.now, kept=True)[0]["kept"] == {"epoch": 7}
+    assert d.join("a")["state"] == {"epoch": 7}
+
+
+def test_a_state_that_has_not_changed_is_not_stored_again() -> None:
+    """A plain client may send it with every heartbeat."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    beat(d, a, state={"epoch": 7})
+
+    effects = d.core.handle(io.WorkerHeartbeat(99, "m", a["worker"], 1, state={"epoch": 7}), d.now)
+
+    assert not [e for e in effects if isinstance(e, io.Store)]
+
+
+def test_a_worker_that_drains_goes_on_to_after_a_restart() -> None:
+    """Whoever asked it to finish was told 200; its next incarnation is not asked."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    d.ask(lambda n: io.DrainWorker(n, "m", a["worker"]))
+
+    d.restart()
+
+    assert beat(d, a)["state"] == "draining"
+    assert beat(d, d.join("a"))["state"] == "active"
+
+
 def test_a_model_named_like_an_ended_run_has_workers_of_its_own() -> None:
     """Only workers of the model that the run trained are asked to stop."""
     d = Driver()

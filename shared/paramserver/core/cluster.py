@@ -104,6 +104,7 @@ class Cluster:
                 "timeline": worker.timeline,
                 "lease_s": worker.lease_s,
                 "state": worker.state,
+                "draining": worker.draining,
             },
         )
 

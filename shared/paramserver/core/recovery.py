@@ -62,7 +62,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         model.roster.workers[worker] = Worker(
             worker, doc["epoch"], now, doc["alive"], doc["rank"], clock, granted=clock, state=doc["state"],
             # A plain client that has not been told of a rollback yet is told now.
-            timeline=doc["timeline"], lease_s=doc["lease_s"],
+            timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
         )  # fmt: skip
     commits: dict[str, list[Commit]] = {}
     for name, doc in groups["commit"].items():

@@ -131,6 +131,7 @@ class WorkerDesk:
         if worker is None or not worker.alive:
             raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined")
         worker.draining = True
+        self.c.save_worker(model, worker)
         self.c.answer(e.request, {"worker": worker.name, "state": self.state(model, worker)})
 
     def expire(self, now: float) -> None:
@@ -172,8 +173,9 @@ class WorkerDesk:
         metrics = check_metrics(e.metrics)
         check_document(e.state, "state")
         worker = self.heard(model, e.worker, e.epoch, now)
-        if e.state is not None:
+        if e.state is not None and e.state != worker.state:
             worker.state = e.state
+            self.c.save_worker(model, worker)
         if e.clock is not None:
             _count(e.clock, "clock")
             self._check_timeline(model, worker, e.timeline)
