@@ -8,6 +8,7 @@ import pytest
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
+from paramserver.errors import RequestError
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import drive
@@ -158,6 +159,20 @@ def test_a_rollback_while_waiting_for_the_commit_drops_the_gradient() -> None:
 
     assert (session.clock, session.timeline, values.version) == (0, 4, 0)
     assert node.bodies(CLOCK) == []
+
+
+@pytest.mark.parametrize("wrong", [{"loss": "high"}, {"loss": np.ones(2)}, {"x" * 65: 1.0}])
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_metrics_that_cannot_be_reported_are_refused_before_the_push(way: str, wrong: dict[str, Any]) -> None:
+    """So the gradient is not counted, and the same iteration can be done again with better ones."""
+    node = Shard()
+    session, its = iterations(node)
+
+    with pytest.raises(RequestError) as e:
+        drive(getattr(its, way)(GRAD, wrong, deadline(), None), node)
+
+    assert e.value.code == "invalid_field"
+    assert (node.pushes, session.clock) == ([], 0)
 
 
 def test_it_waits_at_the_shard_for_no_longer_than_its_caller_would() -> None:

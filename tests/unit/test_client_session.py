@@ -12,7 +12,7 @@ from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import Unavailable, problem
+from paramserver.errors import NotFoundError, Unavailable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import drive
@@ -282,7 +282,7 @@ def test_state_is_sent_when_it_has_changed() -> None:
     """`w.state` goes with the next heartbeat, once."""
     node = Node()
     session = opened(node)
-    session.state["seen"] = np.int64(7)
+    session.reports.state["seen"] = np.int64(7)
 
     for _ in range(2):
         drive(session.beat(deadline()), node)
@@ -290,6 +290,54 @@ def test_state_is_sent_when_it_has_changed() -> None:
     beats = node.bodies("/models/m/workers/m%2Fw0")
     assert beats[0]["state"] == {"seen": 7}
     assert "state" not in beats[1]
+
+
+BEAT = "/models/m/workers/m%2Fw0"
+
+
+def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixture) -> None:
+    """The heartbeat goes out without it, with the metrics; the log says why, once, and it is not sent again."""
+    node = Node()
+    session = opened(node)
+    session.reports.state["seen"] = [0] * 3
+    session.reports.note(0, {"loss": 0.5})
+    node.script[BEAT] = [no("invalid_field", where="state")]
+
+    for _ in range(2):
+        drive(session.beat(deadline()), node)
+
+    said = [{k: v for k, v in b.items() if k in ("state", "metrics")} for b in node.bodies(BEAT)]
+    assert said == [{"state": {"seen": [0, 0, 0]}, "metrics": {"loss": 0.5}}, {"metrics": {"loss": 0.5}}, {}]
+    assert ["state_not_kept" in r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [True]
+    assert "refused" in caplog.text
+
+
+def test_a_refusal_that_names_no_part_leaves_one_out_after_the_other() -> None:
+    """A body that cannot be read at all is sent again without the state, then without the metrics."""
+    node = Node()
+    session = opened(node)
+    session.reports.state["seen"] = 1 << 70
+    session.reports.note(0, {"loss": 0.5})
+    node.script[BEAT] = [no("malformed"), no("malformed")]
+
+    drive(session.beat(deadline()), node)
+
+    assert ["state" in b for b in node.bodies(BEAT)] == [True, False, False]
+    assert ["metrics" in b for b in node.bodies(BEAT)] == [True, True, False]
+
+
+def test_a_heartbeat_of_a_model_that_is_gone_is_not_repeated() -> None:
+    """What is wrong is not what it says: that is kept for the next one."""
+    node = Node()
+    session = opened(node)
+    session.reports.state["seen"] = 7
+    node.script[BEAT] = [no("unknown_model")]
+
+    with pytest.raises(NotFoundError):
+        drive(session.beat(deadline()), node)
+    drive(session.beat(deadline()), node)
+
+    assert [b["state"] for b in node.bodies(BEAT)] == [{"seen": 7}] * 2
 
 
 def test_numbers_stay_within_the_window() -> None:

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from paramserver.core import scheduler_io as io
+from paramserver.errors import RequestError
 
 from .scheduling import Driver
 
@@ -10,6 +13,21 @@ from .scheduling import Driver
 def beat(d: Driver, worker: Any, **fields: Any) -> Any:
     """The answer to that worker's heartbeat."""
     return d.ask(lambda n: io.WorkerHeartbeat(n, "m", worker["worker"], worker["epoch"], **fields))
+
+
+@pytest.mark.parametrize("wrong", [{"metrics": {"x" * 65: 1.0}}, {"state": [0] * 30_000}, {"clock": -1}])
+def test_a_heartbeat_that_says_something_wrong_is_a_sign_of_life(wrong: dict[str, Any]) -> None:
+    """It is refused with the reason, and the lease goes on."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    d.wait(4.0)
+
+    with pytest.raises(RequestError):
+        beat(d, a, **wrong)
+    d.wait(4.0)
+
+    assert d.core.read.worker("m", a["worker"], d.now)["alive"]
 
 
 def test_a_workers_state_is_known_after_a_restart() -> None:

@@ -14,6 +14,7 @@ from paramserver.client.calls import POLL_S, Call, Deadline
 from paramserver.client.cluster import model_path
 from paramserver.client.encoding import codec_of
 from paramserver.client.gradients import Grads
+from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.client.transfer import Pushed
 from paramserver.errors import problem
@@ -57,11 +58,11 @@ class Iterations:
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
     ) -> Call[Pushed]:
         """Push, clock, report; the clock does not advance over a gradient that was dropped."""
-        s = self._session
+        s, told = self._session, numbers_of(metrics)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         done = yield from s.push(grads, deadline, ends_s=self._ends_s(deadline, patience_s), **options)
         if done.state != "dropped":
-            s.note(metrics)
+            s.reports.note(s.clock, told)
             if done.released:
                 yield from s.go_on(clock + 1, epoch, timeline)
             else:
@@ -80,15 +81,15 @@ class Iterations:
         **options: Any,
     ) -> Call[Params]:
         """Push, clock, report, and the values to go on from."""
-        s = self._session
+        s, told = self._session, numbers_of(metrics)
         if s.mode == "ssp":  # the values are wanted as they are when the others have come so far
-            yield from self.step(grads, metrics, deadline, patience_s, **options)
+            yield from self.step(grads, told, deadline, patience_s, **options)
             return (yield from s.pull(deadline, out=out, view=view))
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         found = yield from self._exchange(grads, deadline, self._ends_s(deadline, patience_s), out, view, **options)
         if found is not None:
             done, values = found
-            s.note(metrics)
+            s.reports.note(s.clock, told)
             if done.released or s.mode not in ("ssp", "sync"):
                 yield from s.go_on(clock + 1, epoch, timeline)
                 if values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):

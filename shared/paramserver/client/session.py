@@ -9,23 +9,22 @@ what both change is changed in single steps.  Three things may happen to a sessi
 - *draining*, *stop*, *paused*: what the scheduler asks for in its answers.
 """
 
-import json
 import logging
 import threading
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 from paramserver import limits
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Clock, Deadline, Pause, Request, json_bytes, json_request
+from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Clock, Deadline, Pause, Request, json_request
 from paramserver.client.cluster import Cluster, control, model_path
 from paramserver.client.encoding import Feedback, codec_of
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
+from paramserver.client.reports import Reports, document, numbers_of, refused
 from paramserver.client.tasks import Task
 from paramserver.client.transfer import Pushed
 from paramserver.codecs.codec import Codec
@@ -38,8 +37,6 @@ log = logging.getLogger("paramserver")
 
 MAP_AGE_S: Final = 5.0
 """How often a heartbeat looks for changed settings."""
-POINTS_PER_BEAT: Final = 4
-"""Metric reports of `step` that one heartbeat passes on; what lies between is thinned out."""
 DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
 
 
@@ -62,9 +59,6 @@ class Session:
         self.codec, self.feedback = codec, Feedback()
         self._lock = threading.Lock()
         self._joining = False
-        self._points: list[tuple[int, dict[str, Any]]] = []
-        self._state_sent = b""
-        self._state_wrong = False
         self._looked_at = 0.0
         self._pulled: tuple[int, int] | None = None
         """Epoch and timeline of the values that gradients are now computed from."""
@@ -81,8 +75,7 @@ class Session:
         self.status = "active"
         """What the scheduler wants: `active`, `paused`, `draining` or `stop`."""
         self.evaluation_waits = False
-        self.state: dict[str, Any] = {}
-        """The worker's own JSON values, kept with checkpoints and given to its next incarnation."""
+        self.reports: Final = Reports()
         self.joined = False
 
     # -------------------------------------------------------------------------------------------- membership
@@ -119,9 +112,7 @@ class Session:
             self.timeline = int(doc.get("timeline") or 0)
             self.clock = int(doc.get("clock") or 0)
             self._min_version = 0
-            self._state_sent = b""
-            if isinstance(doc.get("state"), dict) and not self.joined:
-                self.state.update(doc["state"])
+            self.reports.joined(None if self.joined else doc.get("state"))
             self.joined = True
         log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
 
@@ -139,27 +130,41 @@ class Session:
         """One heartbeat: say that the worker lives and how far it is, take up what the scheduler wants."""
         epoch, timeline = self.numbers.epoch, self.timeline
         body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "timeline": timeline}
-        state = self._state_bytes()
-        if state != self._state_sent and (self.state or self._state_sent):
-            body["state"] = json.loads(state)
-        points = self._take_points()
-        if points:
-            body["metrics"] = points[-1][1]
+        state, points = self.reports.fresh_state(self.worker), self.reports.take()
         try:
             for clock, values in points[:-1]:
-                yield from self._send_metrics(values, clock, deadline)
-            doc = yield from control(_request("PUT", self._path(), body), deadline)
+                yield from self._pass_on(values, clock, deadline)
+            doc = yield from self._beat(body, document(state, points), deadline)
         except PsError as e:
             if not self._follows(e):
                 raise
             yield from self._follow(e, epoch, timeline, deadline)
             return
-        self._state_sent = state
+        if state is not None:
+            self.reports.told(state)
         self._heed(doc)
         now = deadline.clock()
         if now - self._looked_at > MAP_AGE_S:
             self._looked_at = now
             yield from self.look(deadline)
+
+    def _beat(self, body: Mapping[str, Any], said: dict[str, Any], deadline: Deadline) -> Call[Any]:
+        """The answer to a heartbeat; what the scheduler refuses of `said` is left out, for the lease must go on."""
+        wrong: dict[str, PsError] = {}
+        while True:
+            try:
+                doc = yield from control(_request("PUT", self._path(), {**body, **said}), deadline)
+                break
+            except PsError as e:
+                if not said or not refused(e):
+                    raise
+                where = str(e.members.get("where", "")).partition(".")[0]
+                part = where if where in said else next(iter(said))
+                del said[part]
+                wrong[part] = e
+        for part, why in wrong.items():
+            self.reports.left_out(self.worker, part, why)
+        return doc
 
     def look(self, deadline: Deadline) -> Call[None]:
         """Fetch the model's document anew: its mode may have been changed."""
@@ -348,7 +353,7 @@ class Session:
         """Say that a task is worked through."""
         body: dict[str, Any] = {"worker": self.worker, "epoch": self.numbers.epoch}
         if metrics:
-            body["metrics"] = dict(metrics)
+            body["metrics"] = numbers_of(metrics)
         path = model_path(self.model, "tasks", task.id, "done")
         try:
             yield from control(_request("POST", path, body), deadline)
@@ -357,26 +362,13 @@ class Session:
                 raise
             log.warning("task.lost worker=%s task=%s: it is worked through again", self.worker, task.id)
 
-    def note(self, metrics: Mapping[str, Any]) -> None:
-        """Keep a report for the next heartbeat."""
-        values = _finite(metrics)
-        if values:
-            with self._lock:
-                self._points.append((self.clock, values))
-                if len(self._points) > 16 * POINTS_PER_BEAT:
-                    del self._points[::2]
-
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
-        """Send a report now."""
-        yield from self.flush(deadline)
-        values = _finite(metrics)
+        """Send a report now, after what is kept for the next heartbeat."""
+        values = numbers_of(metrics)
+        for clock, kept in self.reports.take():
+            yield from self._pass_on(kept, clock, deadline)
         if values:
             yield from self._send_metrics(values, self.clock, deadline)
-
-    def flush(self, deadline: Deadline) -> Call[None]:
-        """Send what `note` has kept."""
-        for clock, values in self._take_points():
-            yield from self._send_metrics(values, clock, deadline)
 
     # -------------------------------------------------------------------------------------------- what happens to it
 
@@ -452,21 +444,14 @@ class Session:
         while self.status == "paused":
             yield Pause(0.2)
 
-    def _state_bytes(self) -> bytes:
-        """`state` as JSON; what was sent last if it is no JSON now, for a heartbeat must go out all the same."""
+    def _pass_on(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
+        """Send metrics that were kept: whoever reported them does not wait for the answer any more."""
         try:
-            return json_bytes(self.state)
-        except (PsError, RuntimeError) as e:  # RuntimeError: it is being changed at this moment
-            if not self._state_wrong and isinstance(e, PsError):
-                self._state_wrong = True
-                log.warning("worker.state_not_kept worker=%s: %s", self.worker, e)
-            return self._state_sent
-
-    def _take_points(self) -> list[tuple[int, dict[str, Any]]]:
-        with self._lock:
-            points, self._points = self._points, []
-        step = -(-len(points) // POINTS_PER_BEAT) or 1
-        return points[::-1][::step][::-1]
+            yield from self._send_metrics(values, clock, deadline)
+        except PsError as e:
+            if not refused(e):
+                raise
+            self.reports.left_out(self.worker, "metrics", e)
 
     def _send_metrics(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
         body = {"metrics": values, "worker": self.worker, "clock": clock}
@@ -479,9 +464,3 @@ class Session:
 def _request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
     """A request that the scheduler answers at once or after `wait_s`, and that may be repeated."""
     return json_request(method, path, body, timeout_s=ATTEMPT_S + wait_s)
-
-
-def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers; None, NaN and infinity are left out."""
-    values = {k: float(v) for k, v in metrics.items() if v is not None}
-    return {k: v for k, v in values.items() if isfinite(v)}

@@ -36,7 +36,7 @@ class WorkerView:
     @property
     def state(self) -> dict[str, Any]:
         """JSON values of its own that checkpoints keep, and that the next worker of this name starts with."""
-        return self._session.state
+        return self._session.reports.state
 
     @property
     def draining(self) -> bool:

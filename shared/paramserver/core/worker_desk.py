@@ -170,9 +170,9 @@ class WorkerDesk:
 
     def heartbeat(self, e: WorkerHeartbeat, now: float) -> None:
         model = self.c.model(e.model)
+        worker = self.heard(model, e.worker, e.epoch, now)  # It lives, whatever is wrong with what it says besides.
         metrics = check_metrics(e.metrics)
         check_document(e.state, "state")
-        worker = self.heard(model, e.worker, e.epoch, now)
         if e.state is not None and e.state != worker.state:
             worker.state = e.state
             self.c.save_worker(model, worker)

@@ -1,0 +1,109 @@
+"""What a worker tells the scheduler besides its clock: the state that it wants kept, and metrics.
+
+Both travel with its heartbeats, and neither may cost it one: a heartbeat goes out without what cannot be sent or is
+refused, and one line in the log says why.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, Final
+
+from paramserver.client.calls import json_bytes
+from paramserver.core.series import check_metrics
+from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
+
+log = logging.getLogger("paramserver")
+
+POINTS_PER_BEAT: Final = 4
+"""Metric reports of `step` that one heartbeat passes on; what lies between is thinned out."""
+
+
+class Reports:
+    """What one worker has to tell; safe between the worker's own threads and its heartbeat."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+        """The worker's own JSON values, kept with checkpoints and given to its next incarnation."""
+        self._lock = threading.Lock()
+        self._points: list[tuple[int, dict[str, float]]] = []
+        self._told = b""
+        self._warned: set[str] = set()
+
+    def note(self, clock: int, values: dict[str, float]) -> None:
+        """Keep metrics for the next heartbeat."""
+        if values:
+            with self._lock:
+                self._points.append((clock, values))
+                if len(self._points) > 16 * POINTS_PER_BEAT:
+                    del self._points[::2]
+
+    def take(self) -> list[tuple[int, dict[str, float]]]:
+        """The metrics to be sent now, with their clocks, oldest first."""
+        with self._lock:
+            points, self._points = self._points, []
+        step = -(-len(points) // POINTS_PER_BEAT) or 1
+        return points[::-1][::step][::-1]
+
+    def fresh_state(self, worker: str) -> bytes | None:
+        """The state as JSON; None where it is as it was told last, or cannot be told now."""
+        try:
+            state = json_bytes(self.state)
+        except RuntimeError:  # it is being changed at this moment
+            return None
+        except PsError as e:
+            self.left_out(worker, "state", e)
+            return None
+        return state if state != self._told and (self.state or self._told) else None
+
+    def told(self, state: bytes) -> None:
+        """The scheduler has that state, or has refused it: it is not sent again before it has changed."""
+        self._told = state
+
+    def joined(self, state: Any) -> None:
+        """The worker is a new incarnation; `state` is that of the last one, if it is to have it."""
+        if isinstance(state, dict):
+            self.state.update(state)
+        self._told = b""
+
+    def left_out(self, worker: str, what: str, why: PsError) -> None:
+        """Say once that the scheduler does not get the worker's `state` or `metrics`."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("worker.%s_not_kept worker=%s: %s", what, worker, why)
+
+
+def refused(error: PsError) -> bool:
+    """Whether it is what the request says that is wrong, rather than to whom or when."""
+    return isinstance(error, RequestError) and not isinstance(error, NotFoundError | ConflictError)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; None, NaN and infinity are left out.
+
+    Raises RequestError (`invalid_field`) for what is no number, and for names that the scheduler would refuse.
+    """
+    values: dict[str, float] = {}
+    for name, value in metrics.items():
+        if value is None:
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+            detail = f"metrics.{name}: must be a number, not {value!r:.80}"
+            raise problem("invalid_field", detail, where=f"metrics.{name}") from None
+        if isfinite(number):
+            values[name] = number
+    return check_metrics(values)
+
+
+def document(state: bytes | None, points: list[tuple[int, dict[str, float]]]) -> dict[str, Any]:
+    """What a heartbeat says of them: the state, and the newest metrics."""
+    said: dict[str, Any] = {}
+    if state is not None:
+        said["state"] = json.loads(state)
+    if points:
+        said["metrics"] = points[-1][1]
+    return said
