@@ -76,6 +76,9 @@ class Lease(Body):
     epoch: Count
     dataset: Id = "train"
     wait_s: Seconds = 0.0
+    holding: list[Text] | None = Field(
+        None, description="ids of the dataset's tasks that it still works on: its others are free again"
+    )
 
 
 class TaskDone(Body):

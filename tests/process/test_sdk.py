@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,36 @@ def test_tasks_are_worked_through_once_by_living_workers(client: ps.Client, name
 
     assert (first.start, first.stop) in ranges
     assert sorted(ranges) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+
+
+def test_a_range_whose_loop_was_left_is_worked_on_all_the_same(client: ps.Client, name: str) -> None:
+    """By the very worker that left it, by `break` or an exception that was caught."""
+    model = client.create_model(name, {"w": (4,)})
+    model.add_tasks("train", size=4, chunk=1)
+    with model.worker() as w:
+        for _ in w.tasks():
+            break
+        with suppress(ZeroDivisionError):
+            for _ in w.tasks():
+                raise ZeroDivisionError
+        starts = [t.start for t in w.tasks()]
+
+    assert sorted(starts) == [0, 1, 2, 3]
+
+
+def test_an_evaluation_that_raises_waits_on(client: ps.Client, name: str) -> None:
+    """The worker may make it at its next step."""
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker() as w:
+        model.evaluate()
+        eventually(lambda: w.evaluation_waits, what="the evaluation")
+        with pytest.raises(ZeroDivisionError):
+            w.evaluate(lambda p: {"accuracy": 1 / 0})
+        assert w.evaluation_waits
+        assert w.evaluate(lambda p: {"accuracy": 0.5}) == {"accuracy": 0.5}
+        assert w.evaluate(lambda p: {"accuracy": 0.5}) is None
+
+    assert [p.value for p in model.metrics("accuracy")] == [0.5]
 
 
 def test_a_worker_keeps_state_and_evaluates(client: ps.Client, name: str) -> None:
@@ -303,6 +334,11 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
                 p = await w.pushpull(ones())
                 assert p["w"].tolist() == [13.0] * 100
             assert starts == [0, 2]
+            await model.add_tasks("again", size=2, chunk=1)
+            async with model.worker() as w:
+                async for _ in w.tasks("again"):
+                    break
+                assert sorted([t.start async for t in w.tasks("again")]) == [0, 1]
             with ps.connect(shared_cluster.url) as blocking:
                 assert blocking.model(name).pull()["w"].tolist() == [13.0] * 100
             await model.delete()

@@ -1,12 +1,12 @@
 """A worker's session as pure calls: joins, clocks, rollbacks, lost leases and reports, answered by hand."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from paramserver.client.calls import Deadline, Outcome, Request, Response
+from paramserver.client.calls import Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
@@ -36,7 +36,7 @@ class Node:
         )
         self.mode = mode
         self.epoch, self.timeline, self.clock, self.version = 0, 0, 0, 0
-        self.script: dict[str, list[Response]] = {}
+        self.script: dict[str, list[Outcome]] = {}
         self.sent: list[tuple[str, str, Any]] = []
         self.pushes: list[PushFrame] = []
         self.pulls: list[PullFrame] = []
@@ -276,6 +276,74 @@ def test_tasks_are_waited_for_and_done() -> None:
     assert (found.start, found.stop, found.index) == (20, 30, 2)
     assert session.clock == 4, "while it waited it held nobody up, so it goes on where the others are"
     assert node.bodies("/models/m/tasks/train%3A0%3A2/done")[0]["epoch"] == 1
+
+
+LEASE = "/models/m/tasks/lease"
+TASK = {"id": "train:0:0", "kind": "range", "dataset": "train", "start": 0, "stop": 9, "index": 0, "pass": 0}
+
+
+def given(task: Any) -> Response:
+    return ok({"task": task, "finished": False, "clock": 0})
+
+
+def test_a_lease_says_what_is_still_worked_on() -> None:
+    """Of that dataset: neither what is done nor what was put down, so that the scheduler may free it."""
+    node = Node()
+    session = opened(node)
+    tasks = [TASK | {"id": f"train:0:{i}"} for i in range(3)]
+    node.script[LEASE] = [*(given(t) for t in tasks), given(None), given(None)]
+    node.script["/models/m/tasks/train%3A0%3A0/done"] = [ok({"done": True})]
+
+    first, second, _ = (drive(session.lease("train", deadline()), node) for _ in tasks)
+    assert first is not None
+    assert second is not None
+    drive(session.done(first, deadline()), node)
+    session.holding.put_down(second)
+    drive(session.lease("train", deadline(), wait=False), node)
+    drive(session.lease("other", deadline(), wait=False), node)
+
+    ids = [t["id"] for t in tasks]
+    assert [b["holding"] for b in node.bodies(LEASE)] == [[], ids[:1], ids[:2], ids[2:], []]
+
+
+def test_a_task_that_was_given_in_an_answer_that_is_lost_is_not_held() -> None:
+    """The request is sent again and says so, and the scheduler gives the same task."""
+    node = Node()
+    session = opened(node)
+    node.script[LEASE] = [problem("in_doubt", "the connection broke"), given(TASK)]
+
+    assert drive(session.lease("train", deadline()), node) is not None
+
+    assert [b["holding"] for b in node.bodies(LEASE)] == [[], []]
+
+
+def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
+    """Else what one thread says it holds would lack the task that another is just being given."""
+    node = Node()
+    session = opened(node)
+    asking, other = session.lease("train", deadline()), session.lease("train", deadline())
+    (request,) = cast(list[Request], next(asking))
+
+    assert isinstance(next(other), Pause)
+    node.script[LEASE] = [given(TASK), given(TASK | {"id": "train:0:1"})]
+    with pytest.raises(StopIteration):
+        asking.send([node(request)])
+    drive(other, node)
+
+    assert [b["holding"] for b in node.bodies(LEASE)] == [[], ["train:0:0"]]
+
+
+def test_a_request_for_a_task_that_is_given_up_lets_the_next_one_be_made() -> None:
+    """As when Ctrl-C or a cancelled task ends it."""
+    node = Node()
+    session = opened(node)
+    asking = session.lease("train", deadline())
+    next(asking)
+
+    asking.close()
+    node.script[LEASE] = [given(TASK)]
+
+    assert drive(session.lease("train", deadline()), node) is not None
 
 
 def test_state_is_sent_when_it_has_changed() -> None:

@@ -51,7 +51,7 @@ async def list_datasets(request: Request, m: str) -> Response:
 async def lease(request: Request, m: str) -> Response:
     """Take the next range; it comes back by itself if its worker dies. Dataset `evaluate` gives evaluations."""
     b = await read(request, bodies.Lease)
-    return await reply(request, lambda n: io.LeaseTask(n, m, b.worker, b.epoch, b.dataset, b.wait_s))
+    return await reply(request, lambda n: io.LeaseTask(n, m, b.worker, b.epoch, b.dataset, b.wait_s, b.holding))
 
 
 @router.post(

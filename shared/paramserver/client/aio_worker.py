@@ -180,8 +180,11 @@ class AsyncWorker(WorkerView):
     async def tasks(self, dataset: str = "train") -> AsyncIterator[Task]:
         """See `Worker.tasks`."""
         while (task := await self._run(self._session.lease(dataset, self._deadline(None)))) is not None:
-            yield task
-            await self._run(self._session.done(task, self._deadline(None)))
+            try:
+                yield task
+                await self._run(self._session.done(task, self._deadline(None)))
+            finally:
+                self._session.holding.put_down(task)
 
     async def evaluate(
         self, measure: Callable[[Params], Mapping[str, float] | Awaitable[Mapping[str, float]]]
@@ -192,10 +195,13 @@ class AsyncWorker(WorkerView):
         task = await self._run(self._session.lease(EVALUATE, self._deadline(None), wait=False))
         if task is None:
             return None
-        measured = measure(await self.pull())
-        found = await measured if isawaitable(measured) else measured
-        metrics = {k: float(v) for k, v in found.items()}
-        await self._run(self._session.done(task, self._deadline(None), metrics))
+        try:
+            measured = measure(await self.pull())
+            found = await measured if isawaitable(measured) else measured
+            metrics = {k: float(v) for k, v in found.items()}
+            await self._run(self._session.done(task, self._deadline(None), metrics))
+        finally:
+            self._session.holding.put_down(task)
         return metrics
 
     async def _run(self, call: Call[T]) -> T:

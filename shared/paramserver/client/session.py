@@ -25,7 +25,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.reports import Reports, document, numbers_of, refused
-from paramserver.client.tasks import Task
+from paramserver.client.tasks import Holding, Task
 from paramserver.client.transfer import Pushed
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
@@ -74,9 +74,15 @@ class Session:
         self.mode = "async"
         self.status = "active"
         """What the scheduler wants: `active`, `paused`, `draining` or `stop`."""
-        self.evaluation_waits = False
+        self._evaluation_waits = False
         self.reports: Final = Reports()
+        self.holding: Final = Holding()
         self.joined = False
+
+    @property
+    def evaluation_waits(self) -> bool:
+        """Whether an evaluation may be asked for: one that nobody has taken, or that failed here."""
+        return self._evaluation_waits or self.holding.evaluation_failed
 
     # -------------------------------------------------------------------------------------------- membership
 
@@ -334,20 +340,30 @@ class Session:
         """The next range of a dataset; None when it is worked through, or the worker is to finish."""
         while self.status not in ("draining", "stop"):
             yield from self._while_paused()
-            epoch, timeline = self.numbers.epoch, self.timeline
-            wait_s = POLL_S if wait else 0.0
-            path = model_path(self.model, "tasks", "lease")
-            doc = yield from self.ask(path, {"dataset": dataset}, epoch, timeline, wait_s, deadline.clock)
-            if doc is None:
+            if not self.holding.begin(dataset):
+                yield Pause(0.05)
                 continue
-            with self._lock:  # while it waited it held nobody up, so the model may be some clocks further
-                if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                    self.clock = max(self.clock, int(doc.get("clock") or 0))
-            if doc.get("task"):
-                return Task.from_document(doc["task"])
-            if doc.get("finished") or not wait:
+            try:
+                doc = yield from self._lease(dataset, deadline, wait)
+                task = self.holding.take(dataset, doc) if doc is not None else None
+            finally:
+                self.holding.end(dataset)
+            if task is not None:
+                return task
+            if doc is not None and (doc.get("finished") or not wait):
                 return None
         return None
+
+    def _lease(self, dataset: str, deadline: Deadline, wait: bool) -> Call[Any]:
+        """The scheduler's answer to one request for a task; None: see `ask`."""
+        epoch, timeline = self.numbers.epoch, self.timeline
+        body = {"dataset": dataset, "holding": self.holding.ids(dataset)}
+        path = model_path(self.model, "tasks", "lease")
+        doc = yield from self.ask(path, body, epoch, timeline, POLL_S if wait else 0.0, deadline.clock)
+        with self._lock:  # while it waited it held nobody up, so the model may be some clocks further
+            if doc and self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
+                self.clock = max(self.clock, int(doc.get("clock") or 0))
+        return doc
 
     def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, Any] | None = None) -> Call[None]:
         """Say that a task is worked through."""
@@ -361,6 +377,7 @@ class Session:
             if e.code not in ("fenced", "unknown_worker", "unknown_task"):
                 raise
             log.warning("task.lost worker=%s task=%s: it is worked through again", self.worker, task.id)
+        self.holding.done(task)
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
         """Send a report now, after what is kept for the next heartbeat."""
@@ -438,7 +455,7 @@ class Session:
             self.status = str(status)
             log.info("worker.asked worker=%s state=%s", self.worker, status)
         if "evaluate" in doc:
-            self.evaluation_waits = bool(doc["evaluate"])
+            self._evaluation_waits = bool(doc["evaluate"])
 
     def _while_paused(self) -> Call[None]:
         while self.status == "paused":

@@ -216,24 +216,32 @@ class Worker(WorkerView):
         """Ranges of a dataset, leased one at a time; each counts as done when the next one is asked for.
 
         Ends when the dataset is worked through or the worker is to finish.  What a worker leaves undone goes to others,
-        so a range may be worked on twice, and none is lost.
+        so a range may be worked on twice, and none is lost.  A range whose loop is left (`break`, an exception) is free
+        again when this worker asks for its next one.
         """
         while (task := self._run(self._session.lease(dataset, self._deadline(None)))) is not None:
-            yield task
-            self._run(self._session.done(task, self._deadline(None)))
+            try:
+                yield task
+                self._run(self._session.done(task, self._deadline(None)))
+            finally:
+                self._session.holding.put_down(task)
 
     def evaluate(self, measure: Callable[[Params], Mapping[str, float]]) -> dict[str, float] | None:
         """Make the evaluation that is waiting, if any: `measure` gets the present values and returns metrics.
 
-        Cheap to call at every step: without one it asks nobody and returns None.
+        Cheap to call at every step: without one it asks nobody and returns None.  If `measure` raises, the evaluation
+        waits on.
         """
         if not self._session.evaluation_waits:
             return None
         task = self._run(self._session.lease(EVALUATE, self._deadline(None), wait=False))
         if task is None:
             return None
-        metrics = {k: float(v) for k, v in measure(self.pull()).items()}
-        self._run(self._session.done(task, self._deadline(None), metrics))
+        try:
+            metrics = {k: float(v) for k, v in measure(self.pull()).items()}
+            self._run(self._session.done(task, self._deadline(None), metrics))
+        finally:
+            self._session.holding.put_down(task)
         return metrics
 
     def _run(self, call: Call[T]) -> T:

@@ -1,5 +1,6 @@
 """Data and evaluations as tasks: registered, leased to workers, done, and handed out again when a worker is gone."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from paramserver import limits
@@ -53,9 +54,22 @@ class TaskDesk:
         worker = self.workers.heard(model, e.worker, e.epoch, now)
         if len(model.task_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
+        if e.holding is not None:
+            self._free(model, worker, e.dataset, e.holding)
         model.task_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset))
         worker.parked += 1
         self.c.touch(model)
+
+    def _free(self, model: Model, worker: Worker, dataset: str, holding: Sequence[str]) -> None:
+        """What that worker has leased and does not hold is free again: it gave it up, or never heard that it has it."""
+        if dataset != EVALUATE:
+            if model.datasets[dataset].release(worker.name, worker.epoch, holding):
+                self.c.save_dataset(model, dataset)
+            return
+        for evaluation in model.evaluations:
+            if evaluation.leased == (worker.name, worker.epoch) and evaluation.id not in holding:
+                evaluation.leased = None
+                self.c.save_clock(model)
 
     def _next_task(self, model: Model, worker: Worker, dataset: str) -> dict[str, Any] | None:
         holder = (worker.name, worker.epoch)

@@ -6,7 +6,7 @@ that nobody idles behind a slow worker; at most two passes are open at once.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -200,11 +200,14 @@ class Dataset:
             self.done[self.opened] = RangeSet()
             self.opened += 1
 
+    def _id(self, number: int, index: int) -> str:
+        return f"{self.spec.name}:{number}:{index}"
+
     def task(self, number: int, index: int) -> dict[str, Any]:
         """What a worker is told of a range."""
         start, stop = self.spec.ranges[index]
         return {
-            "id": f"{self.spec.name}:{number}:{index}",
+            "id": self._id(number, index),
             "kind": "range",
             "dataset": self.spec.name,
             "uri": self.spec.uri,
@@ -230,9 +233,9 @@ class Dataset:
                 self.done[self.opened] = RangeSet()
                 self.opened += 1
 
-    def release(self, worker: str, epoch: int) -> bool:
-        """What that worker had leased is free again; whether it had anything."""
-        held = [k for k, v in self.leases.items() if v == (worker, epoch)]
+    def release(self, worker: str, epoch: int, holding: Collection[str] = ()) -> bool:
+        """What that worker had leased is free again, but for the ids it holds on to; whether there was anything."""
+        held = [k for k, v in self.leases.items() if v == (worker, epoch) and self._id(*k) not in holding]
         for number, index in held:
             del self.leases[number, index]
             self.cursor[number] = min(self.cursor.get(number, 0), index)

@@ -143,6 +143,8 @@ class LeaseTask(Struct, frozen=True):
     epoch: int
     dataset: str
     wait_s: float = 0.0
+    holding: Sequence[str] | None = None
+    """Ids of the dataset's tasks that it still works on: its others are free again.  None: it does not say."""
 
 
 class TaskDone(Struct, frozen=True):

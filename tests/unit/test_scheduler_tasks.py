@@ -1,0 +1,77 @@
+"""What becomes of tasks whose worker lives on without working on them."""
+
+from typing import Any
+
+import pytest
+
+from paramserver.core import scheduler_io as io
+
+from .scheduling import Driver
+
+
+def lease(d: Driver, worker: Any, holding: list[str] | None, dataset: str = "train") -> Any:
+    """The task that a worker gets which says that it works on these."""
+    e = worker["epoch"]
+    return d.ask(lambda n: io.LeaseTask(n, "m", worker["worker"], e, dataset, holding=holding))["task"]
+
+
+@pytest.fixture
+def two() -> tuple[Driver, Any, Any]:
+    """Two workers of a model with a dataset of two ranges, of which the first has one."""
+    d = Driver()
+    d.model()
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "train", 20, 10))
+    assert lease(d, a, [])["start"] == 0
+    return d, a, b
+
+
+def test_a_range_that_its_worker_does_not_hold_any_more_is_free_with_its_next_lease(
+    two: tuple[Driver, Any, Any],
+) -> None:
+    """It left the loop, or never got the answer that gave it the range; others keep theirs."""
+    d, a, b = two
+    assert lease(d, b, [])["start"] == 10
+
+    again = lease(d, a, [])
+
+    assert again["start"] == 0
+    assert lease(d, b, ["train:0:1"]) is None
+
+
+def test_a_range_that_is_given_back_goes_to_who_waits(two: tuple[Driver, Any, Any]) -> None:
+    """The worker itself comes after them."""
+    d, a, b = two
+    lease(d, b, [])
+    waiting = d.send(lambda n: io.LeaseTask(n, "m", b["worker"], 1, "train", 30.0, ["train:0:1"]))
+
+    assert lease(d, a, []) is None
+    assert d.result(waiting)["task"]["start"] == 0
+
+
+def test_what_a_worker_says_it_holds_stays_its_own(two: tuple[Driver, Any, Any]) -> None:
+    """Two loops of one worker have a range each."""
+    d, a, _ = two
+
+    assert lease(d, a, ["train:0:0"])["start"] == 10
+    assert lease(d, a, ["train:0:0", "train:0:1"]) is None
+
+
+def test_a_client_that_does_not_say_what_it_holds_keeps_all(two: tuple[Driver, Any, Any]) -> None:
+    """As a plain client that has several ranges at a time."""
+    d, a, _ = two
+
+    assert lease(d, a, None)["start"] == 10
+    assert lease(d, a, None) is None
+
+
+def test_an_evaluation_that_failed_is_made_again() -> None:
+    """By the same worker, which says that it makes none."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    d.ask(lambda n: io.RequestEvaluation(n, "m"))
+    first = lease(d, a, [], "evaluate")
+
+    assert lease(d, a, [first["id"]], "evaluate") is None
+    assert lease(d, a, [], "evaluate") == first
