@@ -8,11 +8,11 @@ import pytest
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
-from paramserver.errors import RequestError
+from paramserver.errors import RequestError, Unavailable
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
-from .sharding import drive
-from .test_client_session import GRAD, Node, deadline, no, opened
+from .sharding import Now, drive
+from .test_client_session import BEAT, GRAD, Node, deadline, no, ok, opened
 
 CLOCK = "/models/m/clock"
 
@@ -159,6 +159,57 @@ def test_a_rollback_while_waiting_for_the_commit_drops_the_gradient() -> None:
 
     assert (session.clock, session.timeline, values.version) == (0, 4, 0)
     assert node.bodies(CLOCK) == []
+
+
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: str) -> None:
+    """`clock` goes on waiting where the step left off; another step would count the gradient twice."""
+    node = Shard()
+    session, its = iterations(node)
+    node.released = False
+    node.script[CLOCK] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
+
+    with pytest.raises(Unavailable, match=r"m/w7.*is pushed.*worker\.clock\(\)") as e:
+        drive(getattr(its, way)(GRAD, {}, Deadline.after(0.0), 0.0), node)
+    drive(its.advance(deadline(), None), node)
+
+    assert e.value.code == "unavailable"
+    assert (len(node.pushes), session.clock) == (1, 1)
+
+
+def test_a_scheduler_that_falls_silent_after_the_push_does_not_hide_that_it_is_pushed() -> None:
+    """The error is what it was, with that hint."""
+    node = Shard()
+    session, its = iterations(node)
+    session.silence_s = 0.0
+    node.released = False
+    node.script[CLOCK] = [no("no_leader")]
+
+    with pytest.raises(Unavailable, match=r"is pushed.*worker\.clock\(\)") as e:
+        drive(its.step(GRAD, {}, Deadline.after(0.0), 0.0), node)
+
+    assert e.value.code == "no_leader"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_a_paused_worker_waits_for_no_longer_than_its_caller_would(way: str, mode: str) -> None:
+    """The iteration ends with `clock` once the run goes on, without another push."""
+    node, now = Shard(mode), Now()
+    session, its = iterations(node)
+    node.script[BEAT] = [ok({"state": "paused"}), ok({"state": "active"})]
+    node.script[CLOCK] = [ok({"released": True, "clock": 1, "state": "paused"})]
+    drive(session.beat(deadline()), node)
+
+    with pytest.raises(Unavailable, match=r"paused.*is pushed"):
+        drive(getattr(its, way)(GRAD, {}, Deadline.after(2.0, now), 2.0), node, now)
+    with pytest.raises(Unavailable, match="paused"):
+        drive(its.advance(Deadline.after(2.0, now), 2.0), node, now)
+    drive(session.beat(deadline()), node)
+    drive(its.advance(deadline(), None), node)
+
+    assert 104.0 <= now.s < 105.0
+    assert (len(node.pushes), session.clock) == (1, 1)
 
 
 @pytest.mark.parametrize("wrong", [{"loss": "high"}, {"loss": np.ones(2)}, {"x" * 65: 1.0}])

@@ -110,6 +110,7 @@ def opened(node: Node) -> Session:
     return session
 
 
+BEAT = "/models/m/workers/m%2Fw0"
 GRAD = {"w": np.ones(4, np.float32)}
 
 
@@ -140,7 +141,7 @@ def test_async_steps_never_ask_the_scheduler() -> None:
     assert {path for _, path, _ in node.sent} == {"/livez", "/push"} or {p for _, p, _ in node.sent} == {"/push"}
     drive(session.beat(deadline()), node)
 
-    assert node.bodies("/models/m/workers/m%2Fw0")[0]["clock"] == 9
+    assert node.bodies(BEAT)[0]["clock"] == 9
     assert len(node.bodies("/models/m/metrics")) <= 4
 
 
@@ -171,7 +172,7 @@ def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
     session = opened(node)
     drive(session.pull(deadline()), node)
     node.timeline = 2
-    node.script["/models/m/workers/m%2Fw0"] = [no("rolled_back", timeline=2, clock=0)]
+    node.script[BEAT] = [no("rolled_back", timeline=2, clock=0)]
     drive(session.beat(deadline()), node)
 
     done = drive(session.push(GRAD, deadline()), node)
@@ -213,7 +214,7 @@ def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
     """Joining again works though another worker has the rank now."""
     node = Node()
     session = opened(node)
-    node.script["/models/m/workers/m%2Fw0"] = [no("fenced")]
+    node.script[BEAT] = [no("fenced")]
     node.script["/models/m/workers"] = [no("conflict")]
 
     drive(session.beat(deadline()), node)
@@ -355,12 +356,9 @@ def test_state_is_sent_when_it_has_changed() -> None:
     for _ in range(2):
         drive(session.beat(deadline()), node)
 
-    beats = node.bodies("/models/m/workers/m%2Fw0")
+    beats = node.bodies(BEAT)
     assert beats[0]["state"] == {"seen": 7}
     assert "state" not in beats[1]
-
-
-BEAT = "/models/m/workers/m%2Fw0"
 
 
 def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,9 @@ from paramserver.client.gradients import Grads
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.client.transfer import Pushed
-from paramserver.errors import problem
+from paramserver.errors import Unavailable, from_document, problem
+
+PUSHED: Final = "the gradient is pushed: worker.clock() goes on waiting, another step would count it twice"
 
 
 class Iterations:
@@ -30,7 +32,7 @@ class Iterations:
         """Report the present iteration finished and wait until the next may begin; its number.
 
         Waiting for other workers has no end of its own unless `patience_s` is given; only a silent cluster makes it
-        raise before.  Raises Unavailable (`unavailable`) naming whom it waited for.
+        raise before.  Raises Unavailable (`unavailable`) naming whom it waited for, or that the run is paused.
         """
         s = self._session
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -51,7 +53,8 @@ class Iterations:
             if deadline.clock() >= give_up:
                 whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
                 raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
-        yield from s.go_on(done, epoch, timeline, version)
+        until = deadline if patience_s is not None else None
+        yield from s.go_on(done, epoch, timeline, version, until=until)
         return s.clock
 
     def step(
@@ -63,10 +66,7 @@ class Iterations:
         done = yield from s.push(grads, deadline, ends_s=self._ends_s(deadline, patience_s), **options)
         if done.state != "dropped":
             s.reports.note(s.clock, told)
-            if done.released:
-                yield from s.go_on(clock + 1, epoch, timeline)
-            else:
-                yield from self.advance(deadline, patience_s)
+            yield from self._finish(deadline, patience_s, (clock + 1, epoch, timeline) if done.released else None)
         return done
 
     def exchange(
@@ -90,14 +90,29 @@ class Iterations:
         if found is not None:
             done, values = found
             s.reports.note(s.clock, told)
-            if done.released or s.mode not in ("ssp", "sync"):
-                yield from s.go_on(clock + 1, epoch, timeline)
-                if values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
-                    s.goes_on_from(values, epoch, timeline)
-                    return values
-            else:
-                yield from self.advance(deadline, patience_s)
+            released = done.released or s.mode not in ("ssp", "sync")
+            yield from self._finish(deadline, patience_s, (clock + 1, epoch, timeline) if released else None)
+            if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
+                s.goes_on_from(values, epoch, timeline)
+                return values
         return (yield from s.pull(deadline, out=out, view=view))
+
+    def _finish(
+        self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None
+    ) -> Call[None]:
+        """End an iteration whose push is there: by `advance`, or as the shards have `released` it.
+
+        An error says that the gradient counts, for the caller may not push it again.
+        """
+        try:
+            if released is None:
+                yield from self.advance(deadline, patience_s)
+            else:
+                until = deadline if patience_s is not None else None
+                yield from self._session.go_on(*released, until=until)
+        except Unavailable as e:
+            hint = f"{e.hint}; {PUSHED}" if e.hint else PUSHED
+            raise from_document({**e.document(), "hint": hint}) from e
 
     def _exchange(
         self,

@@ -323,16 +323,19 @@ class Session:
 
     # -------------------------------------------------------------------------------------------- clocks
 
-    def go_on(self, clock: int, epoch: int, timeline: int, min_version: int = 0) -> Call[None]:
+    def go_on(
+        self, clock: int, epoch: int, timeline: int, min_version: int = 0, *, until: Deadline | None = None
+    ) -> Call[None]:
         """So many iterations are finished, if the session is still what it was when the last of them began.
 
-        Pulls from now on have at least `min_version`.  Waits while the worker is asked to pause.
+        Pulls from now on have at least `min_version`.  While the worker is asked to pause it waits first, without an
+        end or `until` then, and raises Unavailable (`unavailable`): the clock is to be reported again.
         """
+        yield from self._while_paused(until)
         with self._lock:
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
                 self.clock = clock
                 self._min_version = max(self._min_version, min_version)
-        yield from self._while_paused()
 
     # -------------------------------------------------------------------------------------------- tasks and metrics
 
@@ -457,9 +460,13 @@ class Session:
         if "evaluate" in doc:
             self._evaluation_waits = bool(doc["evaluate"])
 
-    def _while_paused(self) -> Call[None]:
+    def _while_paused(self, until: Deadline | None = None) -> Call[None]:
         while self.status == "paused":
-            yield Pause(0.2)
+            if until is not None and until.left_s() <= 0:
+                raise problem(
+                    "unavailable", "the run is paused", hint="psctl run resume, or client.set_run(), resumes it"
+                )
+            yield Pause(0.2 if until is None else min(0.2, until.left_s()))
 
     def _pass_on(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
         """Send metrics that were kept: whoever reported them does not wait for the answer any more."""
