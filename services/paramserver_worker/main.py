@@ -9,6 +9,7 @@ import sys
 import time
 from types import FrameType
 from typing import Annotated, Any
+from zlib import crc32
 
 import typer
 
@@ -29,6 +30,7 @@ EPILOG = """Examples:
 """
 DEFAULT_ALLOW = ["paramserver.examples"]
 RETRY_S = 1.0
+HOST_CHARS = 48
 
 app = typer.Typer(add_completion=False)
 
@@ -59,9 +61,13 @@ def _parsed(args: list[str]) -> dict[str, Any]:
     return values
 
 
-def _default_name() -> str:
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:48]
-    return f"{host or 'host'}-{os.getpid()}"
+def default_name() -> str:
+    """Host and process, as a name that the pool allows; a long host's ends in a checksum of all of it."""
+    told = socket.gethostname()
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", told).lstrip("._-") or "host"
+    if len(host) > HOST_CHARS:
+        host = f"{host[: HOST_CHARS - 9]}-{crc32(told.encode()):08x}"
+    return f"{host}-{os.getpid()}"
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -92,7 +98,7 @@ def worker(
             function = entries.load(entry, [*(allow or []), module])
             entries.run(connect(settings), function, _parsed(arg or []), model=model, place={})
             return
-        member = PoolMember(connect(settings), name or f"{socket.gethostname()}-{os.getpid()}", allow or DEFAULT_ALLOW)
+        member = PoolMember(connect(settings), name or default_name(), allow or DEFAULT_ALLOW)
         try:
             member.work()
         finally:

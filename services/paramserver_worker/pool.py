@@ -58,6 +58,8 @@ class PoolMember:
             log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
             self._epoch = 0
         except PsError as e:
+            if not self._epoch and e.code == "invalid_field":
+                raise  # the name is not allowed, which does not pass
             log.warning("pool.unreachable %s", e)
         return None
 

@@ -1,12 +1,15 @@
-"""Which functions a worker runs, and how it finds them."""
+"""Which functions a worker runs, how it finds them, and what it is called."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from paramserver.core.fields import MODEL_NAME
 from paramserver.errors import RequestError
 from paramserver.examples import digits
 from paramserver_worker import entry
+from paramserver_worker.main import default_name
 
 
 @pytest.mark.parametrize(
@@ -52,3 +55,26 @@ def test_a_module_that_lacks_something_shows_its_own_error(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
         entry.load("needs_more:train", ["needs_more"])
+
+
+LONG = "ip-10-0-12-34.a-rather-long-department.an-example-company.internal"
+POD = "a-deployment-with-a-name-as-long-as-they-become-7d9f8b6c5-"
+
+
+@pytest.mark.parametrize("host", ["node7", LONG, POD + "x2x9z", "-a host_", "\u00fc", ""])
+def test_a_worker_has_a_name_that_the_pool_allows(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its machine is called; one that needs no change is told by its own name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+
+    assert MODEL_NAME.fullmatch(default_name())
+    assert host != "node7" or default_name().startswith("node7-")
+
+
+def test_pods_whose_names_differ_at_the_end_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is process 1 of its container."""
+    names = set()
+    for host in (POD + "x2x9z", POD + "k4q7w"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        names.add(default_name())
+
+    assert len(names) == 2

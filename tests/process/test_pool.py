@@ -1,0 +1,42 @@
+"""Processes of the worker pool join it, or say why they cannot."""
+
+import subprocess
+import sys
+
+import pytest
+
+import paramserver as ps
+
+from .cluster import Cluster, eventually
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+WORKER = [sys.executable, "-P", "-m", "paramserver_worker"]
+LONG = "ip-10-0-12-34.a-rather-long-department.an-example-company.internal"
+
+
+def test_a_worker_of_a_machine_with_a_long_name_joins(shared_cluster: Cluster) -> None:
+    """Names of the pool have at most 64 characters, those of machines may have more."""
+    code = f"import socket; socket.gethostname = lambda: {LONG!r}; from paramserver_worker.main import app; app()"
+    worker = subprocess.Popen([sys.executable, "-P", "-c", code, "--url", shared_cluster.url])
+    try:
+        with ps.connect(shared_cluster.url) as client:
+
+            def joined() -> bool:
+                return any(m["member"].startswith("ip-10-0-12-34.") for m in client.request("GET", "/pool")["items"])
+
+            eventually(joined, what="the member")
+    finally:
+        worker.terminate()
+        worker.wait(30)
+
+
+def test_a_name_that_is_not_allowed_ends_the_worker(shared_cluster: Cluster) -> None:
+    """At once, with the reason, rather than trying for ever."""
+    done = subprocess.run(
+        [*WORKER, "--name", "x" * 65, "--url", shared_cluster.url], capture_output=True, text=True, timeout=60
+    )
+
+    assert done.returncode == 1
+    assert "is not allowed" in done.stderr
+    assert "unreachable" not in done.stderr
