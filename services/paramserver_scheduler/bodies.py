@@ -35,6 +35,7 @@ class JoinWorker(Body):
     lease_s: float | None = Field(
         None, allow_inf_nan=False, description="seconds it may be silent: 5, or up to 3600 for a person at a shell"
     )
+    attempt: Id | None = Field(None, description="without a name: the same text again is the same worker, not another")
 
 
 class WorkerHeartbeat(Body):

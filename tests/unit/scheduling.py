@@ -168,7 +168,7 @@ class Driver:
         self.beats()
         return self.result(number)
 
-    def join(self, name: str, **fields: Any) -> Any:
+    def join(self, name: str | None, **fields: Any) -> Any:
         """A worker joins model m."""
         return self.ask(lambda n: io.JoinWorker(n, "m", name, **fields))
 

@@ -210,6 +210,19 @@ def test_a_lost_lease_is_taken_anew(code: str) -> None:
     assert (last.worker, last.epoch, last.seq) == ("m/w0", 2, 1)
 
 
+def test_a_join_is_sent_again_as_it_was() -> None:
+    """So that the scheduler knows it for the same worker's; another worker's is another attempt."""
+    node = Node()
+    node.script["/models/m/workers"] = [problem("in_doubt", "the connection broke")]
+
+    opened(node)
+    opened(node)
+
+    first, again, other = (b["attempt"] for b in node.bodies("/models/m/workers"))
+    assert first == again
+    assert other != first
+
+
 def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
     """Joining again works though another worker has the rank now."""
     node = Node()

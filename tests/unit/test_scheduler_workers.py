@@ -81,3 +81,17 @@ def test_a_model_named_like_an_ended_run_has_workers_of_its_own() -> None:
 
     assert own["worker"] == theirs["worker"]
     assert (heard["state"], beat(d, theirs)["state"]) == ("active", "stop")
+
+
+def test_a_join_whose_answer_was_lost_leaves_no_worker_behind() -> None:
+    """The same attempt again is the same worker, with its rank; another attempt is another one."""
+    d = Driver()
+    d.model()
+    lost = d.join(None, rank=0, attempt="x")
+
+    again = d.join(None, rank=0, attempt="x")
+    other = d.join(None, attempt="y")
+
+    assert (again["worker"], again["epoch"], again["rank"]) == (lost["worker"], lost["epoch"] + 1, 0)
+    assert other["worker"] != lost["worker"]
+    assert len(d.core.read.workers("m", d.now)) == 2

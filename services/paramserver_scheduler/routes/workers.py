@@ -50,7 +50,7 @@ async def join(request: Request, m: str) -> Response:
     b = await read_optional(request, bodies.JoinWorker)
     return await reply(
         request,
-        lambda n: io.JoinWorker(n, m, b.name, b.rank, b.above, b.lease_s),
+        lambda n: io.JoinWorker(n, m, b.name, b.rank, b.above, b.lease_s, b.attempt),
         lambda w: f"/models/{m}/workers/{quote(w['worker'])}",
     )
 

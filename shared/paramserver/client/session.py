@@ -12,6 +12,7 @@ what both change is changed in single steps.  Three things may happen to a sessi
 import logging
 import threading
 from collections.abc import Mapping
+from secrets import token_hex
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -94,6 +95,8 @@ class Session:
         name = self.worker or self._name
         if name:
             body["name"] = name
+        else:
+            body["attempt"] = token_hex(16)  # sent again because its answer was lost, it is no second worker
         rank = self.rank if self.joined else self._rank
         if rank is not None:
             body["rank"] = rank

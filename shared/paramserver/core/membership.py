@@ -125,6 +125,8 @@ class Worker(Holder):
     metrics: dict[str, float] = field(default_factory=dict)
     state: Any = None
     """What it wants kept with checkpoints."""
+    attempt: str | None = None
+    """Of the request by which it joined without a name; known to no other leader."""
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keeps the newest value of each metric; a value that is not finite cannot be told in JSON."""

@@ -62,7 +62,7 @@ class WorkerDesk:
         if e.above is not None:
             _count(e.above, "above", EPOCH_MAX - 1)
         lease_s = _lease_s(e.lease_s)
-        name = self._name(model, e.name)
+        name = self._name(model, e.name, e.attempt)
         self._clear_rank(model, name, e.rank)
         rank = model.roster.choose_rank(name, e.rank)
         old = model.roster.workers.get(name)
@@ -70,7 +70,7 @@ class WorkerDesk:
             self._part(model, old)
         clock = model.gate.join_clock(model.roster)
         worker, forgotten = model.roster.join(name, rank, e.above or 0, clock, model.timeline, now)
-        worker.lease_s = lease_s
+        worker.lease_s, worker.attempt = lease_s, e.attempt
         for gone in forgotten:
             self.c.drop(f"worker:{model.name}:{gone}")
         if e.name is None or forgotten:
@@ -96,8 +96,11 @@ class WorkerDesk:
                 self._part(model, worker)
                 break
 
-    def _name(self, model: Model, name: Any) -> str:
+    def _name(self, model: Model, name: Any, attempt: str | None) -> str:
         if name is None:
+            for worker in model.roster.live():
+                if attempt is not None and worker.attempt == attempt:
+                    return worker.name
             while True:
                 chosen = f"{model.name}/w{model.worker_count}"
                 model.worker_count += 1

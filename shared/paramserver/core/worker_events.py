@@ -23,6 +23,8 @@ class JoinWorker(Struct, frozen=True):
     above: int | None = None
     lease_s: float | None = None
     """Seconds it may be silent; None: the usual lease."""
+    attempt: str | None = None
+    """Without a name: any text of its own.  The same again is the same worker, which has not heard its answer."""
 
 
 class WorkerHeartbeat(Struct, frozen=True):
