@@ -391,11 +391,24 @@ def test_a_refused_state_does_not_cost_the_lease(caplog: pytest.LogCaptureFixtur
     assert "refused" in caplog.text
 
 
+def test_a_state_that_would_come_back_changed_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """JSON numbers beyond 64 bits become floats on their way, which a random generator cannot go on from."""
+    node = Node()
+    session = opened(node)
+    session.reports.state["random"] = np.random.default_rng(0).bit_generator.state
+
+    for _ in range(2):
+        drive(session.beat(deadline()), node)
+
+    assert not any("state" in b for b in node.bodies(BEAT))
+    assert caplog.text.count("beyond 64 bits") == 1
+
+
 def test_a_refusal_that_names_no_part_leaves_one_out_after_the_other() -> None:
     """A body that cannot be read at all is sent again without the state, then without the metrics."""
     node = Node()
     session = opened(node)
-    session.reports.state["seen"] = 1 << 70
+    session.reports.state["seen"] = 7
     session.reports.note(0, {"loss": 0.5})
     node.script[BEAT] = [no("malformed"), no("malformed")]
 

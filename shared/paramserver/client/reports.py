@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any, Final
 
 from paramserver.client.calls import json_bytes
+from paramserver.core.documents import check_document
 from paramserver.core.series import check_metrics
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
 
@@ -48,15 +49,18 @@ class Reports:
         return points[::-1][::step][::-1]
 
     def fresh_state(self, worker: str) -> bytes | None:
-        """The state as JSON; None where it is as it was told last, or cannot be told now."""
+        """The state as JSON; None where it is as it was told last, or cannot be told."""
         try:
             state = json_bytes(self.state)
+            if state == self._told or not (self.state or self._told):
+                return None
+            check_document(json.loads(state), "state")
         except RuntimeError:  # it is being changed at this moment
             return None
         except PsError as e:
             self.left_out(worker, "state", e)
             return None
-        return state if state != self._told and (self.state or self._told) else None
+        return state
 
     def told(self, state: bytes) -> None:
         """The scheduler has that state, or has refused it: it is not sent again before it has changed."""

@@ -19,8 +19,8 @@ def check_document(value: Any, where: str) -> Any:
     Unicode, and for more than 20,000 values, 1 MiB of text or 32 levels.
     """
 
-    def fail(what: str) -> Exception:
-        return problem("invalid_field", f"{where}: {what}", where=where)
+    def fail(what: str, hint: str = "") -> Exception:
+        return problem("invalid_field", f"{where}: {what}", hint=hint, where=where)
 
     values, text = 0, 0
     todo: list[tuple[Any, int]] = [(value, 0)]
@@ -40,7 +40,7 @@ def check_document(value: Any, where: str) -> Any:
                 raise fail("holds a number that is not finite")
         elif isinstance(item, int):
             if not -_INT_MAX <= item < _INT_MAX:
-                raise fail("holds an integer beyond 64 bits")
+                raise fail("holds an integer beyond 64 bits", "write it as text")
         elif isinstance(item, Mapping):
             if not all(isinstance(k, str) for k in item):
                 raise fail("holds a key that is no string")
