@@ -30,7 +30,7 @@ def client(shared_cluster: Cluster) -> Iterator[ps.Client]:
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
     """A model's name of the test's own."""
-    return str(request.node.name)[:60].replace("[", ".").replace("]", "")
+    return str(request.node.name)[:60].replace("[", ".").replace("]", "").replace(":", "-")
 
 
 def ones(n: int = 100) -> dict[str, Any]:
@@ -344,6 +344,26 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
             await model.delete()
             with pytest.raises(ps.NotFoundError):
                 await model.pull()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1"])
+def test_encoded_pushes_at_once_lose_nothing(shared_cluster: Cluster, name: str, codec: str) -> None:
+    """What int8 and topk leave out of pushes under way at the same time goes out with later ones, once."""
+
+    async def main() -> None:
+        rng, total = np.random.default_rng(1), np.zeros(4096)
+        async with ps.AsyncClient(shared_cluster.url) as client:
+            model = await client.create_model(name, {"w": (4096,)}, optimizer=ps.Sum(), partitions=2)
+            async with model.worker(codec=codec) as w:
+                for _ in range(10):
+                    given = [rng.standard_normal(4096, np.float32) for _ in range(4)]
+                    total += sum(given)
+                    await asyncio.gather(*(w.push({"w": g}) for g in given))
+                for _ in range(10):
+                    await w.push({"w": np.zeros(4096)})
+            np.testing.assert_allclose((await model.pull())["w"], total, atol=1e-3)
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver import kernels
-from paramserver.client.encoding import Encoded, Feedback, codec_of, ready
+from paramserver.client.encoding import Draft, Encoded, Feedback, codec_of, drafted, ready
 from paramserver.codecs import (
     Codec,
     check_content,
@@ -336,50 +336,103 @@ def layout() -> Layout:
     )
 
 
+def pushed(feedback: Feedback, grads: dict[str, F32], text: str = "int8", generation: int = 1) -> bytes:
+    """The bytes of a push that is accepted."""
+    with drafted(feedback) as draft:
+        made = ready(layout(), generation, grads, None, None, Codec.parse(text), draft)
+    assert isinstance(made, Encoded)
+    return b"".join(data.tobytes() for data, _ in made.parts.values())
+
+
+def refused(feedback: Feedback, grads: dict[str, F32], text: str = "int8") -> bytes:
+    """The bytes of a push that is not accepted."""
+    draft = Draft(feedback)
+    made = ready(layout(), 1, grads, None, None, Codec.parse(text), draft)
+    draft.give_back()
+    assert isinstance(made, Encoded)
+    return b"".join(data.tobytes() for data, _ in made.parts.values())
+
+
 def test_a_push_that_was_not_accepted_leaves_the_memory_as_it_was() -> None:
-    """Only `keep` makes a draft count: the same gradient again gives the same bytes, after it other ones."""
+    """The same gradient again gives the same bytes, after one that was accepted other ones."""
     feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
 
-    def push() -> bytes:
-        made = ready(layout(), 1, grads, None, None, Codec.parse("int8"), feedback)
+    first, again = refused(feedback, grads), refused(feedback, grads)
+    assert feedback.norm() == 0.0
+    assert pushed(feedback, grads) == first == again
+    left = feedback.norm()
+    assert left > 0.0
+    second = refused(feedback, grads)
+    assert feedback.norm() == left
+    assert first != second == pushed(feedback, grads)
+
+    with drafted(feedback) as draft:  # the model was created anew
+        ready(layout(), 2, grads, None, None, Codec.parse("int8"), draft)
+        assert feedback.norm() == 0.0
+
+
+def test_a_push_of_an_earlier_creation_of_the_model_leaves_nothing() -> None:
+    """What ends after the model was created anew does not go into the next gradients."""
+    feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
+    pushed(feedback, grads)
+    with drafted(feedback) as draft:
+        ready(layout(), 1, grads, None, None, Codec.parse("int8"), draft)
+        first = pushed(feedback, grads, generation=2)
+        left = feedback.norm()
+
+    assert first == pushed(Feedback(), grads)
+    assert feedback.norm() == left
+
+
+class Refused(Exception):
+    """What ends a push that is not accepted."""
+
+
+@pytest.mark.parametrize("text", ["int8", "topk:0.05"])
+@pytest.mark.parametrize("accepted", [(True, True), (True, False), (False, True), (False, False)])
+def test_pushes_under_way_at_once_leave_each_element_out_once(text: str, accepted: tuple[bool, bool]) -> None:
+    """What arrived and what is left out are together the gradients of the pushes that were accepted."""
+    feedback, codec, sizes = Feedback(), Codec.parse(text), [layout().partition_size(i) for i in range(3)]
+    arrived, wanted = np.zeros(733), np.zeros(733)
+
+    def push(seed: int, accept: bool) -> Iterator[None]:
+        given = noise(733, seed)
+        try:
+            with drafted(feedback) as draft:
+                made = ready(layout(), 1, given, None, None, codec, draft)
+                yield
+                if not accept:
+                    raise Refused
+        except Refused:
+            return
         assert isinstance(made, Encoded)
-        return b"".join(data.tobytes() for data, _ in made.parts.values())
+        parts = [decode_whole(codec.coding, made.parts[i][0], n) for i, n in enumerate(sizes)]
+        arrived[:] += np.concatenate(parts)
+        wanted[:] += given
 
-    first, again = push(), push()
-    assert feedback.norm() == 0.0
-    feedback.keep()
-    assert feedback.norm() > 0.0
+    list(push(0, True))
+    first, second = push(1, accepted[0]), push(2, accepted[1])
+    next(first), next(second)
+    list(first), list(second)
 
-    assert first == again != push()
-    feedback.keep()
-    ready(layout(), 2, grads, None, None, Codec.parse("int8"), feedback)  # the model was created anew
-    assert feedback.norm() == 0.0
-
-
-def test_a_draft_that_was_not_accepted_is_not_kept_with_the_next_push() -> None:
-    """Whatever codec that one is in."""
-    feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
-
-    ready(layout(), 1, grads, None, None, Codec.parse("int8"), feedback)
-    ready(layout(), 1, grads, None, None, Codec.parse("fp16"), feedback)
-    feedback.keep()
-
-    assert feedback.norm() == 0.0
+    with drafted(feedback) as draft:
+        assert draft is not None
+        left = [draft.arrays(1, i, n)[0] for i, n in enumerate(sizes)]
+    np.testing.assert_allclose(arrived + np.concatenate([a for a in left if a is not None]), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("text", ["int8", "topk"])
 def test_bad_numbers_are_named_wherever_they_lie(text: str) -> None:
     """In partitions of one parameter, whose array is encoded as it lies, and of several; others are not named."""
     feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
-    ready(layout(), 1, grads, None, None, Codec.parse(text), feedback)
-    feedback.keep()
+    pushed(feedback, grads, text)
     for memory in (feedback, Feedback()):
         for name, other, at in (("w", "b", 3), ("w", "b", 650), ("b", "w", 32)):
             for bad in (np.nan, np.inf, -np.inf):
                 given = {n: a.copy() for n, a in grads.items()}
                 given[name][at] = bad
                 with pytest.raises(RequestError, match=f"'{name}' holds NaN") as e:
-                    ready(layout(), 1, given, None, None, Codec.parse(text), memory)
+                    pushed(memory, given, text)
                 assert f"'{other}'" not in str(e.value)
 
 
@@ -391,8 +444,7 @@ def test_an_array_that_is_encoded_as_it_lies_stays_as_it_is() -> None:
     for text in ("int8", "topk"):
         feedback, before = Feedback(), {n: a.tobytes() for n, a in grads.items()}
         for _ in range(2):
-            ready(layout(), 1, grads, None, None, Codec.parse(text), feedback)
-            feedback.keep()
+            pushed(feedback, grads, text)
         assert {n: a.tobytes() for n, a in grads.items()} == before
 
 
@@ -400,11 +452,11 @@ def test_codecs_of_whole_partitions_take_nothing_less() -> None:
     """int8 and topk refuse a push that leaves out parameters, and one of a sender without a memory."""
     codec = Codec.parse("int8")
     with pytest.raises(RequestError, match="whole partitions"):
-        ready(layout(), 1, {"b": noise(33)}, None, None, codec, Feedback())
+        pushed(Feedback(), {"b": noise(33)})
     with pytest.raises(RequestError, match="only a worker remembers"):
         ready(layout(), 1, {"w": noise(700), "b": noise(33)}, None, None, codec, None)
     with pytest.raises(RequestError, match="'b' holds NaN"):
-        ready(layout(), 1, {"w": noise(700), "b": np.full(33, np.nan)}, None, None, codec, Feedback())
+        pushed(Feedback(), {"w": noise(700), "b": np.full(33, np.nan, np.float32)})
 
 
 def test_a_calls_codec_goes_before_the_default() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paramserver.client.cluster import ModelMap
-from paramserver.client.encoding import Encoded, Feedback, ready
+from paramserver.client.encoding import Draft, Encoded, Feedback, ready
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.same_host import SameHost
 from paramserver.codecs import Codec
@@ -75,7 +75,8 @@ def test_buffers_send_what_the_plain_client_sends(text: str, device: str) -> Non
         made.arrange(model)
 
         ours = made.encode({n: torch.from_numpy(g).to(device) for n, g in grads.items()})
-        theirs = ready(model.layout, 1, grads, None, None, codec, memory)
+        draft = Draft(memory)
+        theirs = ready(model.layout, 1, grads, None, None, codec, draft)
 
         for part in theirs.selection.parts:
             if isinstance(theirs, Encoded):
@@ -85,9 +86,11 @@ def test_buffers_send_what_the_plain_client_sends(text: str, device: str) -> Non
             assert ours.parts[part.partition][0].tobytes() == want, (step, part.partition)
         if isinstance(theirs, Encoded):
             assert ours.norm == pytest.approx(theirs.norm, rel=1e-6)
-        if step != 1:
+        if step == 1:
+            draft.give_back()
+        else:
             made.keep()
-            memory.keep()
+            draft.keep()
 
 
 def _written(gradient: Any, part: Any) -> bytes:

@@ -1,6 +1,8 @@
 """Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import hypot, isfinite
 
 import numpy as np
@@ -17,45 +19,87 @@ from paramserver.types import F32, AnyArray, DType
 class Feedback:
     """What int8 and topk have left out of a worker's pushes so far, partition by partition; it is added to the next.
 
-    A push drafts; `keep` makes the draft count once the push was accepted, so that one that was dropped or refused
-    changes nothing.  Takes twice the model's size in float32.
+    A push takes it out (see `Draft`), so of several under way at once only one sends it.  Takes twice the model's size
+    in float32, and more for each push beside another.  Safe between threads.
     """
 
     def __init__(self) -> None:
-        self._generation: int | None = None
+        self._lock = threading.Lock()
+        self._generation = 0
         self._left: dict[int, F32] = {}
-        self._draft: dict[int, F32] = {}
         self._spare: dict[int, F32] = {}
 
-    def begin(self) -> None:
-        """A new push: the draft of an earlier one that nobody accepted is not to be kept with it."""
-        self._spare |= self._draft
-        self._draft = {}
+    def take(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
+        """(what was left out of that partition so far, which is forgotten here; memory for what is left out now)."""
+        with self._lock:
+            if generation > self._generation:
+                self._generation, self._left, self._spare = generation, {}, {}
+            ours = generation == self._generation
+            left = self._left.pop(partition, None) if ours else None
+            room = self._spare.pop(partition, None) if ours else None
+        return left, np.empty(size, np.float32) if room is None else room
 
-    def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
-        """(what was left out of that partition so far, where to write what is left out now), float32 of that size."""
-        if generation != self._generation:
-            self._generation, self._left, self._draft, self._spare = generation, {}, {}, {}
-        draft = self._draft.pop(partition, None)
-        if draft is None:
-            draft = self._spare.pop(partition, None)
-        if draft is None:
-            draft = np.empty(size, np.float32)
-        self._draft[partition] = draft
-        return self._left.get(partition), draft
-
-    def keep(self) -> None:
-        """The push was accepted."""
-        for partition, draft in self._draft.items():
-            old = self._left.get(partition)
-            if old is not None:
-                self._spare[partition] = old
-            self._left[partition] = draft
-        self._draft = {}
+    def add(self, generation: int, partition: int, left: F32, room: F32 | None) -> None:
+        """That much is left out of the partition; `room` is memory that nobody reads any more."""
+        with self._lock:
+            if generation != self._generation:
+                return
+            other = self._left.setdefault(partition, left)
+            if other is not left:
+                other += left
+                room = left
+            if room is not None:
+                self._spare[partition] = room
 
     def norm(self) -> float:
         """2-norm of all that is left out."""
-        return hypot(*(float(np.linalg.norm(a)) for a in self._left.values()))
+        with self._lock:
+            return hypot(*(float(np.linalg.norm(a)) for a in self._left.values()))
+
+
+class Draft:
+    """What one push has taken out of a worker's memory, and what it leaves out itself.
+
+    Either goes there in the end: what it leaves out where the push was accepted, what it took where it was not.
+    """
+
+    def __init__(self, feedback: Feedback) -> None:
+        self._feedback = feedback
+        self._parts: dict[int, tuple[int, F32 | None, F32]] = {}
+
+    def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
+        """(what was left out of that partition so far, where to write what is left out now), float32 of that size."""
+        residual, left = self._feedback.take(generation, partition, size)
+        self._parts[partition] = (generation, residual, left)
+        return residual, left
+
+    def keep(self) -> None:
+        """The push was accepted."""
+        for partition, (generation, residual, left) in self._parts.items():
+            self._feedback.add(generation, partition, left, residual)
+        self._parts = {}
+
+    def give_back(self) -> None:
+        """It was not, or is begun anew."""
+        for partition, (generation, residual, left) in self._parts.items():
+            if residual is not None:
+                self._feedback.add(generation, partition, residual, left)
+        self._parts = {}
+
+
+@contextmanager
+def drafted(feedback: Feedback | None) -> Iterator[Draft | None]:
+    """The draft of one push, of a sender that remembers: kept if the block ends well, else given back."""
+    if feedback is None:
+        yield None
+        return
+    draft = Draft(feedback)
+    try:
+        yield draft
+    except BaseException:
+        draft.give_back()
+        raise
+    draft.keep()
 
 
 class Encoded(Struct, frozen=True):
@@ -106,7 +150,7 @@ def ready(
     ranges: Ranges | None,
     dtype: str | None,
     codec: Codec | None,
-    feedback: Feedback | None,
+    draft: Draft | None,
     partitions: frozenset[int] | None = None,
 ) -> Content:
     """What a push sends of `grads`: elements of a dtype, or encoded parts; only of `partitions` where that is given.
@@ -114,8 +158,6 @@ def ready(
     Raises what `gradients.prepare` does; RequestError (`invalid_encoding`) where a codec of whole partitions gets less,
     (`invalid_field`) where it has no memory of what it leaves out, (`non_finite`).
     """
-    if feedback is not None:
-        feedback.begin()
     if isinstance(grads, Encoded):
         if grads.generation != generation:
             raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
@@ -123,11 +165,11 @@ def ready(
     if codec is None:
         return prepare(layout, grads, ranges, dtype, partitions)
     if codec.whole:
-        if feedback is None:
+        if draft is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
             raise problem("invalid_field", f"{codec.text} leaves something out, and only a worker remembers", hint=hint)
         gradient = prepare(layout, grads, ranges, "float32", partitions)
-        return _whole(gradient, codec, generation, feedback)
+        return _whole(gradient, codec, generation, draft)
     gradient = prepare(layout, grads, ranges, codec.coding, partitions)
     return gradient if codec.stage is None else _packed(gradient, codec, generation)
 
@@ -141,7 +183,7 @@ def codec_of(text: str | None, dtype: str | None, default: Codec | None) -> Code
     return Codec.parse(text)
 
 
-def _whole(gradient: Gradient, codec: Codec, generation: int, feedback: Feedback) -> Encoded:
+def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> Encoded:
     from paramserver.codecs.parts import encode_whole
 
     for part in gradient.selection.parts:
@@ -157,7 +199,7 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, feedback: Feedback
             write(gradient, [part], values.data.cast("B"), scan)
         if scan.bad and as_it_lies is None:
             continue
-        residual, left = feedback.arrays(generation, part.partition, values.size)
+        residual, left = draft.arrays(generation, part.partition, values.size)
         data, norm = encode_whole(codec, values, residual, left)
         if as_it_lies is not None and not isfinite(norm) and not np.isfinite(values).all():
             scan.found_bad(gradient.selection.params[part.pieces[0].param].name)

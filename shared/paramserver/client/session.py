@@ -303,7 +303,7 @@ class Session:
     def settled(self, pushing: Call[T], terms: PushTerms, deadline: Deadline) -> Call[T | None]:
         """What `pushing` gives; None where the model or the worker is no longer what it was computed for."""
         try:
-            done = yield from pushing
+            return (yield from pushing)
         except PsError as e:
             if not self._follows(e):
                 raise
@@ -311,8 +311,6 @@ class Session:
             yield from self._follow(e, terms.push_id.epoch, terms.timeline or 0, deadline)
             self._pulled = None
             return None
-        self.feedback.keep()
-        return done
 
     def check_mode(self, done: Pushed, deadline: Deadline) -> Call[None]:
         """Look which mode the model is in where a push was not treated as it would be in the one known."""

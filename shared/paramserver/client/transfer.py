@@ -26,7 +26,7 @@ from paramserver.client.calls import (
     json_request,
 )
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import Feedback, ready
+from paramserver.client.encoding import Feedback, drafted, ready
 from paramserver.client.frames import (
     Incoming,
     Outgoing,
@@ -308,11 +308,8 @@ def pull(
         if not pending:
             found = arrivals.gather(selection, flat, view=view and out is None)
             if found is None:
-                replies, pending, arrivals = (
-                    [],
-                    transfer.without_memory(arrivals),
-                    Arrivals(cluster.same_host, held.layout),
-                )
+                replies, pending = [], transfer.without_memory(arrivals)
+                arrivals = Arrivals(cluster.same_host, held.layout)
     assert found is not None
     params = _params(selection, found, out, model, replies)
     if lendable and arrivals.held is not None:
@@ -344,28 +341,28 @@ def push(
 ) -> Call[Pushed]:
     """Deliver a gradient exactly once to every partition it touches, or to those of `partitions` alone."""
     held = yield from cluster.map_of(model, deadline)
-    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback, partitions)
-    whole = partitions is None and gradient.selection.size == held.layout.size
-    if not whole and terms.ends_s is not None:
-        terms = replace(terms, ends_s=None)  # what it does not touch may take the commit later
-    outgoing = Outgoing(
-        gradient, _based(terms, held), cluster.same_host, mapped=whole and cluster.present.wanted(model)
-    )
-    transfer = Transfer(cluster, held, gradient.selection, deadline)
-    replies: list[PushReply] = []
-    leased: list[Leased] = []
-    pending = list(gradient.selection.parts)
-    while pending:
-        groups = transfer.groups(pending)
-        outcomes = yield from transfer.sent(outgoing, groups)
-        good, pending = yield from transfer.settle(groups, outcomes, outgoing)
-        for i, response in good:
-            replies.append(push_reply(response))
-            if (lease := leased_by(replies[-1], groups[i][0], held.layout)) is not None:
-                leased.append(lease)
-    if leased:
-        transfer.remember(replies, leased)
-    return summed(replies)
+    with drafted(feedback) as draft:  # given back where the push fails
+        gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft, partitions)
+        whole = partitions is None and gradient.selection.size == held.layout.size
+        if not whole and terms.ends_s is not None:
+            terms = replace(terms, ends_s=None)  # what it does not touch may take the commit later
+        mapped = whole and cluster.present.wanted(model)
+        outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host, mapped=mapped)
+        transfer = Transfer(cluster, held, gradient.selection, deadline)
+        replies: list[PushReply] = []
+        leased: list[Leased] = []
+        pending = list(gradient.selection.parts)
+        while pending:
+            groups = transfer.groups(pending)
+            outcomes = yield from transfer.sent(outgoing, groups)
+            good, pending = yield from transfer.settle(groups, outcomes, outgoing)
+            for i, response in good:
+                replies.append(push_reply(response))
+                if (lease := leased_by(replies[-1], groups[i][0], held.layout)) is not None:
+                    leased.append(lease)
+        if leased:
+            transfer.remember(replies, leased)
+        return summed(replies)
 
 
 def pushpull(
@@ -411,37 +408,40 @@ def exchange(
     `released` in time.
     """
     held = yield from cluster.map_of(model, deadline)
-    gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, feedback)
-    selection = gradient.selection
-    if len(selection.params) < len(held.spec.params) or selection.ranged:
-        options: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
-        return (yield from push(cluster, model, deadline, grads, terms, **options)), None
-    pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
-    flat = _memory(selection, pull_terms.dtype, out)
-    outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
-    transfer = Transfer(cluster, held, selection, deadline)
-    arrivals = Arrivals(cluster.same_host, held.layout)
-    replies: list[PullReply] = []
-    pending = list(selection.parts)
-    while pending:
-        groups = transfer.groups(pending)
-        sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
-        outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
-        good, pending = yield from transfer.settle(groups, outcomes, outgoing)
-        replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
-    pushed = summed([r.push for r in replies if r.push is not None])
-    if terms.ends_s is not None and not pushed.released:
-        arrivals.drop()  # of shards that had the commit in time
-        return pushed, None
-    found = arrivals.gather(selection, flat, view=view and out is None)
-    if found is None:
-        transfer.without_memory(arrivals)
-    if found is None or len({r.timeline for r in replies}) > 1:
-        return pushed, None
-    params = _params(selection, found, out, model, replies)
-    if arrivals.held is not None:
-        cluster.present.pulled(params.origin, arrivals.held)
-    return pushed, params
+    with drafted(feedback) as draft:  # given back where the push fails
+        gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft)
+        selection = gradient.selection
+        if len(selection.params) < len(held.spec.params) or selection.ranged:
+            if draft is not None:
+                draft.give_back()
+            how: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
+            return (yield from push(cluster, model, deadline, grads, terms, **how)), None
+        pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
+        flat = _memory(selection, pull_terms.dtype, out)
+        outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
+        transfer = Transfer(cluster, held, selection, deadline)
+        arrivals = Arrivals(cluster.same_host, held.layout)
+        replies: list[PullReply] = []
+        pending = list(selection.parts)
+        while pending:
+            groups = transfer.groups(pending)
+            sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
+            outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
+            good, pending = yield from transfer.settle(groups, outcomes, outgoing)
+            replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
+        pushed = summed([r.push for r in replies if r.push is not None])
+        if terms.ends_s is not None and not pushed.released:
+            arrivals.drop()  # of shards that had the commit in time
+            return pushed, None
+        found = arrivals.gather(selection, flat, view=view and out is None)
+        if found is None:
+            transfer.without_memory(arrivals)
+        if found is None or len({r.timeline for r in replies}) > 1:
+            return pushed, None
+        params = _params(selection, found, out, model, replies)
+        if arrivals.held is not None:
+            cluster.present.pulled(params.origin, arrivals.held)
+        return pushed, params
 
 
 def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:
