@@ -59,6 +59,27 @@ def test_values_go_in_and_come_out(client: ps.Client, name: str) -> None:
     assert model.pull(dtype="float16").flat.dtype == np.float16
 
 
+def test_values_may_lie_in_the_other_byte_order(client: ps.Client, name: str) -> None:
+    """First ones and assigned ones, as gradients may."""
+    model = client.create_model(name, {"w": np.arange(3, dtype=">f4"), "i": np.arange(2, dtype=">i8")})
+    assert [a.tolist() for a in model.pull().values()] == [[0.0, 1.0, 2.0], [0.0, 1.0]]
+    model.assign({"w": np.array([3.0, 4.0, 5.0], ">f8")})
+    assert model.pull()["w"].tolist() == [3.0, 4.0, 5.0]
+
+
+def test_assigned_values_that_cannot_be_held_change_nothing(client: ps.Client, name: str) -> None:
+    """All parameters that are wrong are told, before one is sent."""
+    model = client.create_model(name, {"a": (1,), "b": (1,), "c": (1,), "d": (1,)})
+    with pytest.raises(ps.RequestError) as e:
+        model.assign({"a": [1.0], "b": [np.nan], "c": [1e300], "d": ["x"]})
+    assert [(x["where"], x["code"]) for x in e.value.errors] == [
+        ("b", "non_finite"),
+        ("c", "non_finite"),
+        ("d", "invalid_dtype"),
+    ]
+    assert model.pull().flat.tolist() == [0.0] * 4
+
+
 def test_the_same_spec_again_is_fine_only_if_asked_for(client: ps.Client, name: str) -> None:
     """`exist_ok` keeps the values; without it, and for another spec, the model is in the way."""
     model = client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum())

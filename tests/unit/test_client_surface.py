@@ -13,6 +13,7 @@ from paramserver.client.spec_builder import model_document, patch_document
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
 from paramserver.core.spec import ConsistencySpec, ModelSpec, OptimizerSpec
+from paramserver.types import AnyArray
 from paramserver.wire.tensor import f32_to_bf16
 
 
@@ -109,6 +110,22 @@ def test_a_wrong_spec_is_told_before_anything_is_sent() -> None:
         model_document("m", {"a": np.array(["x"]), "b": ps.Param((0,))}, ps.SGD(-1.0), None, {})
 
     assert "dtype" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (np.array([1.0, np.nan]), "holds NaN or infinity"),
+        (np.array([1.0, -np.inf], np.float16), "holds NaN or infinity"),
+        (np.array([1.0, 1e300]), "holds numbers that are too large for float32"),
+    ],
+)
+def test_first_values_that_cannot_be_held_are_told_before_anything_is_sent(wrong: AnyArray, why: str) -> None:
+    """The parameter is named, and whether the numbers are none or too large."""
+    with pytest.raises(ps.RequestError, match=f"'w' {why}") as e:
+        model_document("m", {"w": wrong}, None, None, {})
+
+    assert e.value.code == "non_finite"
 
 
 def test_set_takes_single_fields_and_builders() -> None:

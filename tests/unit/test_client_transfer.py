@@ -308,15 +308,23 @@ def test_wrong_gradients_are_listed_and_not_sent(shards: Shards, now: Now, clust
     assert shards.pushes == []
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(np.nan, None), (np.inf, "bfloat16"), (1e300, None), (1e6, "float16")])
+@pytest.mark.parametrize(
+    ("value", "dtype", "why"),
+    [
+        (np.nan, None, "holds NaN or infinity"),
+        (np.inf, "bfloat16", "holds NaN or infinity"),
+        (1e300, None, "holds numbers that are too large for float32"),
+        (1e6, "float16", "holds numbers that are too large for float16"),
+    ],
+)
 def test_values_that_are_not_finite_on_the_way_are_refused(
-    shards: Shards, now: Now, cluster: Cluster, value: float, dtype: str | None
+    shards: Shards, now: Now, cluster: Cluster, value: float, dtype: str | None, why: str
 ) -> None:
     """NaN, infinity, and what overflows the dtype it would travel in; the parameter is named."""
     bad = grads()
     bad["w"][9, 4] = value
 
-    with pytest.raises(RequestError, match="'w' holds NaN or infinity") as e:
+    with pytest.raises(RequestError, match=f"'w' {why}") as e:
         drive(transfer.push(cluster, "m", Deadline.after(30, now), bad, terms(), dtype=dtype), shards, now)
 
     assert e.value.code == "non_finite"

@@ -10,6 +10,7 @@ import numpy as np
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.retry import Backoff, deliver, judged, passes
+from paramserver.client.values import values_of
 from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.types import AnyArray
@@ -93,7 +94,7 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
-    """Give parameters new values; shapes are checked before anything is sent."""
+    """Give parameters new values; shapes and numbers are checked before anything is sent."""
     held = yield from cluster.map_of(model, deadline)
     errors: list[PsError] = []
     arrays: dict[str, AnyArray] = {}
@@ -102,15 +103,14 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
         if spec is None:
             errors.append(unknown(held.layout, name))
             continue
-        array = np.asarray(value)
-        if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiub":
-            errors.append(problem("invalid_dtype", f"'{name}' has dtype {array.dtype}", where=name))
-        elif array.shape != spec.shape:
+        try:
+            array = arrays[name] = values_of(name, value)
+        except PsError as e:
+            errors.append(e)
+            continue
+        if array.shape != spec.shape:
             detail = f"'{name}' has shape {list(array.shape)}, the model's is {list(spec.shape)}"
             errors.append(problem("invalid_shape", detail, where=name))
-        elif not bool(np.isfinite(array.astype(np.float32)).all()):
-            errors.append(problem("non_finite", f"'{name}' holds NaN or infinity", where=name))
-        arrays[name] = array
     if errors:
         raise combined(errors)
     for name, array in arrays.items():

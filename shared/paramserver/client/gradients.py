@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
 from paramserver.client.gradient_arrays import GradientArrays, Place
+from paramserver.client.values import not_held
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select, unknown
@@ -205,24 +206,22 @@ class Scan:
     """Whether float32 that travels as it lies is scanned too."""
     squares: float = 0.0
     """Sum of the squares of the elements, before they are narrowed to two bytes."""
-    bad: list[str] = field(default_factory=list)
-    """Parameters with NaN or infinity."""
+    bad: dict[str, PsError] = field(default_factory=dict)
+    """Why parameters cannot be sent, by their names."""
 
     @property
     def norm(self) -> float:
         """The 2-norm of what was scanned."""
         return sqrt(self.squares)
 
-    def found_bad(self, name: str) -> None:
-        """That parameter holds NaN or infinity."""
-        if name not in self.bad:
-            self.bad.append(name)
+    def found_bad(self, name: str, dtype: str | None = None) -> None:
+        """That parameter holds NaN or infinity, or, with `dtype`, what that cannot hold."""
+        self.bad.setdefault(name, not_held(name, dtype))
 
     def raise_for_bad(self) -> None:
-        """Raise RequestError (`non_finite`) naming the parameters that hold NaN or infinity."""
+        """Raise RequestError (`non_finite`) naming the parameters that cannot be sent."""
         if self.bad:
-            errors = [problem("non_finite", f"'{name}' holds NaN or infinity", where=name) for name in self.bad]
-            raise combined(errors)
+            raise combined(list(self.bad.values()))
 
 
 def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
@@ -239,7 +238,8 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
                 squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
             scan.squares += squares
             if not isfinite(squares) and not _finite(target, gradient.dtype):
-                scan.found_bad(gradient.selection.params[piece.param].name)
+                held = _finite(source, "bfloat16" if gradient.bf16[piece.param] else "float64")
+                scan.found_bad(gradient.selection.params[piece.param].name, gradient.dtype if held else None)
     assert at == out.size
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from paramserver.client.consistency import Consistency
 from paramserver.client.optimizers import Optimizer
+from paramserver.client.values import values_of
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import AnyArray
@@ -108,7 +109,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
     else:
         if p.init is not None:
             raise problem("invalid_field", f"params.{name}: an array and init= are two sets of first values")
-        array = _values(name, p.value)
+        array = values_of(name, p.value)
         native = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.name
         out["shape"] = list(array.shape)
         out["dtype"] = p.dtype or (native if native in ("float16", "bfloat16") else "float32")
@@ -131,13 +132,3 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(
         isinstance(n, int | np.integer) and not isinstance(n, bool) for n in value
     )
-
-
-def _values(name: str, value: Any) -> AnyArray:
-    try:
-        array = np.asarray(value)
-    except Exception as e:
-        raise problem("invalid_dtype", f"params.{name}: cannot be made an array: {e}", where=name) from None
-    if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiub":
-        raise problem("invalid_dtype", f"params.{name}: dtype {array.dtype} cannot hold values", where=name)
-    return array
