@@ -10,7 +10,7 @@ from paramserver import limits
 from paramserver.core.fields import merge_patch
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import CODES, PsError, RequestError, from_document, problem
+from paramserver.errors import CODES, NotFoundError, PsError, RequestError, from_document, problem
 
 
 def spec(**changes: Any) -> ModelSpec:
@@ -102,6 +102,20 @@ def test_patch_refuses_what_cannot_change(patch: Any) -> None:
     """Names, shapes and partitions stay as created."""
     with pytest.raises(RequestError):
         spec().patched(patch)
+
+
+def test_patch_of_a_parameter_that_is_not_there_says_so() -> None:
+    """With the nearest name there is, not with fields that a new one would need."""
+    with pytest.raises(NotFoundError, match="did you mean 'w'") as caught:
+        spec().patched({"params": {"ww": {"lr_scale": 2.0}}})
+
+    assert caught.value.code == "unknown_parameter"
+
+
+def test_a_dimension_that_is_too_large_is_told_how_large_it_may_be() -> None:
+    """It is a positive integer, and refused all the same."""
+    with pytest.raises(RequestError, match="integers from 1 to 68719476736"):
+        spec(params={"w": {"shape": [1 << 40]}})
 
 
 json_values = st.recursive(

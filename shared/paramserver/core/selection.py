@@ -4,7 +4,6 @@ The chosen elements, in the order of the flat vector, lie end to end in a *packe
 the flat vector itself.  Each partition's share of it is contiguous, which is what makes pulls one copy.
 """
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
@@ -124,10 +123,7 @@ def matched(layout: Layout, names: Names) -> list[str]:
 
 def unknown(layout: Layout, name: str) -> PsError:
     """The error of a name that the model lacks, with the nearest one it has."""
-    near = difflib.get_close_matches(name, list(layout.by_name), 1)
-    some = ", ".join(list(layout.by_name)[:8])
-    hint = f"did you mean '{near[0]}'?" if near else f"it has {some}{', ...' if len(layout.by_name) > 8 else ''}"
-    return problem("unknown_parameter", f"model '{layout.spec.name}' has no parameter '{name}'", hint=hint, where=name)
+    return layout.spec.unknown(name)
 
 
 def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = None) -> Selection:

@@ -3,6 +3,7 @@
 `ModelSpec.parse` reports every wrong field at once; `document()` gives the JSON back with all defaults.
 """
 
+import difflib
 from collections.abc import Mapping
 from math import prod
 from typing import Any, Final, Self
@@ -115,7 +116,9 @@ class ParamSpec(Struct, frozen=True):
 
         if "shape" not in r.data:
             r.fail("shape", "is needed", 'a list of positive integers; "shape": [] is a single number')
-        shape = r.take("shape", (), shape_ok, f"a list of at most {limits.RANK_MAX} positive integers")
+        shape = r.take(
+            "shape", (), shape_ok, f"a list of at most {limits.RANK_MAX} integers from 1 to {limits.MODEL_ELEMENTS_MAX}"
+        )
         spec = cls(
             name,
             tuple(shape),
@@ -431,6 +434,13 @@ class ModelSpec(Struct, frozen=True):
             "checkpoint": self.checkpoint.document(),
         }
 
+    def unknown(self, name: str) -> PsError:
+        """The error of a parameter's name that the model lacks, with the nearest one it has."""
+        names = [p.name for p in self.params]
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(names[:8])}{', ...' if names[8:] else ''}"
+        return problem("unknown_parameter", f"model '{self.name}' has no parameter '{name}'", hint=hint, where=name)
+
     def patched(self, patch: Any) -> Self:
         """This spec after a JSON merge patch; what cannot change while the model lives is refused (422).
 
@@ -442,6 +452,10 @@ class ModelSpec(Struct, frozen=True):
         if fixed:
             raise problem("invalid_field", f"{', '.join(fixed)}: cannot be changed", hint="create another model")
         base = self.document()
+        named = patch.get("params")
+        stray = [str(n) for n in named if n not in base["params"]] if isinstance(named, Mapping) else []
+        if stray:
+            raise combined([self.unknown(n) for n in stray])
         for part, tag in (("optimizer", "name"), ("consistency", "mode")):
             new = patch.get(part)
             if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:
