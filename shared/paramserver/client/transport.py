@@ -32,8 +32,9 @@ T = TypeVar("T")
 B = TypeVar("B", bound=BaseClientBuilder)
 log = logging.getLogger("paramserver")
 
-PARALLEL_MAX: Final = 16
-"""Threads of one blocking client that wait for shards at the same time."""
+PARALLEL_MAX: Final = 256
+"""Threads of one blocking client that wait for shards at the same time, made when they are needed.  A commit is waited
+for in them: with fewer than the workers in threads of this client need, the ones that could make it would queue."""
 
 
 def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsError:
@@ -114,11 +115,18 @@ class BlockingTransport:
 
     def perform(self, requests: Sequence[Request]) -> list[Outcome]:
         """Send all requests at once and wait for all outcomes, in order."""
+        if self._closed:
+            return [_closed("ps.connect()") for _ in requests]
         if self._pid != os.getpid():
             self._start()
         if len(requests) == 1:
             return [self._one(requests[0])]
-        rest = [self._pool.submit(self._one, r) for r in requests[1:]]
+        try:
+            rest = [self._pool.submit(self._one, r) for r in requests[1:]]
+        except RuntimeError:
+            if not self._closed:
+                raise
+            return [_closed("ps.connect()") for _ in requests]  # at this moment, by another thread
         first = self._one(requests[0])
         return [first, *(f.result() for f in rest)]
 
@@ -165,7 +173,7 @@ class BlockingTransport:
 
     def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
         if self._closed:
-            return problem("unreachable", "this client is closed", hint="make another with ps.connect()")
+            return _closed("ps.connect()")
         if direct:
             return self._shards.send(request, url)
         if self._plain is not None:
@@ -224,6 +232,8 @@ class AsyncTransport:
 
     async def perform(self, requests: Sequence[Request]) -> list[Outcome]:
         """Send all requests at once and wait for all outcomes, in order."""
+        if self._closed:
+            return [_closed("AsyncClient()") for _ in requests]
         if self._pid != os.getpid():
             self._start()
         if len(requests) == 1:
@@ -265,7 +275,7 @@ class AsyncTransport:
 
     async def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
         if self._closed:
-            return problem("unreachable", "this client is closed", hint="make another AsyncClient")
+            return _closed("AsyncClient()")
         if direct:
             return await self._shards.send(request, url)
         if self._plain is not None:
@@ -298,9 +308,17 @@ def _lowered(headers: Any) -> dict[str, str]:
     return {str(k).lower(): str(v) for k, v in headers.items()}
 
 
+def _closed(maker: str) -> PsError:
+    """What a closed client answers by itself; to try again is no use."""
+    return problem("conflict", "this client is closed", hint=f"make another with {maker}")
+
+
 def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -> None:
     """Raise Unreachable, in words for a person, unless one of the URLs answers at all."""
-    (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
+    for _ in urls:  # one that is silent is not asked first again
+        (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
+        if not isinstance(outcome, InDoubt):
+            break
     if isinstance(outcome, InDoubt):
         raise unreachable(urls[0], f"no answer within {timeout_s:g} s")
     if isinstance(outcome, PsError):
