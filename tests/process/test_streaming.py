@@ -72,6 +72,18 @@ def test_what_a_push_refuses_is_raised_at_the_end(model: ps.Model) -> None:
         assert w.push(grads()).state == "applied"
 
 
+def test_a_refused_last_piece_is_in_no_later_pushs_way(model: ps.Model) -> None:
+    """Its number is settled: a window of pushes later there is still one to be had."""
+    last = grads()["first"]
+    last[-1] = np.nan  # in a partition of which only this part comes, so that it goes out when the block ends
+    with model.worker(timeout=5.0) as w:
+        with pytest.raises(ps.RequestError, match="NaN"), w.stream() as push:
+            push.put("first", last)
+        for _ in range(64):
+            w.push({"second": grads()["second"]})
+        assert w.push({"second": grads()["second"]}).state == "applied"
+
+
 def test_clipping_by_norm_wants_the_whole(client: ps.Client, model: ps.Model) -> None:
     """It is refused at once, with what to do instead."""
     clipped = client.create_model(model.name + ".c", {"w": (10,)}, optimizer=ps.SGD(0.1, clip_norm=1.0))

@@ -174,13 +174,14 @@ class PushStream:
         self._over = True
         self._more.release()
         self._thread.join()
-        if kind is not None or self._error is not None:
+        try:
+            if kind is None:
+                if self._error is not None:
+                    raise self._error
+                self._run(self._stream.send(self._deadline(), last=True))
+                self.result = self._stream.close()
+        finally:
             self._stream.give_up()
-            if kind is None and self._error is not None:
-                raise self._error
-            return
-        self._run(self._stream.send(self._deadline(), last=True))
-        self.result = self._stream.close()
 
     def _send(self) -> None:
         try:
