@@ -43,10 +43,12 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
     for name, right in pairs(texts).items():
         section, dot, rest = name.partition(".")
         if dot:
-            target = patch.setdefault(section, {})
             *path, last = rest.split(".")
-            for part in path:
+            target = patch
+            for part in (section, *path):
                 target = target.setdefault(part, {})
+                if not isinstance(target, dict):
+                    raise typer.BadParameter(f"'{name}' is in a setting that another word gives the value {target!r}")
             target[last] = right
         elif name == "optimizer":
             patch.setdefault("optimizer", {})["name"] = right

@@ -33,7 +33,7 @@ def read_spec(path: Path) -> dict[str, Any]:
         found = yaml.load(sys.stdin if str(path) == "-" else path.read_text(), Loader=_Loader)
     except OSError as e:
         raise Failed(f"cannot read {path}: {e.strerror}") from None
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError) as e:  # ValueError: no text, or a date that no calendar has
         raise Failed(f"{path} is not YAML: {e}") from None
     if not isinstance(found, dict):
         raise Failed(f"{path} must hold an object with 'params'")

@@ -18,6 +18,8 @@ from paramserver_cli import exits, ports, train
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
+from paramserver_cli.launch import Failed
+from paramserver_cli.models import read_spec
 from paramserver_cli.training import Sample, Training, WorkerLine
 
 
@@ -43,6 +45,20 @@ def test_a_wrong_setting_is_a_usage_error(word: str, says: str) -> None:
     """A word that is no setting is refused before anything is sent."""
     with pytest.raises(typer.BadParameter, match=says):
         merge_patch([word])
+
+
+def test_a_setting_within_a_value_is_a_usage_error() -> None:
+    """One word gives the rate a number, another one a field."""
+    with pytest.raises(typer.BadParameter, match="another word gives the value"):
+        merge_patch(["lr=0.1", "optimizer.lr.x=3"])
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF\xd0", b"params: [", b"w: 2001-99-99"])
+def test_a_spec_that_is_no_text_or_no_yaml_is_told_in_one_line(tmp_path: Path, content: bytes) -> None:
+    """Whatever the reader stumbles over."""
+    (tmp_path / "spec").write_bytes(content)
+    with pytest.raises(Failed, match="spec is not YAML"):
+        read_spec(tmp_path / "spec")
 
 
 def test_arguments_keep_their_json_types() -> None:
