@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,29 @@ def test_first_values_that_cannot_be_held_are_told_before_anything_is_sent(wrong
     assert e.value.code == "non_finite"
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "consistency", "says"),
+    [
+        (ps.Adam, None, r"optimizer: Adam is a class \(Adam\(...\) makes one\)"),
+        (5, None, "optimizer: must be an object, not 5"),
+        (None, ps.SSP, "consistency: SSP is a class"),
+        (None, 3, "consistency: must be an object, not 3"),
+    ],
+)
+def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, says: str) -> None:
+    """When a model is created and when it is changed."""
+    with pytest.raises(ps.RequestError, match=says):
+        model_document("m", {"w": (3,)}, optimizer, consistency, {})
+    with pytest.raises(ps.RequestError, match=says):
+        patch_document(optimizer, consistency, None, {}, {})
+
+
+def test_names_of_parameters_are_text() -> None:
+    """A number is refused like any other name that a parameter may not have."""
+    with pytest.raises(ps.RequestError, match="parameter name 7 is not allowed"):
+        model_document("m", {7: np.zeros(3)}, None, None, {})  # type: ignore[dict-item]
+
+
 def test_set_takes_single_fields_and_builders() -> None:
     """`lr=` goes into the optimizer; a builder replaces it whole."""
     assert patch_document(None, ps.SSP(2), None, {}, {"lr": 0.5}) == {
@@ -149,6 +173,25 @@ def test_set_takes_single_fields_and_builders() -> None:
 def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[str, ...]) -> None:
     """The argument wins over the environment, which wins over the default; several are taken apart."""
     assert urls_of(url, env) == urls
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://h:1,http://h:x", "http://:8700"])
+@pytest.mark.parametrize("client", [ps.connect, ps.AsyncClient])
+def test_a_url_where_nobody_can_be_is_refused(client: Any, url: str) -> None:
+    """It is told from one where nobody answers."""
+    with pytest.raises(ps.RequestError, match="is not a URL of a cluster"):
+        client(url)
+
+
+@pytest.mark.parametrize("timeout", [None, -1, float("inf"), float("nan"), "3"])
+def test_a_timeout_is_seconds(timeout: Any) -> None:
+    """Of a client and of a call; what is none is refused before anything is sent."""
+    for client in (ps.connect, ps.AsyncClient):
+        with pytest.raises(ps.RequestError, match="timeout is seconds"):
+            client("http://127.0.0.1:9", timeout=timeout)
+    if timeout is not None:
+        with pytest.raises(ps.RequestError, match="timeout is seconds"):
+            ps.AsyncClient("http://127.0.0.1:9").deadline(timeout)
 
 
 def test_nobody_there_is_said_in_words_that_help() -> None:

@@ -9,7 +9,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from paramserver.client.calls import Outcome, Response
-from paramserver.errors import InDoubt, Unreachable
+from paramserver.errors import InDoubt, Unreachable, problem
 
 SCHEDULERS: Final = "x-paramserver-schedulers"
 """On a scheduler's answers: the URLs of all schedulers that run, where there are several."""
@@ -17,10 +17,13 @@ NAMED_MAX: Final = 16
 
 
 class Addresses:
-    """Which URLs there are to ask, and which of them answered last.  Its fields are replaced, never half changed."""
+    """Which URLs there are to ask, and which of them answered last.  Its fields are replaced, never half changed.
+
+    Raises RequestError (`malformed`) for a URL that nobody can be at.
+    """
 
     def __init__(self, given: Sequence[str]) -> None:
-        self.given = tuple(given)
+        self.given = tuple(map(_checked, given))
         self._named: tuple[str, ...] = ()
         self._first = self.given[0] if given else ""
 
@@ -48,6 +51,19 @@ class Addresses:
     def _learn(self, url: str, header: str) -> None:
         if header:
             self._named = named(url, header) or self._named
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        wrong = "" if parts.hostname and parts.port != 0 else "it names no host, or port 0"
+    except ValueError as e:
+        wrong = str(e)
+    if wrong:
+        raise problem(
+            "malformed", f"'{url}' is not a URL of a cluster: {wrong}", hint="something like http://host:8700"
+        )
+    return url
 
 
 def named(url: str, header: str) -> tuple[str, ...]:

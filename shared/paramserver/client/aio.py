@@ -12,7 +12,7 @@ from paramserver import limits
 from paramserver.client import checkpointing, control, transfer
 from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.arrays import Params
-from paramserver.client.calls import Call, Deadline
+from paramserver.client.calls import Call, Deadline, seconds
 from paramserver.client.cluster import Cluster, model_path, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
@@ -48,7 +48,7 @@ class AsyncClient:
         ca: str | os.PathLike[str] | None = None,
     ) -> None:
         self.urls = urls_of(url, os.environ)
-        self.timeout = timeout
+        self.timeout = seconds(timeout)
         self.cluster = Cluster(self.urls)
         self.shared = SharedArrays(self.cluster)
         self.transport = AsyncTransport(self.urls, Credentials.found(token, ca, os.environ))

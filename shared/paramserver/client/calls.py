@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from numbers import Real
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -27,6 +27,8 @@ ATTEMPT_S: Final = 5.0
 """How long one node may be silent about a request that is answered at once and may be repeated: then it is sent again,
 to another node where there is one."""
 
+TIMEOUT_S_MAX: Final = 1_000_000_000
+"""Thirty years; what natives can count."""
 
 class Sink(Place, Protocol):
     """Where the body of a 200 goes, in place of memory of its own."""
@@ -85,14 +87,10 @@ Clock: TypeAlias = Callable[[], float]
 
 
 def seconds(timeout: Any) -> float:
-    """That timeout; raises RequestError (`invalid_field`) if it is none."""
-    try:
-        found = float(timeout)
-    except (TypeError, ValueError):
-        found = nan
-    if not isfinite(found):
-        raise problem("invalid_field", f"timeout: must be a finite number of seconds, not {timeout!r:.60}")
-    return found
+    """A timeout, if it is one.  Raises RequestError (`invalid_field`)."""
+    if not isinstance(timeout, Real) or not 0 <= float(timeout) <= TIMEOUT_S_MAX:
+        raise problem("invalid_field", f"timeout is seconds, from 0 to {TIMEOUT_S_MAX:,}, not {timeout!r:.40}")
+    return float(timeout)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 from paramserver.client.consistency import Consistency
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.values import values_of
+from paramserver.core.fields import check_param_name
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import AnyArray
@@ -54,14 +55,14 @@ def model_document(
     documents: dict[str, Any] = {}
     for key, value in params.items():
         try:
-            documents[key] = _param(key, value, uploads)
+            documents[key] = _param(check_param_name(key), value, uploads)
         except PsError as e:
             errors.append(e)
     body: dict[str, Any] = {"name": name, "params": documents}
     if optimizer is not None:
-        body["optimizer"] = {"name": optimizer} if isinstance(optimizer, str) else _document(optimizer)
+        body["optimizer"] = {"name": optimizer} if isinstance(optimizer, str) else _document("optimizer", optimizer)
     if consistency is not None:
-        body["consistency"] = {"mode": consistency} if isinstance(consistency, str) else _document(consistency)
+        body["consistency"] = _consistency(consistency)
     body |= {k: v for k, v in others.items() if v is not None}
     if errors:
         raise combined(errors)
@@ -78,22 +79,33 @@ def patch_document(
 ) -> dict[str, Any]:
     """The merge patch of `Model.set`; `fields` are single fields of the optimizer, such as `lr`."""
     body: dict[str, Any] = {k: v for k, v in others.items() if v is not None}
-    change: dict[str, Any] = _document(optimizer) if optimizer is not None else {}
+    change: dict[str, Any] = _document("optimizer", optimizer) if optimizer is not None else {}
     for key, value in fields.items():
-        change[key] = value.document() if hasattr(value, "document") else value
+        change[key] = _document(key, value) if hasattr(value, "document") else value
     if change:
         body["optimizer"] = change
     if consistency is not None:
-        body["consistency"] = {"mode": consistency} if isinstance(consistency, str) else _document(consistency)
+        body["consistency"] = _consistency(consistency)
     if params is not None:
-        body["params"] = {k: dict(v) for k, v in params.items()}
+        body["params"] = {k: _document(f"params.{k}", v) for k, v in params.items()}
     if not body:
         raise problem("invalid_field", "nothing to set", hint="set(lr=0.05), set(consistency=ps.SSP(3)), ...")
     return body
 
 
-def _document(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else dict(value.document())
+def _consistency(value: Consistency | Mapping[str, Any] | str) -> dict[str, Any]:
+    return {"mode": value} if isinstance(value, str) else _document("consistency", value)
+
+
+def _document(where: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, type):
+        hint = f"{value.__name__}(...) makes one"
+        raise problem("invalid_field", f"{where}: {value.__name__} is a class", hint=hint, where=where)
+    if not hasattr(value, "document"):
+        raise problem("invalid_field", f"{where}: must be an object, not {value!r:.60}", where=where)
+    return dict(value.document())
 
 
 def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         out["shape"] = [int(n) for n in ((p.value,) if isinstance(p.value, int) else p.value)]
         out["dtype"] = p.dtype or "float32"
         init = p.init if p.init is not None else "zeros"
-        out["init"] = {"kind": init} if isinstance(init, str) else dict(init)
+        out["init"] = {"kind": init} if isinstance(init, str) else _document(f"params.{name}.init", init)
     else:
         if p.init is not None:
             raise problem("invalid_field", f"params.{name}: an array and init= are two sets of first values")
