@@ -360,6 +360,10 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
                 async for _ in w.tasks("again"):
                     break
                 assert sorted([t.start async for t in w.tasks("again")]) == [0, 1]
+            run = await client.create_run(name, "m:main", stop={"minutes": 1})
+            assert run["id"] in {r["id"] for r in await client.runs()}
+            await client.set_run(run["id"], state="stopped")
+            assert (await client.get_run(run["id"]))["model"] == name
             with ps.connect(shared_cluster.url) as blocking:
                 assert blocking.model(name).pull()["w"].tolist() == [13.0] * 100
             await model.delete()

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import pytest
 
 import paramserver as ps
+from paramserver.client.aio import AsyncModel
+from paramserver.client.aio_worker import AsyncWorker
 from paramserver.client.cluster import urls_of
 from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.spec_builder import model_document, patch_document
@@ -160,6 +163,17 @@ def test_set_takes_single_fields_and_builders() -> None:
     }
     with pytest.raises(ps.RequestError, match="nothing to set"):
         patch_document(None, None, None, {"checkpoint": None}, {})
+
+
+@pytest.mark.parametrize(
+    ("blocking", "awaited"), [(ps.Client, ps.AsyncClient), (ps.Model, AsyncModel), (ps.Worker, AsyncWorker)]
+)
+def test_asyncio_has_the_same_names_and_arguments(blocking: type, awaited: type) -> None:
+    """All that is public on the blocking side is there, and takes the same arguments in the same order."""
+    for name in (n for n in dir(blocking) if not n.startswith("_")):
+        ours, theirs = getattr(awaited, name), getattr(blocking, name)
+        if callable(theirs):
+            assert list(signature(ours).parameters) == list(signature(theirs).parameters), name
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,35 @@ class AsyncClient:
         )
         return AsyncModel(self, (await self.run(call)).name)
 
+    async def create_run(
+        self,
+        model: str,
+        entry: str,
+        *,
+        name: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        workers: int = 1,
+        stop: Mapping[str, Any] | None = None,
+        evaluate_every: int = 0,
+        checkpoint_every: int = 0,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """See `Client.create_run`."""
+        body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
+        return dict(await self.run(control.send("POST", "/runs", body, self.deadline(timeout))))
+
+    async def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The runs that are kept, newest first."""
+        return await self.run(control.listed("/runs", self.deadline(timeout)))
+
+    async def get_run(self, run: str, *, timeout: float | None = None) -> dict[str, Any]:
+        """One run: its state, its places, and why it failed if it did."""
+        return dict(await self.run(control.fetch(f"/runs/{run}", self.deadline(timeout))))
+
+    async def set_run(self, run: str, *, timeout: float | None = None, **changes: Any) -> dict[str, Any]:
+        """See `Client.set_run`."""
+        return dict(await self.run(control.send("PATCH", f"/runs/{run}", changes, self.deadline(timeout))))
+
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
         """The JSON answer of any control route, with this client's retries and errors."""
         return await self.run(control.send(method, path, body, self.deadline(timeout)))

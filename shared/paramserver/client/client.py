@@ -160,17 +160,7 @@ class Client:
         timeout: float | None = None,
     ) -> dict[str, Any]:
         """Start one training of a model with workers of the pool; the run's document."""
-        body: dict[str, Any] = {
-            "model": model,
-            "entry": entry,
-            "args": dict(args or {}),
-            "workers": workers,
-            "stop": dict(stop or {}),
-            "evaluate_every": evaluate_every,
-            "checkpoint_every": checkpoint_every,
-        }
-        if name is not None:
-            body["name"] = name
+        body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
         return dict(self.run(control.send("POST", "/runs", body, self.deadline(timeout))))
 
     def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:

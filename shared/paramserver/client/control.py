@@ -188,3 +188,28 @@ def dataset_document(
     if uri is not None:
         body["uri"] = uri
     return body
+
+
+def run_document(
+    model: str,
+    entry: str,
+    name: str | None,
+    args: Mapping[str, Any] | None,
+    workers: int,
+    stop: Mapping[str, Any] | None,
+    evaluate_every: int,
+    checkpoint_every: int,
+) -> dict[str, Any]:
+    """The body that starts a run."""
+    body: dict[str, Any] = {
+        "model": model,
+        "entry": entry,
+        "args": dict(args or {}),
+        "workers": workers,
+        "stop": dict(stop or {}),
+        "evaluate_every": evaluate_every,
+        "checkpoint_every": checkpoint_every,
+    }
+    if name is not None:
+        body["name"] = name
+    return body
