@@ -65,7 +65,10 @@ def restore(
 
 @app.command("list")
 def list_checkpoints(model: ModelName, as_json: Json = False, url: Url = None) -> None:
-    """List the checkpoints that the cluster keeps of a model, oldest first."""
+    """List the checkpoints that the cluster keeps of a model, oldest first.
+
+    psctl checkpoint list demo
+    """
     items = connect(url).model(model).checkpoints()
     if as_json:
         typer.echo(json.dumps({"items": items, "next": None}))

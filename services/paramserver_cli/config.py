@@ -82,6 +82,8 @@ def config(as_json: Json = False) -> None:
 
         url = "http://10.0.0.5:8700"
         snapshot_mib_per_s = 128
+
+    psctl config
     """
     parts: dict[str, dict[str, tuple[Any, str]]] = {
         "client": client_settings({}),

@@ -129,7 +129,10 @@ def pull(
 
 
 def models(as_json: Json = False, url: Url = None) -> None:
-    """List the models of the cluster."""
+    """List the models of the cluster.
+
+    psctl models
+    """
     items = connect(url).request("GET", "/models")
     if as_json:
         typer.echo(json.dumps(items))

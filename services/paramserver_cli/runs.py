@@ -29,7 +29,10 @@ def _tell(run: dict[str, Any], as_json: bool) -> None:
 
 @app.command("list")
 def list_runs(as_json: Json = False, url: Url = None) -> None:
-    """List the runs, newest first."""
+    """List the runs, newest first.
+
+    psctl run list
+    """
     items = sorted(connect(url).runs(), key=lambda r: -r["created_s"])
     if as_json:
         typer.echo(json.dumps({"items": items, "next": None}))
@@ -42,25 +45,37 @@ def list_runs(as_json: Json = False, url: Url = None) -> None:
 
 @app.command()
 def show(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """Show one run, with the reason of its end and its last traceback."""
+    """Show one run, with the reason of its end and its last traceback.
+
+    psctl run show run-1
+    """
     _tell(connect(url).get_run(run), as_json)
 
 
 @app.command()
 def pause(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """Let the workers of a run wait after the step at hand."""
+    """Let the workers of a run wait after the step at hand.
+
+    psctl run pause run-1
+    """
     _tell(connect(url).set_run(run, state="paused"), as_json)
 
 
 @app.command()
 def resume(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """Let a paused run go on."""
+    """Let a paused run go on.
+
+    psctl run resume run-1
+    """
     _tell(connect(url).set_run(run, state="running"), as_json)
 
 
 @app.command()
 def stop(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """End a run; its workers go back to the pool."""
+    """End a run; its workers go back to the pool.
+
+    psctl run stop run-1
+    """
     _tell(connect(url).set_run(run, state="stopped"), as_json)
 
 

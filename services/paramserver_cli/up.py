@@ -136,7 +136,10 @@ def _clusters() -> list[Cluster]:
 
 
 def list_clusters(as_json: Json = False) -> None:
-    """List the clusters of yours that run on this machine, with the process ids of now."""
+    """List the clusters of yours that run on this machine, with the process ids of now.
+
+    psctl list
+    """
     clusters = _clusters()
     if as_json:
         typer.echo(json.dumps({"items": [keys.described(c) for c in clusters], "next": None}))

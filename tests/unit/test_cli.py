@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
+from paramserver_cli.main import app
 from paramserver_cli.models import read_spec
 from paramserver_cli.training import Sample, Training, WorkerLine
 
@@ -45,6 +47,20 @@ def test_a_wrong_setting_is_a_usage_error(word: str, says: str) -> None:
     """A word that is no setting is refused before anything is sent."""
     with pytest.raises(typer.BadParameter, match=says):
         merge_patch([word])
+
+
+def _commands(command: Any, path: str = "psctl") -> Iterator[tuple[str, Any]]:
+    inner = getattr(command, "commands", {})
+    if not inner:
+        yield path, command
+    for name, one in inner.items():
+        yield from _commands(one, f"{path} {name}")
+
+
+@pytest.mark.parametrize(("path", "command"), list(_commands(typer.main.get_command(app))))
+def test_help_shows_how_a_command_is_typed(path: str, command: Any) -> None:
+    """Each has an example of itself on a line of its own."""
+    assert [line for line in f"{command.help}\n{command.epilog}".splitlines() if line.strip().startswith(path)]
 
 
 def test_a_setting_within_a_value_is_a_usage_error() -> None:
