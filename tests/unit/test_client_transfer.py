@@ -162,13 +162,6 @@ def test_numbers_of_numpy_are_numbers(shards: Shards, now: Now, cluster: Cluster
     assert type(deadline.at) is float
 
 
-@pytest.mark.parametrize("timeout", [None, "soon", float("nan"), float("inf")])
-def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:
-    """A call has an end."""
-    with pytest.raises(RequestError, match="timeout: must be a finite number of seconds"):
-        Deadline.after(timeout)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_values_travel_in_the_dtype_asked_for(shards: Shards, now: Now, cluster: Cluster, dtype: str) -> None:
     """Small integers survive every dtype; bfloat16 arrives as float32, the others as themselves."""

@@ -30,6 +30,7 @@ to another node where there is one."""
 TIMEOUT_S_MAX: Final = 1_000_000_000
 """Thirty years; what natives can count."""
 
+
 class Sink(Place, Protocol):
     """Where the body of a 200 goes, in place of memory of its own."""
 
