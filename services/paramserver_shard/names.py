@@ -152,14 +152,7 @@ class NameService:
 
 def after_push(error: PsError, done: PushDone) -> PsError:
     """The error of a pull whose push had been accepted: it says so, lest the push be sent again without its id."""
-    return problem(
-        error.code,
-        error.detail,
-        hint=error.hint,
-        retry_after_s=error.retry_after_s,
-        errors=error.errors,
-        **{**error.members, "push": push_document(done)},
-    )
+    return error.plus(push=push_document(done))
 
 
 def push_document(done: PushDone) -> dict[str, Any]:

@@ -70,6 +70,13 @@ class PsError(Exception):
             body["request_id"] = request_id
         return body | dict(self.members)
 
+    def plus(self, **members: Any) -> "PsError":
+        """The same error with these further members."""
+        more = {**self.members, **members}
+        return type(self)(
+            self.code, self.detail, hint=self.hint, retry_after_s=self.retry_after_s, errors=self.errors, **more
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (from_document, (self.document(),))
 

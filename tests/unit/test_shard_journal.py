@@ -125,6 +125,59 @@ def test_at_level_applied_nothing_is_journaled(mode: str) -> None:
     assert pending(driver, Journal) == []
 
 
+@pytest.mark.parametrize("mode", ["sync", "buffered"])
+def test_a_snapshot_holds_what_was_pushed_not_what_lies_there_now(mode: str) -> None:
+    """It is written when the gradient is applied, and its memory its sender's again for the next one."""
+    driver = slow(consistency={"mode": mode} | ({"count": 2, "interval_ms": 60_000} if mode == "buffered" else {}))
+    gradient = ones()
+    driver.submit({0: gradient}, PushId(WORKERS[0], 1, 0), clock=0 if mode == "sync" else None)
+    complete(driver, Journal)
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+    assert pending(driver, StoreSnapshot)
+
+    if mode == "sync":
+        driver.commit(0, Contribution(WORKERS[0], 1, 0, 0))
+    else:
+        driver.submit({0: ones()}, PushId(WORKERS[1], 1, 0))
+    apply(driver)
+    complete(driver, Journal)
+    gradient[:] = 1000.0
+    complete(driver, StoreSnapshot)
+
+    assert driver.values() == [1.0] * 4
+    assert driver.view is not None
+    after = ShardDriver(driver.store)
+    after.send(replace(driver.view, owned={0: 2}, source="snapshot"))
+    assert after.values() == [1.0] * 4
+
+
+def test_a_push_that_is_refused_after_it_was_accepted_says_so() -> None:
+    """Its memory may still be read, so its sender is not to use it again."""
+    driver = slow()
+    request = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+
+    driver.send(JournalRefused(entries(driver)[0].key, 1))
+
+    assert refused(driver, request).code == "wrong_owner"
+    assert refused(driver, request).members["push"]["state"] == "applied"
+
+
+def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
+    """Once everything is to be stored again, its answer waits for that."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    driver.settle()
+    assert done(driver, first).state == "applied"
+    assert driver.view is not None
+
+    driver.send(replace(driver.view, owned={0: 2}, renewed={0: 1}))
+    again = driver.submit({0: ones()}, PushId("w", 1, 0))
+    assert again not in driver.replies
+    driver.settle()
+    assert done(driver, again).duplicate
+
+
 def test_a_push_waits_for_every_partition_it_touches() -> None:
     """The watermark of one of two is not enough."""
     driver = slow(partitions=2)

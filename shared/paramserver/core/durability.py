@@ -110,9 +110,11 @@ class Durability:
         self._shard.reply(waiting.request, done)
 
     def _refuse(self, waiting: Waiting, error: PsError) -> None:
+        """The error says that the push was accepted: its memory may still be read, and goes back to nobody."""
         if not waiting.over:
             waiting.over = True
-            self._shard.reply(waiting.request, error)
+            done = {"state": waiting.done.state, "duplicate": waiting.done.duplicate, "version": waiting.done.version}
+            self._shard.reply(waiting.request, error.plus(push=done))
 
     def _arm(self) -> None:
         while self._order and self._order[0].over:
@@ -147,7 +149,7 @@ class Durability:
 
     def rebase(self, p: Partition) -> None:
         """Redis has lost what it held of this partition, or part of it: a snapshot of all there is comes first."""
-        p.mark.rebase = p.lsn
+        p.mark.rebase, p.mark.stored, p.mark.synced = p.lsn, -1, -1
         self._shard.plan.again(p)
 
     def _advance(self, p: Partition, lsn: int, *, synced: bool) -> None:

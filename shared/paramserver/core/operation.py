@@ -187,8 +187,11 @@ class PushOperation(Operation):
         sync = rule.mode == "sync"
         clock = event.clock if sync and event.clock is not None else -1
         late = sync and clock < p.clock and rule.late == "drop"
-        assert part.crc is not None
-        p.memory.record(event.push_id, event.key, part.crc, p.version, late)
+        crc = part.crc
+        assert crc is not None
+        if p.level and not part.owned:  # a snapshot can hold it when its sender has its memory again
+            part = replace(part, data=part.data.copy())
+        p.memory.record(event.push_id, event.key, crc, p.version, late)
         worker, epoch, seq = "", 0, p.arrivals
         if event.push_id is not None:
             worker, epoch = event.push_id.worker, event.push_id.epoch
