@@ -55,7 +55,8 @@ class Arriving:
         self.size: Final = sum(sizes)
         self.push_id: Final = frame.push_id
         self._codec: Final = frame.codec
-        self._with_crc = here and (frame.seq is not None or frame.key is not None)
+        applied_here = here or frame.forwarded or frame.map_epoch is not None  # by the time its body is here
+        self._with_crc = applied_here and (frame.seq is not None or frame.key is not None)
         self._staged = self._codec is not None and self._codec.stage is not None
         self._later = here and not self._staged and known.spec.consistency.immediate
         """Whether whole partitions are looked at when they are applied."""

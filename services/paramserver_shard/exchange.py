@@ -71,6 +71,8 @@ class Exchange:
         with_crc = command.push_id is not None or command.key is not None
 
         async def local(now: KnownModel, parts: Sequence[PushPart]) -> PushDone:
+            # Who has lost a partition while it computed refuses what is sent on then, so nothing may be spent here.
+            parts = [replace(p, owned=False) for p in parts]
             if with_crc:
                 parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
             return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
