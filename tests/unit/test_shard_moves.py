@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from paramserver import limits
 from paramserver.core.shard_io import (
     Apply,
+    AssignPart,
     CaptureReceived,
     Contribution,
     Journal,
@@ -19,6 +20,7 @@ from paramserver.core.shard_io import (
     ModelView,
     PushDone,
     RosterChanged,
+    SetReceived,
     SnapshotFailed,
     SnapshotStored,
     StoreSnapshot,
@@ -449,3 +451,73 @@ def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still(
     assert not driver.push({0: ones()}, PushId("w", 1, 1)).duplicate
     assert driver.values() == [2.0] * 4
     assert driver.store.kept[KEY][0].token == 9
+
+
+def kept(**fields: Any) -> tuple[ShardDriver, int]:
+    """A journaled shard with one push, whose ownership was refused: Redis has forgotten it."""
+    driver = ShardDriver()
+    driver.serve(spec(ack="journaled", **fields), workers=ROSTER)
+    return driver, driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0 if "consistency" in fields else None)
+
+
+def renew(driver: ShardDriver, **fields: Any) -> None:
+    """The leader tells that the refused ownership is this shard's under a new token."""
+    driver.send(replace(view(driver), owned={0: 2}, renewed={0: 1}, **fields))
+
+
+def test_what_was_kept_is_flushed_when_it_is_due() -> None:
+    """The time came while it was nobody's."""
+    driver, _ = kept(consistency={"mode": "buffered", "count": 4, "interval_ms": 1000})
+    driver.send(JournalRefused(KEY, 1))
+    driver.advance(2.0)
+    renew(driver)
+    driver.advance(0.1)
+    assert driver.values() == [1.0] * 4
+    assert driver.core.held_bytes == 0
+
+
+def test_what_was_kept_learns_of_settings_that_changed_meanwhile() -> None:
+    """They are those of its model."""
+    driver, _ = kept()
+    driver.send(JournalRefused(KEY, 1))
+    driver.patch({"optimizer": {"name": "sgd", "lr": 5.0}})
+    renew(driver)
+    driver.push({0: ones()}, PushId(WORKERS[0], 1, 1))
+    assert driver.values() == [-4.0] * 4
+
+
+def test_what_was_kept_takes_the_commit_that_waited() -> None:
+    """It stood in line behind an assignment when the ownership was refused."""
+    driver, _ = kept(consistency={"mode": "sync"})
+    driver.eager = False
+    driver.send(SetReceived(driver.request(), "m", (AssignPart(0, ones(), "float32", True),)))
+    driver.commit(0, Contribution(WORKERS[0], 1, 0, 0))
+    driver.send(JournalRefused(KEY, 1))
+    renew(driver)
+    driver.eager = True
+    driver.settle()
+    assert driver.core.models["m"].partitions[0].clock == 1
+
+
+def test_a_cut_is_not_all_that_is_handed_over() -> None:
+    """At level applied it leaves out what is staged, which the next owner needs."""
+    driver = ShardDriver()
+    driver.serve(spec(consistency={"mode": "sync", "quorum": 0.5, "late": "fold"}), workers=ROSTER)
+    driver.push({0: ones()}, PushId(WORKERS[0], 1, 1), clock=0)
+    driver.push({0: ones(10.0)}, PushId(WORKERS[1], 1, 1), clock=0)
+    driver.commit(0, Contribution(WORKERS[0], 1, 0, 0), cut=True)
+    driver.eager = False
+    driver.send(JournalLost(KEY, 1))
+    snapshots = [e for e in driver.pending if isinstance(e, StoreSnapshot)]
+    driver.complete(driver.pending.index(next(e for e in snapshots if e.urgent)))
+    driver.advance(0.01)
+
+    wish(driver, 0)
+    cut = next(e for e in driver.pending if isinstance(e, StoreSnapshot) and e.cut)
+    driver.complete(driver.pending.index(cut))
+    assert released(driver) == []
+    driver.settle()
+    assert [row[0] for row in released(driver)] == [0]
+    after = successor(driver)
+    after.commit(1, Contribution(WORKERS[1], 1, 1, 0))
+    assert after.values() == [11.0] * 4

@@ -23,7 +23,7 @@ class Shard(Protocol):
     held_bytes: int
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Take up again what was left alone while the partition was held."""
+        """Take up again what was left alone while the partition was held, or not there."""
 
 
 class Handover:
@@ -34,7 +34,7 @@ class Handover:
         self._lines = lines
         self._held: dict[Partition, None] = {}
 
-    def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token) -> list[Effect]:
+    def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> list[Effect]:
         """An ownership that is not served here yet; it begins with what was kept, or has to be loaded."""
         kept, source = model.refused.get(index), view.sources.get(index, view.source)
         if kept is not None and token <= kept.token:
@@ -43,6 +43,8 @@ class Handover:
             model.partitions[index] = kept
             self._shard.held_bytes += kept.held_bytes
             self.renew(kept, token)
+            kept.committing = _commits(kept)
+            self._shard.resume(model, kept, now)
             return []
         key = PartitionKey(model.key, index)
         p = Partition.of(key, token, model.layout, model.spec, model.revision, model.live_workers)
@@ -54,7 +56,7 @@ class Handover:
         partition.held = wish
         self._held[partition] = None
         self._shard.plan.forget(partition)
-        partition.committing = any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
+        partition.committing = _commits(partition)
         return [op for op in self._lines.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
 
     @property
@@ -102,6 +104,11 @@ class Handover:
         if partition.cut is not None and not partition.level:
             self._shard.plan.store_cut(partition, replace(partition.cut, token=token))
         self._shard.durability.rebase(partition)
+
+
+def _commits(partition: Partition) -> bool:
+    """Whether a commit is being computed; one that still waited was withdrawn."""
+    return any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
 
 
 def released(models: Iterable[ServedModel]) -> Iterator[tuple[str, int, int, Token, int, int]]:

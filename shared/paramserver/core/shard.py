@@ -220,7 +220,7 @@ class ShardCore:
                 requests += self._lose(model, p)
         for index, token in view.owned.items():
             if index not in model.partitions:
-                self._effects += self._handover.take_up(model, view, index, token)
+                self._effects += self._handover.take_up(model, view, index, token, now)
         model.refused = {i: p for i, p in model.refused.items() if view.owned.get(i) == p.token}
         for p in model.partitions.values():
             wish = view.release.get(p.index, 0)
@@ -395,7 +395,8 @@ class ShardCore:
         store = self.plan.done(isinstance(event, SnapshotStored), event.urgent, p, now)
         if store is not None and p is not None:
             self.durability.snapshot(p, store.capture, store.fsync)
-            if self._handover.stored(p, store.capture.lsn) or store.cut:
+            whole = not store.cut or p.level > 0  # what a cut leaves out is still to be handed over
+            if (whole and self._handover.stored(p, store.capture.lsn)) or store.cut:
                 self._effects.append(Report())
 
     def _journaled(self, event: Journaled, now: float) -> None:
