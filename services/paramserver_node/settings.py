@@ -12,7 +12,7 @@ import re
 import socket
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, get_type_hints
 
@@ -55,7 +55,7 @@ class Settings:
             variable = PREFIX + f.name.upper()
             if flags.get(f.name) is not None:
                 value, origin = flags[f.name], f"--{f.name.replace('_', '-')}"
-            elif env.get(variable):
+            elif env.get(variable) or (variable in env and f.metadata.get("empty")):
                 value, origin = env[variable], variable
             elif env.get(variable + "_FILE"):
                 value, origin = _held_by(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
@@ -135,7 +135,7 @@ class ShardSettings(NodeSettings):
     """Refuse to start on an empty Redis: it must be the wrong one, or have lost its data."""
     memory_limit: str = ""
     """What the process may take, as 8GiB or in bytes; default: what its container or else the machine has."""
-    shared_memory: str = "/dev/shm"
+    shared_memory: str = field(default="/dev/shm", metadata={"empty": "none, not the default"})
     """Folder in memory through which clients on this machine push and pull without a copy; empty: none."""
 
 

@@ -40,6 +40,16 @@ def test_each_value_comes_from_the_first_source_that_has_it(file: Path) -> None:
     assert found["host"] == ("127.0.0.1", "default")
 
 
+def test_an_empty_variable_turns_shared_memory_off(tmp_path: Path) -> None:
+    """Of other settings it says nothing, as compose files set what nobody has given."""
+    env = {"PARAMSERVER_SHARED_MEMORY": "", "PARAMSERVER_NAME": ""}
+
+    found = ShardSettings.sources({}, env, tmp_path / "none.toml")
+
+    assert found["shared_memory"] == ("", "PARAMSERVER_SHARED_MEMORY")
+    assert found["name"][1] == "default"
+
+
 def test_text_becomes_the_type_of_the_setting(tmp_path: Path) -> None:
     """The environment's text is turned into numbers."""
     env = {"PARAMSERVER_PORT": "9100", "PARAMSERVER_SNAPSHOT_MIB_PER_S": "1.5"}
