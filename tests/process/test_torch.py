@@ -212,6 +212,15 @@ def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> Non
         assert opt.worker.clock_number == 3
 
 
+def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name: str) -> None:
+    """A step does not go on with another rate than its param group says."""
+    with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05)) as opt:
+        opt.param_groups[0]["lr"] = -1.0
+        for _ in range(2):
+            with pytest.raises(ps.RequestError, match="lr"):
+                opt.step()
+
+
 def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
     """zero_grad, closures, state_dict, a second group (refused) and bfloat16 modules work as they do with torch."""
     net = module().to(torch.bfloat16)

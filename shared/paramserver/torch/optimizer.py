@@ -169,9 +169,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         rate = float(self.param_groups[0]["lr"])
         if rate == self._rate:
             return
-        self._rate = rate
         if self._worker.rank == 0:
             self._model.set(lr=rate)
+        self._rate = rate
 
     def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
         """Make the model if it is not there and may be made."""
