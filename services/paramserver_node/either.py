@@ -7,21 +7,17 @@ import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from paramserver.limits import CONNECTIONS_MAX
 from paramserver.wire.http2 import PREFACE
+from paramserver_node.http1 import HEAD_S, TOO_LONG, Http1
 from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
 
 if TYPE_CHECKING:
     from paramserver_node.carrier import Carrier
 
-FIRST_HEAD_S: Final = 30.0
-"""How long a connection may be open before it has asked for anything."""
 _HEAD_END: Final = b"\r\n\r\n"
-_TOO_LONG: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
@@ -53,7 +49,7 @@ class Either(asyncio.Protocol):
             transport.abort()
             return
         self._server.connections.add(self)  # type: ignore[arg-type]
-        self._giving_up = self._loop.call_later(FIRST_HEAD_S, transport.abort)
+        self._giving_up = self._loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has said nothing."""
@@ -78,11 +74,9 @@ class Either(asyncio.Protocol):
         elif PREFACE.startswith(self._begun):
             return
         elif _HEAD_END in self._begun:
-            self._become(HttpToolsProtocol(self._config, self._server, self._state, self._loop)).data_received(
-                self._begun
-            )
+            self._become(Http1(self._config, self._server, self._state, self._loop)).data_received(self._begun)
         elif len(self._begun) > HEADER_BYTES_MAX:
-            self.transport.write(_TOO_LONG)
+            self.transport.write(TOO_LONG)
             self.transport.close()
 
     def _forget(self) -> None:

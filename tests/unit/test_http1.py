@@ -1,0 +1,216 @@
+"""HTTP/1.1, on a real connection whose client is a plain socket in the same process."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from paramserver_node import http1
+from paramserver_node.either import Either
+from paramserver_node.http2 import HEADER_BYTES_MAX
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+WITHIN_S = 20.0
+LARGE_BYTES = 20_000_000
+LONG = b"x: " + bytes(b"y" * (HEADER_BYTES_MAX + 1))
+
+
+class Client:
+    """A plain socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket, self.loop = connected, asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        """Those bytes."""
+        await self.loop.sock_sendall(self.socket, data)
+
+    async def until(self, end: bytes, times: int = 1) -> bytes:
+        """What comes, until that has come so often."""
+        came = b""
+        while came.count(end) < times:
+            data = await self.loop.sock_recv(self.socket, 1 << 16)
+            assert data, f"closed after {came!r}"
+            came += data
+        return came
+
+    async def some(self, size: int) -> bytes:
+        """So much of what comes, or what is left."""
+        came = b""
+        while len(came) < size and (data := await self.loop.sock_recv(self.socket, 1 << 16)):
+            came += data
+        return came
+
+    async def to_the_end(self) -> bytes:
+        """What comes until the server hangs up."""
+        came = b""
+        while True:
+            try:
+                data = await self.loop.sock_recv(self.socket, 1 << 16)
+            except ConnectionResetError:
+                return came
+            if not data:
+                return came
+            came += data
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body of the request."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body, more = body + message["body"], message["more_body"]
+    head = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with much, and fails where the client does not ask for the end of the connection."""
+    head = [(b"content-length", b"%d" % LARGE_BYTES)]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": bytes(LARGE_BYTES), "more_body": len(scope["headers"]) < 2})
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp = echo) -> AsyncIterator[tuple[Client, ServerState]]:
+    """A client that is connected, and what the server knows."""
+    loop, config, state = asyncio.get_running_loop(), Config(app, log_config=None, ws="none"), ServerState()
+    config.load()
+    made: dict[str, Any] = {}
+    server = await loop.create_server(lambda: Either(config, state, made), "127.0.0.1", 0)
+    async with asyncio.timeout(WITHIN_S):
+        with closing(server), socket.socket() as connected:
+            connected.setblocking(False)
+            await loop.sock_connect(connected, server.sockets[0].getsockname())
+            yield Client(connected), state
+        while state.connections or state.tasks:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_a_second_head_that_is_too_long_is_refused() -> None:
+    """A connection that has asked before may not send more headers than one that has not."""
+    async with serving() as (client, _):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        await client.send(b"GET / HTTP/1.1\r\n" + LONG)
+        assert (await client.to_the_end()).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("chunk", [b"0\r\n" + LONG, b"1;" + LONG[3:]], ids=["trailers", "extension"])
+async def test_a_chunked_body_has_no_more_than_that_beside_its_bytes(chunk: bytes) -> None:
+    """Neither after its end nor in the head of a chunk."""
+    async with serving() as (client, state):
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        while not state.tasks:
+            await asyncio.sleep(0)
+        await client.send(chunk)
+        assert (await client.to_the_end()).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.asyncio
+async def test_a_large_body_in_small_chunks_is_a_body() -> None:
+    """What its chunks cost beside its bytes does not add up."""
+    async with serving() as (client, _):
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(100):
+            await client.send(b"1;" + bytes(b"z" * 2000) + b"\r\na\r\n")
+        await client.send(b"0\r\n\r\n")
+        assert (await client.until(b"a" * 100)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("begun", [b"GET / HT", b"\r\n"])
+async def test_a_second_head_that_does_not_come_is_not_waited_for(
+    begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been answered before makes no difference."""
+    monkeypatch.setattr(http1, "HEAD_S", 0.05)
+    async with serving() as (client, _):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        await client.send(begun)
+        assert await client.to_the_end() == b""
+
+
+@pytest.mark.asyncio
+async def test_half_a_head_behind_a_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time begins with the end of the answer before it."""
+    monkeypatch.setattr(http1, "HEAD_S", 0.05)
+    async with serving() as (client, _):
+        await client.send(GET + b"GET / HT")
+        assert (await client.to_the_end()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.asyncio
+async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only heads are waited for so long: what comes after them has a pace of its own."""
+    monkeypatch.setattr(http1, "HEAD_S", 0.05)
+    late = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await late.wait()
+        await echo(scope, receive, send)
+
+    async with serving(slow) as (client, _):
+        for _ in range(2):
+            late.clear()
+            asyncio.get_running_loop().call_later(0.15, late.set)
+            await client.send(GET[:20])
+            await client.send(GET[20:])
+            assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ask", [b"connection: close\r\n", b""], ids=["closed", "failed"])
+async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever closes the connection: what has not been read when its time is over is dropped."""
+    monkeypatch.setattr(http1, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(http1, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
+    async with serving(large) as (client, state):
+        await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n" + ask + b"\r\n")
+        await client.until(b"\r\n\r\n")
+        while state.connections:
+            await asyncio.sleep(0)
+        assert len(await client.to_the_end()) < LARGE_BYTES
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes after the server has said all."""
+    monkeypatch.setattr(http1, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(http1, "PACE_BYTES_PER_S", LARGE_BYTES // 10)
+    turn, came = asyncio.Event(), 0
+    async with serving(large) as (client, _):
+        await client.send(GET[:-2] + b"connection: close\r\n\r\n")
+        while came < LARGE_BYTES:
+            came += len(await client.some(LARGE_BYTES // 10))
+            turn.clear()
+            asyncio.get_running_loop().call_later(0.15, turn.set)
+            await turn.wait()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "body", [b"content-length: 5\r\n\r\nhello", b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("cut", [1 << 16, 1])
+async def test_an_offer_of_another_protocol_is_ignored(body: bytes, cut: int) -> None:
+    """The request is served with its body, and so is what follows it, however the bytes are cut."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    asked = 2 * (b"POST / HTTP/1.1\r\nhost: x\r\n" + offer + body)
+    async with serving() as (client, _):
+        for _ in range(2):
+            for at in range(0, len(asked), cut):
+                await client.send(asked[at : at + cut])
+            assert (await client.until(b"hello", 2)).count(b"HTTP/1.1 200 ") == 2
