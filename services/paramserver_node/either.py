@@ -1,9 +1,13 @@
 """What a new connection speaks: HTTP/2 by prior knowledge or ALPN, else HTTP/1.1.
 
-It is handed on to either when that is clear; to HTTP/1.1 with its first request's head, which has so long to arrive.
+It is handed on to either when that is clear; to HTTP/1.1 with its first request's head.  In either, who asks for
+nothing is hung up on.
 """
 
 import asyncio
+import socket
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from uvicorn.config import Config
@@ -17,9 +21,32 @@ from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
 if TYPE_CHECKING:
     from paramserver_node.carrier import Carrier
 
+SILENCE_S: Final = 60
+"""After so much the kernel asks whether the other side is still there: it may be, and rest for hours ..."""
+ASKED_AGAIN_S: Final = 10
+ASKED_MAX: Final = 6
+"""... and is gone if it has not said so by then."""
 _HEAD_END: Final = b"\r\n\r\n"
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
+
+
+class _Http2(Connection):
+    """HTTP/2 whose first request's head has its time; afterwards the connection may rest."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """That time begins."""
+        super().connection_made(transport)
+        self._giving_up = self.loop.call_later(HEAD_S, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for."""
+        super().connection_lost(exc)
+        self._giving_up.cancel()
+
+    def _give_up(self) -> None:
+        if not self._newest:
+            self.shutdown()
 
 
 class Either(asyncio.Protocol):
@@ -49,6 +76,7 @@ class Either(asyncio.Protocol):
             transport.abort()
             return
         self._server.connections.add(self)  # type: ignore[arg-type]
+        _keep_alive(transport.get_extra_info("socket"))
         self._giving_up = self._loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,7 +96,7 @@ class Either(asyncio.Protocol):
         self._begun += data
         if self._begun.startswith(PREFACE):
             app = self._config.loaded_app
-            self._become(Connection(self._config, self._server, app, self._state, self.carrier)).feed(
+            self._become(_Http2(self._config, self._server, app, self._state, self.carrier)).feed(
                 memoryview(self._begun)[len(PREFACE) :]
             )
         elif PREFACE.startswith(self._begun):
@@ -88,3 +116,15 @@ class Either(asyncio.Protocol):
         self.transport.set_protocol(spoken)
         spoken.connection_made(self.transport)
         return spoken
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """A client that vanishes does not keep its place: a resting one says nothing, so the kernel asks."""
+    if connected.family == socket.AF_UNIX:
+        return
+    with suppress(OSError):  # it may be gone by now, which some systems do not forgive
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASKED_AGAIN_S)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, ASKED_MAX)

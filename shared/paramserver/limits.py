@@ -58,7 +58,7 @@ QUEUED_REQUESTS_MAX: Final = 4096
 STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard."""
 CONNECTIONS_MAX: Final = 16384
-"""Connections to one shard, idle ones too; a further one waits until another ends."""
+"""Connections to one shard, idle ones too; a further one is hung up on."""
 CLIENT_REQUESTS_MAX: Final = 1024
 """Requests of one address that are in flight in one shard."""
 RECEIVING_BYTES_MAX: Final = 2 << 30

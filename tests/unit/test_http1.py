@@ -1,7 +1,8 @@
-"""HTTP/1.1, on a real connection whose client is a plain socket in the same process."""
+"""HTTP/1.1 and the first bytes of a connection, on a real one whose client is a plain socket in the same process."""
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import Any
@@ -11,11 +12,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from paramserver_node import http1
+from paramserver.wire import http2 as wire
+from paramserver_node import either, http1
 from paramserver_node.either import Either
 from paramserver_node.http2 import HEADER_BYTES_MAX
 
+ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+HELLO = wire.PREFACE + wire.settings({})
 WITHIN_S = 20.0
 LARGE_BYTES = 20_000_000
 LONG = b"x: " + bytes(b"y" * (HEADER_BYTES_MAX + 1))
@@ -214,3 +218,45 @@ async def test_an_offer_of_another_protocol_is_ignored(body: bytes, cut: int) ->
             for at in range(0, len(asked), cut):
                 await client.send(asked[at : at + cut])
             assert (await client.until(b"hello", 2)).count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "begun",
+    [wire.PREFACE, HELLO, HELLO + wire.frame(wire.HEADERS, 0, 1, ASKED[:2])],
+    ids=["preface", "settings", "half a head"],
+)
+async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first request's head has as long to arrive as in HTTP/1.1."""
+    monkeypatch.setattr(either, "HEAD_S", 0.05)
+    async with serving() as (client, _):
+        await client.send(begun)
+        await client.to_the_end()
+
+
+@pytest.mark.asyncio
+async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody counts the time between two requests."""
+    monkeypatch.setattr(either, "HEAD_S", 0.05)
+    rested = asyncio.Event()
+    async with serving() as (client, _):
+        await client.send(HELLO)
+        for stream in (1, 3):
+            await client.send(wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, stream, ASKED))
+            await client.until(wire.frame(wire.DATA, wire.END_STREAM, stream))
+            rested.clear()
+            asyncio.get_running_loop().call_later(0.15, rested.set)
+            await rested.wait()
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the options have other names elsewhere")
+async def test_a_client_that_has_vanished_is_noticed() -> None:
+    """The kernel asks after a minute of silence whether the other side is still there."""
+    async with serving() as (client, state):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        (connection,) = state.connections
+        ours = connection.transport.get_extra_info("socket")
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
