@@ -1,5 +1,7 @@
 """HTTP/2 as bytes: frames, header blocks, and what a request is."""
 
+from collections.abc import Sequence
+
 import hpack
 import pytest
 from hypothesis import given
@@ -98,6 +100,32 @@ def test_what_was_read_before_is_not_taken_for_something_else(blocks: list[list[
     for headers in blocks:
         assert decoder.decode(encoder.encode(headers)) == tuple(headers)
         assert decoder.decode(wire.encoded(headers)) == tuple(headers)
+
+
+@pytest.mark.parametrize(
+    ("block", "reads"),
+    [
+        (wire.encoded(ASKED), 1),
+        (wire.encoded([*ASKED, (b"x", b"y" * 3000)]), 2),
+        (wire.encoded([(b"x", b"y")]) * 70, 2),
+        (b"\x90" * 70, 2),
+        (b"\x20" * 3000 + b"\x90", 2),
+    ],
+    ids=["short", "one long", "many", "many of the table", "nothing, said at length"],
+)
+def test_only_what_is_short_is_remembered(block: bytes, reads: int) -> None:
+    """What a connection keeps of its peer's headers is little, whatever the peer sends."""
+    read: list[tuple[wire.Header, ...]] = []
+
+    def kept(headers: Sequence[wire.Header]) -> int:
+        read.append(tuple(headers))
+        return len(read)
+
+    decoder = HeaderDecoder(1 << 16, kept)
+    decoder.decode(b"\x20")  # a table without room, which no block changes
+    read.clear()
+    assert [decoder.decode(block) for _ in range(2)] == [1, reads]
+    assert len(set(read)) == 1
 
 
 def test_headers_that_cannot_be_read_are_refused() -> None:

@@ -54,7 +54,9 @@ _HEAD: Final = struct.Struct(">HBBBI")
 _SETTING: Final = struct.Struct(">HI")
 _WORD: Final = struct.Struct(">I")
 _KNOWN_MAX: Final = 64
-"""Header blocks that are remembered for each connection."""
+"""Header blocks that are remembered for each connection ..."""
+_KNOWN_BYTES_MAX: Final = 2048
+"""... and how long each may be, as it came and as it is counted once unpacked: a connection may rest for hours."""
 _STREAM_MASK: Final = (1 << 31) - 1
 
 _INDEXED: Final[dict[Header, bytes]] = {
@@ -290,7 +292,7 @@ class HeaderDecoder(Generic[T]):
         if block in self._known:
             return self._known[block]
         if (own := plain(block, self._bytes_max)) is not None:
-            return self._remembered(block, self._read(own))
+            return self._remembered(block, own, self._read(own))
         table = self._hpack.header_table
         size, newest = table.maxsize, _newest(table)
         try:
@@ -299,14 +301,15 @@ class HeaderDecoder(Generic[T]):
             raise Http2Error(COMPRESSION_ERROR, f"headers that cannot be read: {e}") from None
         said = self._read(headers)
         if table.maxsize == size and _newest(table) is newest:
-            return self._remembered(block, said)
+            return self._remembered(block, headers, said)
         self._known.clear()
         return said
 
-    def _remembered(self, block: bytes, said: T) -> T:
-        if len(self._known) == _KNOWN_MAX:
-            self._known.clear()
-        self._known[block] = said
+    def _remembered(self, block: bytes, headers: Sequence[Header], said: T) -> T:
+        if max(len(block), sum(len(n) + len(v) + 32 for n, v in headers)) <= _KNOWN_BYTES_MAX:
+            if len(self._known) == _KNOWN_MAX:
+                self._known.clear()
+            self._known[block] = said
         return said
 
 
