@@ -5,7 +5,9 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,12 +15,15 @@ import httpx
 import numpy as np
 import pytest
 from pyreqwest.client import SyncClientBuilder
+from tests.unit.scripted_server import Blocking, Peer, Server
 
 import paramserver as ps
 from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import Credentials
+from paramserver.client.direct import DirectTransport
 from paramserver.client.plain import PlainTransport
 from paramserver.errors import Unreachable
+from paramserver.wire import http2 as wire
 
 from .cluster import PSCTL, Cluster, cluster, eventually
 
@@ -146,3 +151,36 @@ def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Pat
 
     assert re.search(r"shard-0 +\S+ +\d+ MiB/s", doctor.stdout), doctor.stdout
     assert saved.returncode == 0, saved.stderr
+
+
+@pytest.mark.parametrize("size", [100, 8_000_000])
+@pytest.mark.parametrize("polite", [True, False], ids=["in order", "torn down"])
+def test_a_connection_that_ends_between_requests_is_replaced(authority: Path, size: int, polite: bool) -> None:
+    """However it ends, and wherever in the next request that is noticed: it is sent again on a fresh one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "node.pem", authority / "node.key")
+    ended = threading.Event()
+
+    def ending(peer: Peer) -> None:
+        assert isinstance(peer.socket, ssl.SSLSocket)
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+        if polite:
+            peer.socket.setblocking(False)
+            with suppress(OSError):
+                peer.socket.unwrap()  # says that it ends, and does not wait for the other side to say so
+        peer.socket.close()
+        ended.set()
+
+    def answering(peer: Peer) -> None:
+        wide = wire.settings({wire.INITIAL_WINDOW_SIZE: 1 << 24}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 24)
+        peer.send(wide)
+        peer.send(peer.answer(peer.until(wire.DATA, wire.END_STREAM), b"2"))
+
+    with Server(Blocking, ending, answering, tls=context) as server:
+        server.transport = DirectTransport(Credentials.of(None, authority / "ca.pem"))
+        first = server.ask()
+        assert isinstance(first, Response), first
+        assert ended.wait(20.0)
+        second = server.ask(bytes(size))
+        assert isinstance(second, Response), second
+        assert second.body == b"2"

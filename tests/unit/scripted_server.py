@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
@@ -89,18 +90,21 @@ both_clients = pytest.mark.parametrize("kind", [Blocking, OnLoop])
 class Server:
     """Serves each connection with the next of its scripts; what fails in one is raised at the end."""
 
-    def __init__(self, kind: Kind, *scripts: Callable[[Peer], None]) -> None:
+    def __init__(self, kind: Kind, *scripts: Callable[[Peer], None], tls: ssl.SSLContext | None = None) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.tls = tls
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.listener.getsockname()[1]}"
         self.failed: list[BaseException] = []
         self.thread = threading.Thread(target=self.serve, args=(scripts,), daemon=True)
-        self.transport: Blocking | OnLoop = kind()
+        self.transport: DirectTransport | OnLoop = kind()
 
     def serve(self, scripts: tuple[Callable[[Peer], None], ...]) -> None:
         """One connection after the other."""
         try:
             for script in scripts:
                 connected, _ = self.listener.accept()
+                if self.tls is not None:
+                    connected = self.tls.wrap_socket(connected, server_side=True)
                 with connected:
                     connected.settimeout(20.0)
                     script(Peer(connected))

@@ -27,6 +27,8 @@ CONNECT_S: Final = 3.0
 """How long a connection may take to come about."""
 _KEPT_MAX: Final = 16
 """Idle connections kept for each address."""
+_BROKEN: Final = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError, Refused)
+"""The connection has ended, or takes no more requests."""
 
 
 def path_of(address: str) -> str:
@@ -79,7 +81,7 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
         return error  # what the sink found wrong
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
-    if isinstance(error, BrokenPipeError | ConnectionResetError | Refused):
+    if isinstance(error, _BROKEN):
         return problem("in_doubt", f"the connection to {address} broke before it answered ({error})")
     return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
 
@@ -128,7 +130,7 @@ class DirectTransport(_Messages):
         body = self._body(request)
         try:
             answer = connection.ask(self._headers(request, address, body), body, request.sink, request.timeout_s)
-        except (BrokenPipeError, ConnectionResetError, Refused) as e:
+        except _BROKEN as e:
             connection.close()
             return _failure(e, request, address) if fresh else None
         except (PsError, OSError, ValueError) as e:
@@ -192,7 +194,7 @@ class AsyncDirectTransport(_Messages):
         if kept is not None:
             try:
                 return _response(await kept.ask(headers, body, request.sink, request.timeout_s), address)
-            except (BrokenPipeError, ConnectionResetError, Refused):
+            except _BROKEN:
                 pass
             except (PsError, OSError, ValueError) as e:
                 return _failure(e, request, address)
