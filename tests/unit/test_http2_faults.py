@@ -3,8 +3,9 @@
 import gc
 import socket
 import sys
+import time
 import weakref
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -142,6 +143,35 @@ def test_a_server_that_was_slow_to_read_is_pinged_like_any(monkeypatch: pytest.M
         assert isinstance(server.transport, Blocking)
         headers = server.transport._headers(Request("GET", "/p"), server.url, [])
         assert Connection(connected).ask(headers, [], None, 20.0).body == b"late"
+
+
+@both_clients
+def test_a_request_that_is_sent_again_has_no_more_time(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its first attempt took, on a connection that then breaks, is gone."""
+    monkeypatch.setattr(http2, "SILENCE_S", 0.1)
+
+    def pong(peer: Peer) -> None:
+        peer.until(wire.PING)
+        peer.send(wire.frame(wire.PING, wire.ACK, 0, bytes(8)))
+
+    def breaking(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+        peer.until(wire.HEADERS)
+        for _ in range(8):
+            pong(peer)
+
+    def chatty(peer: Peer) -> None:
+        with suppress(AssertionError, OSError):  # it hangs up
+            while True:
+                pong(peer)
+
+    with Server(kind, breaking, chatty) as server:
+        assert isinstance(server.ask(), Response)
+        begun_s = time.monotonic()
+        outcome = server.ask(timeout_s=1.2)
+        assert 1.2 <= time.monotonic() - begun_s < 1.8
+        assert isinstance(outcome, PsError)
+        assert (outcome.code, "1.2 s" in outcome.detail) == ("in_doubt", True)
 
 
 @both_clients

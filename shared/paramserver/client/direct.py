@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from paramserver.client.aio_connection import AsyncConnection
-from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
 from paramserver.client.forks import in_child
@@ -86,6 +86,11 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
+def _left_s(deadline: Deadline) -> float:
+    """For another attempt; a socket takes 0 for something else."""
+    return max(deadline.left_s(), 0.001)
+
+
 def _nobody(error: OSError, address: str) -> PsError:
     if isinstance(error, TimeoutError):
         reason = "timed out"
@@ -110,26 +115,31 @@ class DirectTransport(_Messages):
 
     def send(self, request: Request, address: str) -> Outcome:
         """The outcome of one request to the shard at that address."""
+        deadline = Deadline.after(request.timeout_s)
         with self._lock:
             idle = self._idle[address]
             connection = idle.pop() if idle else None
         if connection is not None:
-            outcome = self._attempt(connection, request, address, fresh=False)
+            outcome = self._attempt(connection, request, address, request.timeout_s, fresh=False)
             if outcome is not None:
                 return outcome  # else the shard had closed the idle connection: a fresh one
+            if not deadline.left_s():
+                return _failure(TimeoutError(), request, address)
         try:
-            connection = Connection(self._connected(address, min(CONNECT_S, request.timeout_s)))
+            connection = Connection(self._connected(address, min(CONNECT_S, _left_s(deadline))))
         except OSError as e:
             return _nobody(e, address)
-        return self._attempt(connection, request, address, fresh=True) or problem(
+        return self._attempt(connection, request, address, _left_s(deadline), fresh=True) or problem(
             "in_doubt", f"{address} hung up unasked"
         )
 
-    def _attempt(self, connection: Connection, request: Request, address: str, *, fresh: bool) -> Outcome | None:
+    def _attempt(
+        self, connection: Connection, request: Request, address: str, timeout_s: float, *, fresh: bool
+    ) -> Outcome | None:
         """The outcome; None if an idle connection turned out to be closed."""
         body = self._body(request)
         try:
-            answer = connection.ask(self._headers(request, address, body), body, request.sink, request.timeout_s)
+            answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
         except _BROKEN as e:
             connection.close()
             return _failure(e, request, address) if fresh else None
@@ -188,6 +198,7 @@ class AsyncDirectTransport(_Messages):
             self._loop = asyncio.get_running_loop()
             self._connections.clear()  # whose loop has ended
             self._connecting.clear()
+        deadline = Deadline.after(request.timeout_s)
         body = self._body(request)
         headers = self._headers(request, address, body)
         kept = self._kept(address)
@@ -198,12 +209,14 @@ class AsyncDirectTransport(_Messages):
                 pass
             except (PsError, OSError, ValueError) as e:
                 return _failure(e, request, address)
+            if not deadline.left_s():
+                return _failure(TimeoutError(), request, address)
         try:
-            another = await self._another(address, kept, min(CONNECT_S, request.timeout_s))
+            another = await self._another(address, kept, min(CONNECT_S, _left_s(deadline)))
         except OSError as e:
             return _nobody(e, address)
         try:
-            return _response(await another.ask(headers, body, request.sink, request.timeout_s), address)
+            return _response(await another.ask(headers, body, request.sink, _left_s(deadline)), address)
         except (PsError, OSError, ValueError) as e:
             return _failure(e, request, address)
 
