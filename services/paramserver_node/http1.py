@@ -74,6 +74,7 @@ class Http1(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for."""
         super().connection_lost(exc)
+        self.app = self._app  # what refers to this connection would keep it
         for timer in (self._giving_up, self._hanging_up):
             if timer is not None:
                 timer.cancel()

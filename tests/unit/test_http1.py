@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import Any
@@ -202,6 +203,17 @@ async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch
             turn.clear()
             asyncio.get_running_loop().call_later(0.15, turn.set)
             await turn.wait()
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_has_ended_is_let_go() -> None:
+    """At once, and not when somebody looks for garbage."""
+    async with serving() as (client, state):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        (kept,) = map(weakref.ref, state.connections)
+    while kept() is not None:
+        await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio
