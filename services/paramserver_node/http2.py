@@ -20,13 +20,13 @@ from uvicorn.config import Config
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
-from paramserver.limits import PATIENCE_S
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Http2Error
 from paramserver_node.follies import WIDER_BYTES_MIN, Follies
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first
 from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of
+from paramserver_node.unread import Unread
 
 if TYPE_CHECKING:
     from paramserver.kernels.sockets import Received
@@ -46,8 +46,7 @@ SHORT_BYTES: Final = 4096
 TOGETHER: Final = 8
 """Short answers that go out in one piece; with more, a client would wait for the last before it has the first."""
 READ_BYTES: Final = 1 << 20
-"""What is read at a time, so that others have their turn, and of a body waited for: it is dear to either side to be
-woken for a little."""
+"""What is read at a time, so that others have their turn; of a body, what is waited for: to be woken is dear."""
 WAITED_BYTES_MIN: Final = 512 << 10
 """What is waited for; saying so is dear too."""
 DIRECT_BYTES_MIN: Final = 16 << 10
@@ -112,6 +111,7 @@ class Connection(asyncio.BufferedProtocol):
         if over_tcp:  # asyncio forgets it where the listening socket was given to it
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
+        self._unread = Unread(transport)
         self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno(), self.abort)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = {
@@ -137,6 +137,7 @@ class Connection(asyncio.BufferedProtocol):
         """All that are being answered learn of it."""
         self._server.connections.discard(self)
         self._writable.set()
+        self._unread.close()
         self._lent.close()
         for stream in self._streams.values():
             stream.cut()
@@ -481,6 +482,7 @@ class Connection(asyncio.BufferedProtocol):
         self._follies.made_up(answered)
         self.flush_soon()
         self._streams.pop(number, None)
+        self._unread.watch()
         self._close_if_idle()
 
     def abort(self) -> None:
@@ -492,7 +494,7 @@ class Connection(asyncio.BufferedProtocol):
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """When all is sent, or so long afterwards."""
+        """When all is sent, or nobody reads it."""
         self.flush()
         self.transport.close()
-        self.loop.call_later(PATIENCE_S, self.transport.abort)
+        self._unread.watch()

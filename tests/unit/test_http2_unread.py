@@ -10,9 +10,11 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from paramserver.wire import http2 as wire
+from paramserver_node import unread
 from paramserver_node.http2 import STREAMS_MAX, UNSENT_BYTES_MAX, Connection
 
 ANSWER = bytes(100_000)
+ENDS = wire.END_HEADERS | wire.END_STREAM
 ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
 
 
@@ -38,7 +40,7 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
         await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
         await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 1 << 30))
         for i in range(1, 2 * 600, 2):
-            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, i, ASKED))
+            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, i, ASKED))
         while connection._newest < 2 * 600 - 1:
             await asyncio.sleep(0)
         assert STREAMS_MAX <= len(begun) < 600
@@ -46,3 +48,33 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
         transport.abort()
         while connection._running:
             await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reads", [False, True])
+async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the app is done with it; a client that has read it may rest."""
+    monkeypatch.setattr(unread, "PATIENCE_S", 0.02)
+    size = 4 * len(ANSWER)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), app, {}), sock=ours)
+    with theirs:
+        widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.word(0, wire.WINDOW_UPDATE, size)
+        await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
+        while not connection._newest or connection._running:
+            await asyncio.sleep(0)
+        assert transport.get_write_buffer_size()
+        while reads and transport.get_write_buffer_size():
+            await loop.sock_recv(theirs, 1 << 20)
+        while not transport.is_closing() and connection._unread._timer is not None:
+            await asyncio.sleep(0)
+        assert transport.is_closing() is not reads
+        transport.abort()
