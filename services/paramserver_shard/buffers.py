@@ -26,13 +26,16 @@ PAGE_BYTES: Final = 4096
 SMALL_BYTES: Final = 64 * 1024
 """Below this the allocator is as good as a pool."""
 
+IDLE_TURNS: Final = 8
+"""What nobody took while the pool handed out so many times as much as it keeps, nobody is going to ask for."""
+
 U8 = npt.NDArray[np.uint8]
 
 
 class _Memory:
     """The memory of one buffer, and the file it is, if others can map it."""
 
-    __slots__ = ("__weakref__", "address", "array", "file", "kin", "retired", "size")
+    __slots__ = ("__weakref__", "address", "array", "file", "idle_since", "kin", "retired", "size")
 
     def __init__(self, array: U8, file: str | None) -> None:
         self.array: Final = array
@@ -42,6 +45,8 @@ class _Memory:
         self.size: Final = array.size
         self.retired = False
         """Never to be handed out again: somebody may have it mapped."""
+        self.idle_since = 0
+        """How many bytes the pool had handed out when this memory came back."""
         self.kin: list[_Memory] = [self]
         """The buffers that one partition's values have lain in and will again, the same list for each of them."""
 
@@ -65,6 +70,10 @@ class BufferPool:
         """Free memory held for reuse."""
         self.lent_bytes = 0
         """Memory that somebody holds."""
+        self._handed_bytes = 0
+        """All that was ever handed out, by which free memory ages."""
+        self._looked_at = 0
+        """The same when old memory was last looked for."""
 
     def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
         """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
@@ -171,6 +180,7 @@ class BufferPool:
         lease = np.frombuffer(memory.array.data, np.uint8)
         self._lent[memory.address] = (weakref.ref(lease, lambda _: self._returned(memory)), memory)
         self.lent_bytes += memory.size
+        self._handed_bytes += memory.size
         return lease
 
     def _is_free(self, memory: _Memory) -> bool:
@@ -199,10 +209,30 @@ class BufferPool:
         if memory.retired:
             return
         asked_for = self._size(memory.size) == memory.size
-        if asked_for and self.kept_bytes + memory.size <= self._kept_bytes_max:
-            self.kept_bytes += memory.size
-            self._free.setdefault((memory.size, memory.file is not None), {})[memory.address] = memory
+        if not asked_for or not self._has_room(memory.size):
+            self._give_up(memory)
             return
+        self.kept_bytes += memory.size
+        memory.idle_since = self._handed_bytes
+        self._free.setdefault((memory.size, memory.file is not None), {})[memory.address] = memory
+
+    def _has_room(self, size: int) -> bool:
+        """Whether so much more can be kept; where that is not so, what has been free for long is given up for it."""
+        if self.kept_bytes + size <= self._kept_bytes_max:
+            return True
+        if self._handed_bytes - self._looked_at < self._kept_bytes_max:
+            return False  # going through all of it has its price too
+        self._looked_at = self._handed_bytes
+        old = self._handed_bytes - IDLE_TURNS * self._kept_bytes_max
+        for free in tuple(self._free.values()):
+            for memory in tuple(free.values()):
+                if memory.idle_since <= old and free.pop(memory.address, None) is not None:
+                    self.kept_bytes -= memory.size
+                    self._give_up(memory)
+        return self.kept_bytes + size <= self._kept_bytes_max
+
+    def _give_up(self, memory: _Memory) -> None:
+        """Return free memory to the operating system."""
         memory.kin.remove(memory)
         if memory.file is not None and self._folder is not None:
             self._folder.remove(memory.file)

@@ -223,7 +223,7 @@ class SnapshotStore:
     async def _read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
         if not 0 <= entry["bytes"] <= SNAPSHOT_BLOCK_BYTES * len(entry["crc32"]):
             return None
-        stream = self._pool.take_bytes(entry["bytes"])
+        stream = np.empty(entry["bytes"], np.uint8)  # not the pool's, which would keep a size of no other use
         at = 0
         for i, checksum in enumerate(entry["crc32"]):
             block = await self._redis.get(_key(key, f"snap:{entry['name']}:{i}"))

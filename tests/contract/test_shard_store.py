@@ -42,8 +42,8 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-def store_of(redis: Redis) -> SnapshotStore:
-    return SnapshotStore(redis, ScriptRunner(redis), BufferPool(), asyncio.get_running_loop().time, 1e12)
+def store_of(redis: Redis, pool: BufferPool | None = None) -> SnapshotStore:
+    return SnapshotStore(redis, ScriptRunner(redis), pool or BufferPool(), asyncio.get_running_loop().time, 1e12)
 
 
 def values(version: int, count: int = 1000) -> F32:
@@ -85,6 +85,17 @@ async def test_two_snapshots_are_kept_and_the_newest_is_read(redis: Redis) -> No
     assert stored is not None
     assert (stored.version, dict(stored.head)) == (3, {"version": 3})
     assert np.array_equal(stored.arrays[0], values(3))
+
+
+async def test_what_is_read_back_leaves_no_other_memory_in_the_pool(redis: Redis) -> None:
+    """A whole snapshot is of a size that nobody asks for again: kept, it would take the room of what serves pushes."""
+    pool = BufferPool()
+    store = store_of(redis, pool)
+    await store.save(KEY, TOKEN, 1, {"version": 1}, [values(1, 1 << 18), values(2, 1 << 18)])
+    stored = await newest(store)
+    assert stored is not None
+    assert pool.lent_bytes >= 2 << 20
+    assert pool.kept_bytes == 0
 
 
 async def test_blocks_are_bounded(redis: Redis) -> None:

@@ -139,6 +139,33 @@ def test_memory_of_others_takes_a_turn_and_stays(versions: BufferPool) -> None:
     assert versions.kept_bytes == versions.lent_bytes
 
 
+def test_memory_of_a_size_that_nobody_asks_for_makes_room(folder: SharedFolder) -> None:
+    """What a deleted model has left is kept for a while; then what others give back is kept in its place."""
+    pool = BufferPool(8 * 4 * COUNT, folder)
+    deleted = [pool.take(COUNT, shared=True) for _ in range(8)]
+    files = [folder.path / str(pool.file_of(a)) for a in deleted]
+    del deleted
+    values, taken = pool.take(2 * COUNT, shared=True), []
+    for _ in range(100):
+        values = pool.take(2 * COUNT, shared=True, after=values)
+        taken.append(pool.file_of(values))
+
+    assert len(set(taken[-50:])) == 2
+    assert not any(file.exists() for file in files)
+    assert pool.kept_bytes == pool.lent_bytes
+    assert folder.bytes == pool.kept_bytes + pool.lent_bytes
+
+
+def test_memory_that_is_asked_for_by_turns_is_kept(folder: SharedFolder) -> None:
+    """Two models train by turns without room for both: what is kept of the one is not given up for the other."""
+    pool, taken = BufferPool(4 * COUNT, folder), list[str | None]()
+    for _ in range(50):
+        taken.append(pool.file_of(pool.take(COUNT, shared=True)))
+        pool.take(COUNT // 2, shared=True)
+
+    assert len(set(taken)) == 1
+
+
 def test_a_window_shows_buffers_side_by_side(folder: SharedFolder, versions: BufferPool) -> None:
     """Two buffers of a shard are one contiguous read-only array at a client, without a copy."""
     first, second = versions.take(COUNT, shared=True), versions.take(COUNT, shared=True)
