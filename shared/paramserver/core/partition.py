@@ -20,6 +20,7 @@ from paramserver.core.shard_io import (
     Source,
 )
 from paramserver.core.spec import ModelSpec
+from paramserver.core.timers import Timer
 from paramserver.core.update import Basis
 from paramserver.core.watermark import LEVELS, Watermark
 from paramserver.core.window import PushMemory
@@ -68,6 +69,8 @@ class Partition:
     """Gradients ever buffered: their order."""
     flush_at: float | None = None
     """When what is buffered is applied at the latest; None while nothing is buffered."""
+    flush_timer: Timer | None = None
+    """The newest one by which that is seen to."""
     operations: deque["Operation"] = field(default_factory=deque)
     """In order of arrival; the first one alone may be running."""
     committing: bool = False

@@ -7,7 +7,7 @@ from paramserver import limits
 from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import Outcome, PullDone, PulledPart, PullReceived, Request
-from paramserver.core.timers import Timers
+from paramserver.core.timers import Timer, Timers
 from paramserver.errors import PsError, problem
 
 
@@ -23,8 +23,8 @@ class WaitingPull:
     """Until when it waits for values to be there at all."""
     at: Partition | None = None
     """The partition it waits for."""
-    timer_at: float | None = None
-    """When it is looked at again at the latest."""
+    timer: Timer | None = None
+    """By which it is looked at again at the latest."""
 
     @classmethod
     def of(cls, model: ServedModel, event: PullReceived, now: float) -> "WaitingPull":
@@ -113,7 +113,7 @@ class PullDesk:
         """The client has gone; returns whether it was waiting."""
         pull = self._waiting.pop(request, None)
         if pull is not None:
-            _leave(pull)
+            self._forget(pull)
         return pull is not None
 
     def wake(self, partition: Partition, now: float) -> None:
@@ -140,19 +140,27 @@ class PullDesk:
             return
         assert pull.at is not None
         pull.at.pulls.append(pull)
-        if outcome != pull.timer_at:
-            pull.timer_at = outcome
-            self._timers.at(outcome, lambda at: self._expire(pull, at))
+        if pull.timer is None or pull.timer.at != outcome:
+            self._disarm(pull)
+            pull.timer = self._timers.at(outcome, lambda at: self._expire(pull, at))
 
     def _expire(self, pull: WaitingPull, now: float) -> None:
-        if self._waiting.get(pull.event.request) is pull:
-            pull.timer_at = None
-            self._try(pull, now)
+        pull.timer = None
+        self._try(pull, now)
 
     def _answer(self, pull: WaitingPull, outcome: Outcome) -> None:
-        _leave(pull)
+        self._forget(pull)
         del self._waiting[pull.event.request]
         self._shard.reply(pull.event.request, outcome)
+
+    def _forget(self, pull: WaitingPull) -> None:
+        _leave(pull)
+        self._disarm(pull)
+
+    def _disarm(self, pull: WaitingPull) -> None:
+        if pull.timer is not None:
+            self._timers.cancel(pull.timer)
+            pull.timer = None
 
 
 def _wanted(event: PullReceived) -> str:

@@ -468,13 +468,17 @@ class ShardCore:
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
         self.plan.changed(partition, now)
+        key = partition.key  # all that the timer keeps: the partition may go long before
 
         def due(now: float) -> None:
-            model = self.served(partition.key.model)
-            if partition.flush_at == at and not partition.held and model is not None and self._owns(model, partition):
-                self._lines.add(FlushOperation(model, [partition]))
+            model = self.served(key.model)
+            p = None if model is None else model.partitions.get(key.index)
+            if model is not None and p is not None and p.flush_at == at and not p.held:
+                self._lines.add(FlushOperation(model, [p]))
 
-        self._timers.at(at, due)
+        if partition.flush_timer is not None:
+            self._timers.cancel(partition.flush_timer)
+        partition.flush_timer = self._timers.at(at, due)
 
     def cut(self, partition: Partition) -> None:
         self.plan.cut(partition)

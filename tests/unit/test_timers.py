@@ -1,0 +1,103 @@
+"""Calls that are due at a time, and what is left of those that were taken back."""
+
+import weakref
+from functools import partial
+
+import numpy as np
+from msgspec.structs import replace
+
+from paramserver import limits
+from paramserver.core.shard_io import Tick
+from paramserver.core.spec import ModelSpec
+from paramserver.core.timers import Timers
+from paramserver.testing.shard_driver import ShardDriver
+from paramserver.types import F32
+
+
+def spec(partitions: int = 1, **fields: object) -> ModelSpec:
+    settings = {"name": "m", "params": {"w": {"shape": [4 * partitions]}}, "partitions": partitions}
+    return ModelSpec.parse(settings | {"optimizer": {"name": "sum"}} | fields)
+
+
+def ones() -> F32:
+    return np.ones(4, np.float32)
+
+
+def test_calls_are_made_in_the_order_of_their_times() -> None:
+    """Of equal times the one set first; what is not due waits."""
+    timers, made = Timers(), list[str]()
+    for name, at in (("b", 2.0), ("c", 2.0), ("a", 1.0), ("d", 9.0)):
+        timers.at(at, partial(lambda name, now: made.append(name), name))
+
+    timers.run(5.0)
+
+    assert made == ["a", "b", "c"]
+    assert timers.next == 9.0
+
+
+def test_a_call_that_was_taken_back_is_not_made_and_wakes_nobody() -> None:
+    """The next one is that of who still waits; taking back what was made, or taken back, does nothing."""
+    timers, made = Timers(), list[float]()
+    first, second = timers.at(1.0, made.append), timers.at(2.0, made.append)
+
+    timers.cancel(first)
+    timers.cancel(first)
+    assert timers.next == 2.0
+    timers.run(3.0)
+    timers.cancel(second)
+
+    assert made == [3.0]
+    assert timers.next is None
+
+
+def test_calls_that_were_taken_back_take_no_room() -> None:
+    """However many come and go while one far away stays, there are few, and the right ones are made."""
+    timers, made = Timers(), list[float]()
+    timers.at(1e9, made.append)
+    for i in range(1000):
+        timers.cancel(timers.at(1e6 + i, made.append))
+
+    assert len(timers) < 4
+    timers.run(2e9)
+    assert made == [2e9]
+
+
+def test_a_pull_that_was_answered_wakes_nobody_at_its_deadline() -> None:
+    """Each of thousands of long polls would else be kept for the minute that it might have waited."""
+    driver = ShardDriver()
+    driver.serve(spec())
+    for version in range(1, 4):
+        poll = driver.ask((0,), min_version=version, wait_s=limits.WAIT_S_MAX)
+        driver.push({0: ones()})
+        assert poll in driver.replies
+
+    driver.advance(2 * limits.SNAPSHOT_INTERVAL_S)
+
+    assert driver.core.deadline(driver.now) is None
+
+
+def test_a_buffer_that_is_filled_again_and_again_has_one_deadline() -> None:
+    """That of what it holds now: those of before, an hour each, are taken back."""
+    driver = ShardDriver()
+    driver.serve(spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000}))
+    for _ in range(5):
+        driver.push({0: ones()})
+        driver.advance(10.0)
+
+    assert driver.values() == [2.0] * 4
+    assert driver.core.deadline(driver.now) == driver.now - 10.0 + 3600.0
+
+
+def test_a_partition_that_has_gone_is_not_kept_for_its_flush() -> None:
+    """Its values are free at once, not when what it had buffered would have been applied."""
+    driver = ShardDriver(checked=False)
+    view = driver.serve(spec(consistency={"mode": "buffered", "count": 9, "interval_ms": 3_600_000}))
+    driver.push({0: ones()})
+    gone = weakref.ref(driver.pull(0).parts[0].state.values)
+
+    driver.replies.clear()
+    driver.store.kept.clear()
+    driver.send(replace(view, owned={}))
+    driver.send(Tick())
+
+    assert gone() is None
