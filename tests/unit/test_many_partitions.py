@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline
 from paramserver.client.cluster import Cluster
+from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import AssignPart, SetReceived, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SNAPSHOT_INTERVAL_S
@@ -117,6 +119,23 @@ def test_a_shard_looks_at_the_partitions_of_a_request_alone(index: int) -> None:
 
     assert driver.values(index) == [1.0] * WIDTH
     assert looks.count < STEPS_MAX
+
+
+def test_pushes_that_wait_for_partitions_are_not_tried_again_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a shard takes over a model, one partition after the other comes in: trying costs by their number alone."""
+    partitions, pushes = 128, 4
+    looks = Mock(side_effect=ServedModel.owned)
+    monkeypatch.setattr(ServedModel, "owned", lambda *args: looks(*args))
+    driver = ShardDriver(eager=False, checked=False)
+    driver.serve(wide(partitions))
+    grads = {i: np.ones(WIDTH, np.float32) for i in range(partitions)}
+    waiting = [driver.submit(grads, PushId(f"w{i}", 1, 0)) for i in range(pushes)]
+
+    driver.settle()
+
+    assert all(request in driver.replies for request in waiting)
+    assert driver.values(0) == [float(pushes)] * WIDTH
+    assert looks.call_count <= 4 * pushes * partitions
 
 
 def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:

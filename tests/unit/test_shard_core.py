@@ -12,6 +12,7 @@ from paramserver.core.shard_io import (
     LoadFailed,
     LoadPartition,
     ModelGone,
+    PushDone,
     RequestGone,
     SetReceived,
     SnapshotFailed,
@@ -98,6 +99,19 @@ def test_requests_wait_for_a_partition_that_is_being_loaded() -> None:
     slow = driver.submit({0: ones()})
     driver.advance(limits.LEASE_S)
     assert refused(driver, slow).code == "loading"
+
+
+def test_pushes_that_wait_for_partitions_run_in_order_of_arrival() -> None:
+    """Whichever partition is there first: one that waited for two comes before a later one that needs one of them."""
+    driver = ShardDriver(eager=False)
+    driver.serve(spec(2, 2))
+    both, one = driver.submit({0: ones(1), 1: ones(1)}), driver.submit({0: ones(1)})
+
+    driver.complete(1)
+    driver.settle()
+
+    outcomes = [driver.outcome(request) for request in (both, one)]
+    assert [[p.version for p in o.parts] for o in outcomes if isinstance(o, PushDone)] == [[1, 1], [2]]
 
 
 def test_a_failed_load_is_told_and_tried_again() -> None:

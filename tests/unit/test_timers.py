@@ -101,3 +101,18 @@ def test_a_partition_that_has_gone_is_not_kept_for_its_flush() -> None:
     driver.send(Tick())
 
     assert gone() is None
+
+
+def test_a_push_that_waited_for_a_partition_is_let_go_of_once_it_is_done() -> None:
+    """Its gradient is not kept until it would have been too late for it, however often it was put aside."""
+    driver = ShardDriver(eager=False, checked=False)
+    driver.serve(spec(2))
+    gradient = ones()
+    request = driver.submit({0: gradient, 1: gradient})
+    gone = weakref.ref(gradient)
+    del gradient
+
+    driver.settle()
+
+    assert request in driver.replies
+    assert gone() is None

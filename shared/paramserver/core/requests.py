@@ -10,7 +10,7 @@ from paramserver.core.line import Lines
 from paramserver.core.operation import Operation, PushOperation, SetOperation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
-from paramserver.core.served_model import ServedModel
+from paramserver.core.served_model import Parked, ServedModel
 from paramserver.core.shard_io import (
     AskWorker,
     CaptureReceived,
@@ -135,29 +135,46 @@ class RequestDesk:
             parts = operation.event.parts
             operation.partitions = [model.owned(part.partition, shard.map_epoch) for part in parts]
         except PsError as error:
+            self._leave(operation)
             operation.refuse(shard, error)
             return
-        if all([p.ready for p in operation.partitions]):
+        missing = next((p for p in reversed(operation.partitions) if not p.ready), None)
+        if missing is None:
+            self._leave(operation)
             self._lines.add(operation)
-            return
-        model.parked.append(operation)
+        elif operation in model.parked:
+            model.parked[operation].at = missing
+        else:
+            timer = self._timers.at(operation.expires, lambda at: self._expire(operation))
+            model.parked[operation] = Parked(missing, timer)
 
-        def expire(at: float) -> None:
-            if operation in model.parked:
-                model.parked.remove(operation)
-                operation.refuse(shard, problem("loading", "a partition is being recovered or moved"))
+    def unpark(self, model: ServedModel, partition: Partition | None = None) -> None:
+        """Try again what was put aside, or what of it waits for that partition.
 
-        self._timers.at(operation.expires, expire)
-
-    def unpark(self, model: ServedModel) -> None:
-        """Try again what was put aside."""
-        parked, model.parked = model.parked, []
-        for operation in parked:
+        It waits for the last one that is not there, as pulls do (`pulls`), and keeps its place until it need not wait.
+        """
+        for operation in [op for op, parked in model.parked.items() if partition is None or parked.at is partition]:
             self.submit(operation)
+
+    def take_parked(self, model: ServedModel) -> list[Operation]:
+        """All that was put aside, which waits no longer."""
+        parked = list(model.parked)
+        for operation in parked:
+            self._leave(operation)
+        return parked
 
     def refuse(self, model: ServedModel, partition: Partition, error: PsError) -> None:
         """What waits for that partition is told why it is not there."""
         for operation in [op for op in model.parked if partition in op.partitions]:
-            model.parked.remove(operation)
+            self._leave(operation)
             operation.refuse(self._shard, error)
         self._pulls.refuse(partition, error)
+
+    def _expire(self, operation: Operation) -> None:
+        self._leave(operation)
+        operation.refuse(self._shard, problem("loading", "a partition is being recovered or moved"))
+
+    def _leave(self, operation: Operation) -> None:
+        parked = operation.model.parked.pop(operation, None)
+        if parked is not None:
+            self._timers.cancel(parked.timer)

@@ -9,6 +9,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import CommitDecided, ModelView
 from paramserver.core.spec import ModelSpec
+from paramserver.core.timers import Timer
 from paramserver.core.watermark import LEVELS
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from paramserver.core.operation import Operation
 
 _REVISIONS_KEPT = 16
+
+
+@dataclass(slots=True)
+class Parked:
+    """What a request waits for that was put aside."""
+
+    at: Partition
+    """The last of its partitions that is not there."""
+    timer: Timer
+    """By which it is told that it has waited long enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +50,8 @@ class ServedModel:
     commits: dict[int, CommitDecided] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
     partitions: dict[int, Partition] = field(default_factory=dict)
-    parked: list["Operation"] = field(default_factory=list)
-    """Requests that wait for a partition to be loaded."""
+    parked: dict["Operation", Parked] = field(default_factory=dict)
+    """Requests that wait for a partition to be loaded, in order of arrival."""
     refused: dict[int, Partition] = field(default_factory=dict)
     """Ownerships that another one has replaced in Redis, whatever the feed still says.  Until it says who has them now
     they are kept in memory: the new one may be a renewal of this one, after Redis was emptied."""

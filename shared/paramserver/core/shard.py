@@ -305,9 +305,8 @@ class ShardCore:
 
     def _drop(self, model: ServedModel) -> None:
         """The model is no more, or another has its name."""
-        requests = [op for p in list(model.partitions.values()) for op in self._lose(model, p)] + model.parked
-        model.parked = []
-        for operation in requests:
+        requests = [op for p in list(model.partitions.values()) for op in self._lose(model, p)]
+        for operation in requests + self._requests.take_parked(model):
             operation.refuse(self, self.model_gone(model))
 
     def model_gone(self, model: ServedModel) -> PsError:
@@ -349,7 +348,7 @@ class ShardCore:
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Take up what was left alone while the partition was not there, or held."""
         self._woken.append(partition)
-        self._requests.unpark(model)
+        self._requests.unpark(model, partition)
         if partition.revision < model.revision:
             self._settle(model, partition, partition.revision)
         if partition.buffered:
