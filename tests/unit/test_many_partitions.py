@@ -16,7 +16,7 @@ from paramserver.core.shard_io import AssignPart, SetReceived, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SNAPSHOT_INTERVAL_S
 from paramserver.testing.shard_driver import ShardDriver
-from paramserver.types import PushId
+from paramserver.types import PartitionKey, PushId
 
 from .sharding import Now, Shards, drive, terms
 
@@ -138,6 +138,28 @@ def test_pushes_that_wait_for_partitions_are_not_tried_again_for_each_of_them(mo
     assert looks.call_count <= 4 * pushes * partitions
 
 
+def test_cuts_that_wait_are_not_looked_at_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a commit that is to be stored every partition has one: putting them into the queue, and out, costs as many."""
+    partitions = 128
+    driver = ShardDriver(eager=False, checked=False)
+    view = driver.serve(wide(partitions, consistency={"mode": "sync"}))
+    driver.settle()
+    driver.eager = True
+    driver.advance(1.0)
+    driver.eager = False
+    compared = Mock(side_effect=PartitionKey.__eq__)
+    monkeypatch.setattr(PartitionKey, "__eq__", lambda *keys: compared(*keys))
+
+    driver.commit(0, cut=True)
+    driver.commit(1, cut=True)
+    (store,) = driver.pending
+    assert isinstance(store, StoreSnapshot)
+    assert store.cut
+    driver.send(replace(view, owned={}, clock=2))
+
+    assert compared.call_count <= 4 * partitions
+
+
 def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:
     """Thousands of snapshots of a new model would stand in the way of its first minute; only what changes is stored."""
     driver = ShardDriver(checked=False)
@@ -170,6 +192,7 @@ def test_first_values_that_were_set_are_stored_at_once() -> None:
     assert store.capture.key.index == 3
 
 
-def wide(count: int = PARTITIONS_MAX) -> ModelSpec:
+def wide(count: int = PARTITIONS_MAX, **fields: Any) -> ModelSpec:
     params = {"w": {"shape": [count * WIDTH]}}
-    return ModelSpec.parse({"name": "m", "params": params, "optimizer": {"name": "sum"}, "partitions": count})
+    settings = {"name": "m", "params": params, "optimizer": {"name": "sum"}, "partitions": count}
+    return ModelSpec.parse(settings | fields)

@@ -332,6 +332,27 @@ def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
     assert driver.values(0) == [3.0] * 4
 
 
+def test_of_the_cuts_that_wait_the_oldest_and_the_newest_are_stored() -> None:
+    """Of each partition, while another is being stored: so one completes however fast they come."""
+    driver = ShardDriver()
+    driver.serve(spec(8, 2), workers=ROSTER)
+    driver.advance(1.0)
+    driver.eager = False
+
+    for t in range(4):
+        driver.commit(t, cut=True)
+    stored = []
+    for _ in range(6):
+        driver.advance(1.0)
+        for effect in tuple(driver.pending):
+            assert isinstance(effect, StoreSnapshot)
+            stored.append((effect.capture.key.index, effect.capture.clock))
+            driver.complete()
+
+    assert stored[:3] == [(0, 1), (1, 1), (0, 2)]
+    assert sorted(stored[3:]) == [(0, 4), (1, 4)]
+
+
 def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_come() -> None:
     """Once, of a model that rests or of one that has not come there yet."""
     driver = ShardDriver()

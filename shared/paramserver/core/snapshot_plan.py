@@ -4,7 +4,7 @@ Beside these, urgent ones are written one at a time and outside the budget, beca
 snapshots of one partition are never under way together, so the newest is the last one written.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,7 +38,8 @@ class SnapshotPlan:
     """
 
     def __init__(self) -> None:
-        self._cuts: deque[StoreSnapshot] = deque()
+        self._cuts: OrderedDict[PartitionKey, list[StoreSnapshot]] = OrderedDict()
+        """Of each partition those that wait, oldest first; the first partition is next."""
         self._soon: dict[Partition, None] = {}  # due at once
         self._due: dict[Partition, float] = {}  # changed since their last snapshot; the first is due first
         self._urgent: dict[Partition, None] = {}
@@ -93,9 +94,8 @@ class SnapshotPlan:
         they come.
         """
         partition.cut = capture
-        for extra in [c for c in self._cuts if c.capture.key == capture.key][1:]:
-            self._cuts.remove(extra)
-        self._cuts.append(StoreSnapshot(capture, True, fsync=partition.level == LEVELS["fsynced"]))
+        waiting = self._cuts.setdefault(capture.key, [])
+        waiting[1:] = [StoreSnapshot(capture, True, fsync=partition.level == LEVELS["fsynced"])]
 
     def next(self, now: float) -> StoreSnapshot | None:
         """A snapshot to write now, if one is due and none of its kind is being written; ask until there is none."""
@@ -130,13 +130,24 @@ class SnapshotPlan:
 
     def _usual_next(self, now: float) -> StoreSnapshot | None:
         if self._cuts:
-            return self._cuts.popleft() if self._cuts[0].capture.key != self._rush.key else None
+            return self._next_cut()
         partition = self._first(self._soon, self._rush) if self._soon else None
         if partition is None:
             partition = self._first(self._due, self._rush)
             if partition is None or now < self._due[partition]:
                 return None
         return self._captured(partition)
+
+    def _next_cut(self) -> StoreSnapshot | None:
+        key, waiting = next(iter(self._cuts.items()))
+        if key == self._rush.key:
+            return None
+        store = waiting.pop(0)
+        if waiting:
+            self._cuts.move_to_end(key)
+        else:
+            del self._cuts[key]
+        return store
 
     def _captured(self, partition: Partition, *, urgent: bool = False) -> StoreSnapshot:
         """The partition as it is now; nothing of it is due any more."""
@@ -171,7 +182,8 @@ class SnapshotPlan:
         if urgent:
             self.urgent(partition)
         elif store.cut and not partition.level and not partition.held:
-            self._cuts.appendleft(store)
+            self._cuts.setdefault(partition.key, []).insert(0, store)
+            self._cuts.move_to_end(partition.key, last=False)
         elif not partition.by_cuts:
             self.soon(partition)
         return None
@@ -185,9 +197,7 @@ class SnapshotPlan:
         if cuts:
             if partition.mark.rebase is None:
                 self._urgent.pop(partition, None)
-            self._cuts = deque(
-                c for c in self._cuts if (c.capture.key, c.capture.token) != (partition.key, partition.token)
-            )
+            self._cuts.pop(partition.key, None)
 
     def deadline(self) -> float | None:
         """When `next` may have something; None while what waits is being written or nothing has changed."""
@@ -198,7 +208,7 @@ class SnapshotPlan:
 
     def _usual_deadline(self) -> float | None:
         if self._cuts:
-            return self._usual.free_at if self._cuts[0].capture.key != self._rush.key else None
+            return self._usual.free_at if next(iter(self._cuts)) != self._rush.key else None
         if self._soon and self._first(self._soon, self._rush) is not None:
             return self._usual.free_at
         first = self._first(self._due, self._rush)
