@@ -129,14 +129,14 @@ class BufferPool:
         held = self._lent.get(_address(array))
         return None if held is None or held[1].retired else held[1].file
 
-    def retire(self, file: str) -> None:
-        """Remove that file: its memory is used by those who have it now and never handed out again."""
-        for _, memory in list(self._lent.values()):
-            if memory.file == file and not memory.retired:
-                memory.retired = True
-                memory.kin.remove(memory)
-                assert self._folder is not None
-                self._folder.remove(file)
+    def retire(self, array: AnyArray) -> None:
+        """Remove the file of that array: its memory is used by those who have it now and never handed out again."""
+        held = self._lent.get(_address(array))
+        if held is None or held[1].retired or held[1].file is None:
+            return
+        memory = held[1]
+        memory.retired = True
+        self._give_up(memory)
 
     def _size(self, size_bytes: int) -> int:
         """How large a buffer for so many bytes is: one of 128 steps between two powers of two.
@@ -232,7 +232,7 @@ class BufferPool:
         return self.kept_bytes + size <= self._kept_bytes_max
 
     def _give_up(self, memory: _Memory) -> None:
-        """Return free memory to the operating system."""
+        """Leave that memory to those who have it, if anybody has, and then to the operating system."""
         memory.kin.remove(memory)
         if memory.file is not None and self._folder is not None:
             self._folder.remove(memory.file)

@@ -28,7 +28,6 @@ from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 @dataclass(slots=True)
 class _Lease:
     arrays: tuple[F32, ...]
-    files: tuple[str, ...]
     size: int
     ends_at: float
 
@@ -67,7 +66,7 @@ class Lending:
         if len(files) < len(arrays) or self.leased_bytes + size > LEASED_BYTES_MAX or len(self._leases) >= LEASES_MAX:
             return None
         number = next(self._numbers)
-        self._leases[number] = _Lease(tuple(arrays), files, size, self._clock() + SHARED_LEASE_S)
+        self._leases[number] = _Lease(tuple(arrays), size, self._clock() + SHARED_LEASE_S)
         self.leased_bytes += size
         if present:
             for a in arrays:
@@ -148,13 +147,13 @@ class Lending:
         for number, lease in list(self._leases.items()):
             if lease.ends_at > now:
                 break
-            for file in lease.files:
-                self._versions.retire(file)
+            for a in lease.arrays:
+                self._versions.retire(a)
             self.release([number])
         for file, slot in list(self._lent.items()):
             if not slot.busy and slot.used_at + SHARED_LEASE_S <= now:
                 # Its client may be writing to it at this moment: it must not become another's.
-                self._slots.retire(file)
+                self._slots.retire(slot.memory)
                 self._drop(file)
 
     async def keep(self) -> None:

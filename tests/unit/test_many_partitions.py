@@ -1,6 +1,8 @@
 """A call costs by the partitions it touches, not by those that the model has: steps are counted, nothing is timed."""
 
+import sys
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,9 +16,13 @@ from paramserver.client.cluster import Cluster
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import AssignPart, SetReceived, StoreSnapshot
 from paramserver.core.spec import ModelSpec
-from paramserver.limits import PARTITIONS_MAX, SNAPSHOT_INTERVAL_S
+from paramserver.limits import PARTITIONS_MAX, SHARED_LEASE_S, SNAPSHOT_INTERVAL_S
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import PartitionKey, PushId
+from paramserver_shard.board import Board
+from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.lending import Lending
+from paramserver_shard.shared_folder import SharedFolder
 
 from .sharding import Now, Shards, drive, terms
 
@@ -136,6 +142,27 @@ def test_pushes_that_wait_for_partitions_are_not_tried_again_for_each_of_them(mo
     assert all(request in driver.replies for request in waiting)
     assert driver.values(0) == [float(pushes)] * WIDTH
     assert looks.call_count <= 4 * pushes * partitions
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="buffers are files on Linux")
+def test_a_lease_that_runs_out_costs_by_its_partitions() -> None:
+    """The files of a client that was killed are removed without a look at all others for each of them."""
+    partitions, looks, now = 64, Looks(), Now()
+    with TemporaryDirectory() as root:
+        folder = SharedFolder.open(root, "s", 1 << 26)
+        assert folder is not None
+        pool = BufferPool(folder=folder)
+        lending = Lending(pool, BufferPool(folder=folder), Board(folder), now)
+        values = [pool.take_bytes(SMALL_BYTES, shared=True).view(np.float32) for _ in range(partitions)]
+        assert lending.lease(values) is not None
+        pool._lent = looks.mapping(pool._lent)
+
+        now.s += SHARED_LEASE_S
+        lending.expire()
+
+        assert [pool.file_of(a) for a in values] == [None] * partitions
+        assert looks.count <= 4 * partitions
+        folder.close()
 
 
 def test_cuts_that_wait_are_not_looked_at_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
