@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from paramserver.client import transfer
 from paramserver.client.calls import Deadline
 from paramserver.client.cluster import Cluster
+from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
-from paramserver.core.shard_io import AssignPart, SetReceived, StoreSnapshot
+from paramserver.core.shard_io import AssignPart, SaveAll, SetReceived, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import PARTITIONS_MAX, SHARED_LEASE_S, SNAPSHOT_INTERVAL_S
 from paramserver.testing.shard_driver import ShardDriver
@@ -185,6 +186,23 @@ def test_cuts_that_wait_are_not_looked_at_for_each_other(monkeypatch: pytest.Mon
     driver.send(replace(view, owned={}, clock=2))
 
     assert compared.call_count <= 4 * partitions
+
+
+def test_what_is_to_be_stored_now_is_not_gone_through_with_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that stops stores all partitions, one after the other: a snapshot has no price for those behind it."""
+    partitions = 128
+    driver = ShardDriver(checked=False)
+    driver.serve(wide(partitions))
+    driver.push({i: np.ones(WIDTH, np.float32) for i in range(partitions)})
+    driver.eager = False
+    looks = Mock(side_effect=cast(property, Partition.by_cuts).fget)
+    monkeypatch.setattr(Partition, "by_cuts", property(lambda p: looks(p)))
+
+    driver.send(SaveAll())
+    driver.settle()
+
+    assert len(driver.store.kept) == partitions
+    assert looks.call_count <= 8 * partitions
 
 
 def test_first_values_that_can_be_drawn_again_are_not_stored() -> None:

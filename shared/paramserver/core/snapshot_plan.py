@@ -111,15 +111,14 @@ class SnapshotPlan:
         return store
 
     def _urgent_next(self, now: float) -> StoreSnapshot | None:
-        for idle in [p for p in self._urgent if p.by_cuts and not p.held and p.mark.rebase is None]:
-            del self._urgent[idle]  # its move was called off: stored now, it would take the place of a cut
         if self._rush.storing is not None or now < self._rush.free_at:
             return None
-        partition = self._first(self._urgent, self._usual)
-        if partition is None:
-            return None
-        del self._urgent[partition]
-        return self._captured(partition, urgent=True)
+        while (partition := self._first(self._urgent, self._usual)) is not None:
+            del self._urgent[partition]
+            if partition.held or not partition.by_cuts or partition.mark.rebase is not None:
+                return self._captured(partition, urgent=True)
+            # Its move was called off: stored now, it would take the place of a cut.
+        return None
 
     def _first(self, waiting: Iterable[Partition], other: _Lane) -> Partition | None:
         """The first of them that the other lane does not write just now."""
