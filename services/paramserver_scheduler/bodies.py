@@ -170,7 +170,9 @@ class ShardHeartbeat(Body):
 
     epoch: Count
     metrics: dict[str, Any] = {}
-    partitions: list[list[Any]] = Field([], description="[model, generation, index, token, version, durable_version]")
+    partitions: list[list[Any]] = Field(
+        [], description="[model, generation, index, token, version, durable_version, revision, durable_clock]"
+    )
     cuts: list[list[Any]] = Field([], description="[model, generation, index, token, version]")
     released: list[list[Any]] = Field([], description="[model, generation, index, token, version, release]")
     lost: list[list[Any]] = Field([], description="[model, generation, index, token]")

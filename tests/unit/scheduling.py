@@ -31,6 +31,8 @@ class Driver:
         """Name -> epoch of those that send heartbeats."""
         self.durable = True
         """Whether all that shards serve is durable."""
+        self.assigned = 0
+        """By how much assignments have raised the versions beyond the clock."""
         self.core = SchedulerCore.restore({}, self.now, self.term, 1e9)
 
     def send(self, make: Callable[[int], io.Event], perform: int | None = None) -> int:
@@ -118,8 +120,10 @@ class Driver:
             for i, o in enumerate(model.owners):
                 if o.shard == name:
                     row = [model.name, model.generation, i, o.token]
-                    version = model.gate.clock if model.gate.sync else o.version
-                    partitions.append([*row, version, version if self.durable else 0, model.revision])
+                    clock = model.gate.clock if model.gate.sync else 0
+                    version = clock + self.assigned if model.gate.sync else o.version
+                    durable = (version, clock) if self.durable else (0, 0)
+                    partitions.append([*row, version, durable[0], model.revision, durable[1]])
                     if o.release and releases:
                         released.append([*row, version, o.release])
                     if model.pending_cut is not None and stored:

@@ -218,6 +218,20 @@ def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywh
     assert len([k for k in d.hash if k.startswith("commit:")]) == 1
 
 
+def test_assignments_do_not_make_commits_count_as_durable() -> None:
+    """They raise the version above the clock: a commit is kept by the clock that a new owner would begin with."""
+    d = Driver()
+    d.assigned = 10
+    d.model(**JOURNALED)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    for t in (2, 3, 4):
+        d.clock(a, t)
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert [c["t"] for c in document["commits"]] == [1, 2, 3]
+
+
 # --- values that nobody stored
 
 

@@ -172,7 +172,7 @@ class Cluster:
         first, source = owner.renewed or owner.token, owner.source
         # Who lacks it nevertheless must not take the first values for the model's.
         self.give_token(model, index, "snapshot" if model.ready else source)
-        owner.renewed, owner.durable_version = first, 0
+        owner.renewed, owner.durable_version, owner.durable_clock = first, 0, 0
 
     def fence(self, shard: str, epoch: int) -> None:
         """No incarnation of that shard up to this epoch may serve; 0 forgets the name."""

@@ -66,7 +66,7 @@ class Durability:
         self._entries[p.level == _FSYNCED].append(entry)
         self.executes = True
         size = entry.nbytes
-        p.mark.queued.append((p.lsn, p.version, size))
+        p.mark.queued.append((p.lsn, p.version, p.clock, size))
         self.queued_bytes += size
         p.mark.since_snapshot_bytes += size
         if p.mark.since_snapshot_bytes >= limits.SNAPSHOT_JOURNAL_BYTES:
@@ -145,6 +145,7 @@ class Durability:
         if mark.rebase is not None and lsn >= mark.rebase:
             mark.rebase, lsn = None, max(lsn, mark.journaled)
         p.durable_version = max(p.durable_version, capture.version)
+        p.durable_clock = max(p.durable_clock, capture.clock)
         self._advance(p, lsn, synced=fsync)
 
     def rebase(self, p: Partition) -> None:
@@ -158,8 +159,9 @@ class Durability:
         if synced:
             mark.synced = max(mark.synced, lsn)
         while mark.queued and mark.queued[0][0] <= lsn:
-            _, version, size = mark.queued.popleft()
+            _, version, clock, size = mark.queued.popleft()
             p.durable_version = max(p.durable_version, version)
+            p.durable_clock = max(p.durable_clock, clock)
             self.queued_bytes -= size
         if mark.waiting:
             self._progress(p)
@@ -182,6 +184,6 @@ class Durability:
         waiting, p.mark.waiting = p.mark.waiting, []
         for _, _, reply in waiting:
             self._refuse(reply, error)
-        self.queued_bytes -= sum(size for _, _, size in p.mark.queued)
+        self.queued_bytes -= sum(size for *_, size in p.mark.queued)
         p.mark.queued.clear()
         p.mark.rebase = None

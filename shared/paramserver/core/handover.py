@@ -100,7 +100,7 @@ class Handover:
         self._shard.plan.forget(partition)
         partition.token = token
         partition.released = False
-        partition.durable_version, partition.cut_stored = 0, None
+        partition.durable_version, partition.durable_clock, partition.cut_stored = 0, 0, None
         if partition.cut is not None and not partition.level:
             self._shard.plan.store_cut(partition, replace(partition.cut, token=token))
         self._shard.durability.rebase(partition)

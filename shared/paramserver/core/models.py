@@ -40,6 +40,8 @@ class Owner:
     token: Token = 0
     version: int = 0
     durable_version: int = 0
+    durable_clock: int = 0
+    """sync: the clock that a new owner would begin with."""
     from_version: int | None = None
     """The first version reported under this token; None until the owner serves it."""
     source: Any = None
@@ -280,7 +282,7 @@ class Model:
         old: list[Commit] = []
         if self.durable:
             # A new owner begins with what is durable, and takes every later commit from here.
-            floor = min(o.durable_version for o in self.owners)
+            floor = min(o.durable_clock for o in self.owners)
             while self.commits and self.commits[0][1].t < floor:
                 old.append(self.commits.popleft()[1])
             return old
@@ -297,6 +299,7 @@ class Model:
         self.cut_moved = True
         for owner in self.owners:
             owner.stay()  # What was captured for a move belongs to the old timeline.
+            owner.durable_clock = min(owner.durable_clock, clock)
         self.gate.reset(self.roster, clock)
         self.commits.clear()
         self.pending_cut = None

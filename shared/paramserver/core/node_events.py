@@ -30,9 +30,11 @@ class ShardHeartbeat(Struct, frozen=True):
     epoch: int
     metrics: Json = field(default_factory=dict)
     partitions: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, version, durable_version, revision] of each partition that is served.
+    """[model, generation, index, token, version, durable_version, revision, durable_clock] of each partition that is
+    served.
 
-    `revision` is that of the settings in force there; without it the newest is taken to be.
+    `revision` is that of the settings in force there; without it the newest is taken to be.  `durable_clock` is the
+    clock that a new owner would begin with; without it the one said last.
     """
     cuts: Sequence[Sequence[Any]] = ()
     """[model, generation, index, token, version] of each snapshot stored at a commit with `cut`; repeatable.

@@ -57,6 +57,8 @@ class Partition:
     clock: int = 0
     """sync: the next commit's `t`."""
     durable_version: int = 0
+    durable_clock: int = 0
+    """sync: the clock that a new owner would begin with; assignments raise versions alone."""
     level: int = 0
     """The model's acknowledgement level (`watermark.LEVELS`); above 0 every command is journaled."""
     lsn: int = 0
@@ -110,7 +112,7 @@ class Partition:
             self.spec, self.revision = restored(self.spec, loaded.settings, self.segments)
         self.state, self.version, self.start_version = loaded.state, loaded.version, loaded.version
         self.clock, self.lsn = loaded.clock, loaded.lsn
-        self.durable_version = loaded.version if loaded.stored else 0
+        self.durable_version, self.durable_clock = (loaded.version, loaded.clock) if loaded.stored else (0, 0)
         durable = loaded.lsn if loaded.stored else 0
         # A snapshot of a model at level `journaled` is in Redis, and not known to be on disk.
         self.mark = Watermark(durable, durable, durable if self.level == LEVELS["fsynced"] else -1)

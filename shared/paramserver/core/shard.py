@@ -131,13 +131,15 @@ class ShardCore:
         snapshot, timer = self.plan.deadline(), self._timers.next
         return timer if snapshot is None else snapshot if timer is None else min(snapshot, timer)
 
-    def partitions(self) -> Iterator[tuple[str, int, int, int, int, int, int]]:
-        """(model, generation, index, token, version, durable version, settings' revision) of each that is served."""
+    def partitions(self) -> Iterator[tuple[str, int, int, int, int, int, int, int]]:
+        """(model, generation, index, token, version, durable version, settings' revision, durable clock) of each that
+        is served."""
         for model in self.models.values():
             name, generation = model.key.name, model.key.generation
             for p in model.partitions.values():
                 if p.state is not None:
-                    yield (name, generation, p.index, p.token, p.version, p.durable_version, p.revision)
+                    versions = p.version, p.durable_version
+                    yield (name, generation, p.index, p.token, *versions, p.revision, p.durable_clock)
 
     def cuts(self) -> Iterator[tuple[str, int, int, int, int]]:
         """(model, generation, index, token, clock) of each partition's newest stored cut."""

@@ -190,7 +190,7 @@ class ShardDesk:
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
-        rows = [_row(r, (6, 7), "partitions") for r in e.partitions]
+        rows = [_row(r, (6, 7, 8), "partitions") for r in e.partitions]
         cuts = [_row(r, (5,), "cuts") for r in e.cuts]
         released = [_row(r, (6,), "released") for r in e.released]
         lost = [_row(r, (4,), "lost") for r in e.lost]
@@ -198,7 +198,7 @@ class ShardDesk:
         shard.heard_s = now
         shard.metrics = e.metrics
         shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
-        for name, generation, index, token, version, durable, *revision in rows:
+        for name, generation, index, token, version, durable, *more in rows:
             model = self.c.owned(e.name, name, generation, index, token)
             if model is not None:
                 owner = model.owners[index]
@@ -207,9 +207,11 @@ class ShardDesk:
                     owner.from_version, owner.previous = version, None
                     self.c.touch(model)
                     self._check_clock(model, version)
-                if revision and owner.revision != revision[0]:
-                    owner.revision = revision[0]
+                if more and owner.revision != more[0]:
+                    owner.revision = more[0]
                     self.c.touch(model)
+                if len(more) > 1:
+                    owner.durable_clock = more[1]
         for name, generation, index, token, clock in cuts:
             model = self.c.owned(e.name, name, generation, index, token)
             if model is not None and clock == model.pending_cut:

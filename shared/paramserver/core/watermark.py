@@ -40,8 +40,8 @@ class Watermark:
     """Up to here everything is on disk; -1: not known to be."""
     rebase: int | None = None
     """The journal in Redis has a hole before this lsn: it counts again with a snapshot of this lsn or later."""
-    queued: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """(lsn, version, bytes) of entries that are not durable yet."""
+    queued: deque[tuple[int, int, int, int]] = field(default_factory=deque)
+    """(lsn, version, clock, bytes) of entries that are not durable yet."""
     since_snapshot_bytes: int = 0
     """Journal since the last snapshot was captured."""
     waiting: list[tuple[int, int, Waiting]] = field(default_factory=list)
