@@ -184,7 +184,7 @@ def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -
     d.shards["s1"] = body["epoch"]
     d.beats()
     first, again = d.commits()
-    assert (again["timeline"], again["t"], again["contributions"]) == (2, first["t"] + 1, [])
+    assert (again["timeline"], again["t"], again["contributions"]) == (2, first["t"] + 2, [])
     d.beats()
     assert d.core.read.model("m")["cut"] == again["t"] + 1
 

@@ -280,7 +280,7 @@ def test_leaving_sync_drops_the_open_clock_and_entering_begins_at_the_leaders() 
     driver.patch({"consistency": {"mode": "async"}}, clock=1)
     assert driver.core.held_bytes == 0
     assert driver.push({0: ones()}, PushId("r/w1", 1, 0)).version == 2
-    driver.patch({"consistency": {"mode": "sync"}}, clock=7)
+    driver.patch({"consistency": {"mode": "sync"}}, clock=7, began=7)
     stage(driver, 2, 7, 2.0)
     driver.commit(7, listed(2, 7))
 

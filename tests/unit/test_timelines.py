@@ -1,16 +1,22 @@
 """Clocks that begin anew while partitions stay where they are: nobody waits for what is over, nothing of it counts."""
 
+import json
 from typing import Any
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
-from paramserver.core.shard_io import AssignPart, Contribution, SetReceived
+from paramserver.core import scheduler_io as io
+from paramserver.core.shard_io import AssignPart, CommitDecided, Contribution, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.testing.shard_driver import ShardDriver
-from paramserver.types import F32, PushId
+from paramserver.types import ModelKey, PushId
 
-ROSTER = {"a": (1, 0)}
+from .scheduling import Driver
+
+WORKER = "run/a"
+ROSTER = {WORKER: (1, 0)}
 SYNC = {"mode": "sync"}
 
 
@@ -28,19 +34,15 @@ def spec(**fields: Any) -> ModelSpec:
     )
 
 
-def ones() -> F32:
-    return np.ones(4, np.float32)
-
-
 def listed(clock: int) -> Contribution:
     """What the worker did for that clock."""
-    return Contribution("a", 1, 0, clock, 1.0)
+    return Contribution(WORKER, 1, 0, clock, 1.0)
 
 
 def stage(driver: ShardDriver, seq: int, clock: int) -> None:
     """The worker pushes ones for that clock."""
     assert driver.view is not None
-    driver.submit({0: ones()}, PushId("a", 1, seq), clock=clock, timeline=driver.view.timeline)
+    driver.submit({0: np.ones(4, np.float32)}, PushId(WORKER, 1, seq), clock=clock, timeline=driver.view.timeline)
 
 
 def put(driver: ShardDriver, value: float, *, restore: bool = False) -> None:
@@ -69,3 +71,147 @@ def test_the_clock_that_is_durable_is_reported_beside_the_version() -> None:
     after = ShardDriver(driver.store)
     after.send(replace(view, owned={0: 2}, source="snapshot", clock=1))
     assert durable_clock(after) == 1
+
+
+# --- a timeline that begins where its owners go on
+
+
+def behind(*, ack: str = "applied", eager: bool = True) -> ShardDriver:
+    """A partition that has staged for clock 0 and hears of no commit, until a restore has ended at clock 3."""
+    driver = ShardDriver()
+    driver.serve(spec(ack=ack), workers=ROSTER)
+    stage(driver, 1, 0)
+    driver.eager = eager
+    return driver
+
+
+def begin(driver: ShardDriver, began: int, clock: int | None = None, **changes: Any) -> None:
+    """The document of the next timeline."""
+    assert driver.view is not None
+    timeline = driver.view.timeline + 1
+    driver.send(replace(driver.view, timeline=timeline, began=began, clock=clock or began, commits=(), **changes))
+
+
+def at(driver: ShardDriver) -> tuple[int, int]:
+    """(clock, version)."""
+    p = driver.core.models["m"].partitions[0]
+    return p.clock, p.version
+
+
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_who_is_behind_when_a_timeline_begins_begins_with_it(ack: str) -> None:
+    """The commits that it lacks are over, and so is what it has staged for them."""
+    driver = behind(ack=ack)
+    begin(driver, 3)
+    assert driver.core.held_bytes == 0
+    stage(driver, 2, 3)
+    driver.commit(3, listed(0), listed(3))
+    assert (at(driver), driver.values()) == ((4, 4), [0.5] * 4)
+    assert driver.resyncs == 0
+
+
+def test_a_new_owner_takes_nothing_of_an_older_timeline_from_the_journal() -> None:
+    """Whether the one before had heard of the new timeline or not: what was staged under it never counts."""
+    for heard in (False, True):
+        driver = behind(ack="journaled")
+        if heard:
+            begin(driver, 3)
+        else:
+            assert driver.view is not None
+            driver.view = replace(driver.view, timeline=1, began=3, clock=3)
+        after = ShardDriver(driver.store)
+        assert driver.view is not None
+        after.send(replace(driver.view, owned={0: 2}, source="snapshot"))
+        stage(after, 2, 3)
+        after.commit(3, listed(0), listed(3))
+        assert (at(after), after.values()) == ((4, 4), [0.5] * 4)
+
+
+def test_a_commit_that_is_being_computed_when_a_timeline_begins_comes_first() -> None:
+    """It was decided and begun; its journal entry stands before the beginning, so that replay gives the same."""
+    driver = behind(ack="journaled", eager=False)
+    driver.commit(0, listed(0))
+    begin(driver, 3)
+    driver.commit(3)
+    driver.settle()
+    assert (at(driver), driver.values()) == ((4, 4), [1.0] * 4)
+    after = ShardDriver(driver.store)
+    assert driver.view is not None
+    after.send(replace(driver.view, owned={0: 2}, source="snapshot", clock=4))
+    assert (at(after), after.values()) == ((4, 4), [1.0] * 4)
+
+
+def test_who_missed_that_the_model_was_not_synchronous_for_a_while_begins_with_the_phase() -> None:
+    """Its settings are those of the phase before, and the first commit brings the present ones."""
+    driver = behind()
+    begin(driver, 3, spec=spec(optimizer={"name": "sgd", "lr": 1.0}), revision=3)
+    stage(driver, 2, 3)
+    driver.commit(3, listed(3))
+    assert (at(driver), driver.values()) == ((4, 4), [-1.0] * 4)
+
+
+def test_settings_that_wait_behind_a_commit_are_followed_by_those_of_the_next_phase() -> None:
+    """Out of sync and back while one commit was computed: the partition ends in sync, where the phase began."""
+    driver = behind(eager=False)
+    driver.commit(0, listed(0))
+    driver.patch({"consistency": {"mode": "async"}})
+    assert driver.view is not None
+    begin(driver, 3, spec=spec(), revision=driver.view.revision + 1)
+    driver.settle()
+    driver.commit(3)
+    driver.settle()
+    assert at(driver) == (4, 4)
+    assert driver.core.models["m"].partitions[0].spec.consistency.mode == "sync"
+
+
+def test_a_partition_enters_a_phase_at_its_first_clock_however_late_it_hears_of_it() -> None:
+    """The newest commits alone are told again; those before them it asks for."""
+    driver = ShardDriver()
+    driver.serve(spec(consistency={"mode": "async"}), workers=ROSTER)
+    assert driver.view is not None
+    commits = tuple(CommitDecided(driver.view.model, 1, t, (), 2, 1, False) for t in (5, 6))
+    begin(driver, 3, clock=7, spec=spec(), revision=2)
+    driver.send(replace(driver.view, commits=commits))
+    assert (at(driver)[0], driver.resyncs) == (3, 1)
+    for t in (3, 4):
+        driver.commit(t)
+    driver.send(replace(driver.view, commits=commits))
+    assert at(driver) == (7, 7)
+
+
+# --- what the scheduler says of it
+
+
+def restored(d: Driver) -> None:
+    """A restore onto the living model, begun and ended."""
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), None))
+
+
+def test_after_a_restore_clocks_go_on_beyond_all_clocks_and_versions() -> None:
+    """So the version is the clock again, and a clock tells by itself which timeline it is of."""
+    d = Driver()
+    d.model(consistency=SYNC)
+    d.clock(d.join("a"), 1)
+    restored(d)
+    assert (d.document()["timeline"], d.document()["began"]) == (1, 2)
+    d.assigned = 10
+    d.beats()
+    restored(d)
+    assert d.document()["began"] == 13
+    assert d.commits()[-1]["t"] == 13
+
+
+def test_where_a_timeline_began_is_known_to_the_next_leader() -> None:
+    """Documents of before tell the oldest commit that is kept, or the clock: who stands before that waits in vain."""
+    d = Driver()
+    d.model(consistency=SYNC)
+    a = d.join("a")
+    d.clock(a, 1)
+    restored(d)
+    d.restart()
+    assert d.ask(lambda n: io.OpenFeed(n))["documents"][1]["began"] == 2
+    d.hash["clock:m"] = json.dumps({k: v for k, v in json.loads(d.hash["clock:m"]).items() if k != "began"})
+    d.restart()
+    document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
+    assert document["began"] == document["commits"][0]["t"] == 2

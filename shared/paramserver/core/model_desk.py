@@ -122,7 +122,7 @@ class ModelDesk:
             self.c.model_changed(model)
             if model.gate.sync and not was_sync and not self._untouched(model):
                 # Partitions take the clock for their version at the first commit, and versions only rise.
-                begin_sync(self.c, model, max(model.gate.clock, *(o.version for o in model.owners)))
+                begin_sync(self.c, model)
         self.c.answer(e.request, self.c.public(model))
 
     def _untouched(self, model: Model) -> bool:
@@ -222,7 +222,7 @@ class ModelDesk:
                 self._filled(model, {RESTORED})
             if model.gate.sync:
                 # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
-                begin_sync(self.c, model, model.gate.clock)
+                begin_sync(self.c, model)
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
 

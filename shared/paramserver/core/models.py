@@ -124,6 +124,8 @@ class Model:
     unix_s: float
     revision: int = 0
     timeline: int = 0
+    began: int = 0
+    """The clock at which this timeline began: what stands before it is of an older one."""
     source: Any = "init"
     """Where a partition under a new token gets its state: "init", "snapshot" or {"cut": clock}."""
     owners: list[Owner] = field(default_factory=list)
@@ -293,9 +295,15 @@ class Model:
             old.append(self.commits.popleft()[1])
         return old
 
+    @property
+    def beyond(self) -> int:
+        """A clock after all clocks and versions of the timelines so far, as far as one knows."""
+        return max(self.gate.clock + 1, *(o.version for o in self.owners))
+
     def restart_at(self, clock: int) -> None:
         """A new timeline begins: every partition and every worker is at that clock."""
         self.timeline += 1
+        self.began = clock
         self.cut_moved = True
         for owner in self.owners:
             owner.stay()  # What was captured for a move belongs to the old timeline.
@@ -341,6 +349,7 @@ class Model:
             "clock": self.gate.clock,
             "opened": self.gate.opened,
             "timeline": self.timeline,
+            "began": self.began,
             "cut": self.cut,
             "pending_cut": self.pending_cut,
             "switched": self.switched,
@@ -364,6 +373,7 @@ class Model:
         m.source = place["source"]
         m.owners = [Owner.of(row) for row in place["owners"]]
         m.gate.clock, m.gate.opened, m.timeline = clock["clock"], clock["opened"], clock["timeline"]
+        m.began = clock.get("began", m.gate.clock)
         m.cut, m.pending_cut, m.evaluated = clock["cut"], clock["pending_cut"], clock["evaluated"]
         m.switched, m.cut_wanted = clock["switched"], clock["cut_wanted"]
         m.opening = clock.get("opening", m.switched and m.cut_wanted)
@@ -397,6 +407,7 @@ class Model:
             "revision": self.revision,
             "timeline": self.timeline,
             "clock": self.gate.clock,
+            "began": self.began,
             "spec": self.spec.document(),
             "live_workers": len(live),
             "state": "ready" if self.ready else "initializing",

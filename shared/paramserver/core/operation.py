@@ -68,7 +68,7 @@ class Shard(Protocol):
         """Store the partition as it is now as a cut."""
 
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """The partition has taken a commit, or begins a synchronous phase."""
+        """The partition has taken a commit, has passed over one of an older timeline, or begins a synchronous phase."""
 
     def remembers(self, partition: Partition, now: float) -> None:
         """The partition has changed otherwise than by a version, so that a snapshot of it is due."""
@@ -356,6 +356,7 @@ class CommitOperation(Operation):
         settings = self.model.spec_of(self.commit.revision)
         if self.commit.timeline != self.model.timeline or self.commit.t != p.clock or settings is None:
             p.committing = False
+            shard.committed(self.model, p, now)
             return ()
         revision, spec = settings
         if spec.consistency.mode == "sync":
@@ -437,9 +438,9 @@ class SettingsOperation(Operation):
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         (p,) = self.partitions
-        if self.revision <= p.revision:
-            return ()
         old, new = p.spec.consistency, self.spec.consistency
+        if self.revision <= p.revision or old.mode == new.mode == "sync":
+            return ()  # within sync a commit says from when on they are in force
         if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
             # Commits decided before the change come first.
             shard.precede(p, self._again())

@@ -69,6 +69,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         commits.setdefault(name.partition(":")[0], []).append(Commit.of(doc))
     for name, records in commits.items():
         c.models[name].commits.extend((now, r) for r in sorted(records, key=lambda r: r.t))
+        if "began" not in groups["clock"][name]:
+            c.models[name].began = min(r.t for r in records)  # Who stands before that cannot take them any more.
     for name, doc in groups["dataset"].items():
         model_name, _, dataset = name.partition(":")
         c.models[model_name].datasets[dataset] = Dataset.of(doc, groups["tasks"].get(name))
@@ -96,5 +98,5 @@ def _resume(c: Cluster, model: Model) -> None:
         model.restoring = False
         c.save_model(model)
         if model.gate.sync:
-            begin_sync(c, model, model.gate.clock)
+            begin_sync(c, model)
     c.model_changed(model)

@@ -57,6 +57,8 @@ class ServedModel:
     they are kept in memory: the new one may be a renewal of this one, after Redis was emptied."""
     asks_at: int = -1
     """sync: the newest commit after which the scheduler had something to tell the workers."""
+    began: int = 0
+    """sync: the clock at which this timeline began; a partition that stands before it is of an older one."""
     cut_asked: int | None = None
     """sync: the clock at which every partition is to be stored as a cut, if it comes by there."""
     resync_at: float = 0.0

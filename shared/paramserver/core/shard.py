@@ -20,6 +20,7 @@ from paramserver.core.operation import (
     PushOperation,
     SetOperation,
     SettingsOperation,
+    configured,
 )
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
@@ -188,7 +189,7 @@ class ShardCore:
         model.clock = max(model.clock, view.clock)
         model.live_workers, model.workers = view.live_workers, dict(view.workers)
         model.learn(view.spec, view.revision)
-        model.cut_asked = view.cut_asked
+        model.cut_asked, model.began = view.cut_asked, view.began
         begins, model.ready = view.ready and not model.ready, view.ready
         if not model.ready:
             for p in model.partitions.values():
@@ -199,7 +200,7 @@ class ShardCore:
                 model.keep(commit)
         for p in model.partitions.values():
             if view.revision > revision:
-                self._settle(model, p, revision)
+                self._settle(model, p)
             elif p.spec.consistency.mode != "sync":
                 p.live_workers = view.live_workers
             if begins and p.state is not None:
@@ -257,20 +258,15 @@ class ShardCore:
         model.commits.clear()
         model.asks_at = -1
         for p in model.partitions.values():
-            self.held_bytes -= p.drop_staged()
             self.plan.forget(p)
             self._supersede(p)  # a pull of the old timeline is refused from now on
 
-    def _settle(self, model: ServedModel, p: Partition, before: int) -> None:
+    def _settle(self, model: ServedModel, p: Partition) -> None:
         """The settings have changed: at once before loading, by commits within sync, else as an operation."""
         if p.state is None:
             p.adopt(model.spec, model.revision, model.live_workers)
-        elif p.held:
-            return  # its next owner, or whoever calls the move off, goes on from there
-        elif p.spec.consistency.mode != "sync" or not model.sync:
-            clock = model.clock
-            if p.spec.consistency.mode != "sync":
-                clock = min((t for t, c in model.commits.items() if c.revision > before), default=clock)
+        elif not p.held:  # else its next owner, or whoever calls the move off, goes on from there
+            clock = model.began if model.sync else model.clock
             settings = SettingsOperation(
                 model, [p], spec=model.spec, revision=model.revision, live_workers=model.live_workers, clock=clock
             )
@@ -324,6 +320,11 @@ class ShardCore:
         """Let the partition take its next commit, if that is known."""
         if not p.ready or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
             return
+        if p.clock < model.began:
+            # What it lacks was decided on another timeline, and what it has staged was meant for it.
+            self.held_bytes -= p.drop_staged()
+            p.clock = model.began
+            configured(self, p, now, fresh=False, unstage=True)
         commit = model.commits.get(p.clock)
         if commit is not None and model.spec_of(commit.revision) is not None:
             p.committing = True
@@ -352,7 +353,7 @@ class ShardCore:
         self._woken.append(partition)
         self._requests.unpark(model, partition)
         if partition.revision < model.revision:
-            self._settle(model, partition, partition.revision)
+            self._settle(model, partition)
         if partition.buffered:
             self._lines.add(FlushOperation(model, [partition]))  # nothing happens unless it is time
         self._advance(model, partition, now)

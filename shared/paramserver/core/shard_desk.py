@@ -142,7 +142,7 @@ class ShardDesk:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
             self._new_timeline(model, {"cut": model.cut}, model.cut)
         elif model.ready and model.switched:
-            self._new_timeline(model, "snapshot", model.gate.clock)
+            self._new_timeline(model, "snapshot", model.beyond)
             model.cut_wanted = model.opening = True
         else:
             self._begin_anew(model)
@@ -234,7 +234,7 @@ class ShardDesk:
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
         if model.gate.sync and model.durable and model.ready and not model.opening and version < first:
-            begin_sync(self.c, model, model.gate.clock)
+            begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Of these nothing was ever stored though their values came from outside: they are asked for again."""

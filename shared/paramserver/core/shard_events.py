@@ -95,6 +95,8 @@ class ModelView(Struct, frozen=True):
     """Partitions whose first state comes from elsewhere than `source` says."""
     cut_asked: int | None = None
     """sync: the clock of the cut that is to be stored now; None where none is."""
+    began: int = 0
+    """sync: the clock at which this timeline began."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
@@ -119,6 +121,7 @@ class ModelView(Struct, frozen=True):
             {i: int(o["from"]) for i, o in options.items() if o.get("from") is not None},
             {i: _source(o["source"]) for i, o in options.items() if o.get("source") is not None},
             None if doc.get("cut_asked") is None else int(doc["cut_asked"]),
+            int(doc["began"]),
         )
 
 
