@@ -7,11 +7,13 @@ import pytest
 from paramserver.core import shard_io as sio
 from paramserver.core.cluster import Cluster
 from paramserver.core.durability import Durability
+from paramserver.core.models import Model
 from paramserver.core.partition import Partition
+from paramserver.core.shard import ShardCore
 from paramserver.core.window import PushMemory
 from paramserver.testing import shards
 from paramserver.testing.shard_driver import perform
-from paramserver.testing.simulation import CONSISTENCY, KINDS, LEVELS, Simulation
+from paramserver.testing.simulation import CHANGES, CONSISTENCY, KINDS, LEVELS, Simulation
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Faults
 
@@ -74,8 +76,8 @@ FOUND = {
 @pytest.mark.parametrize("found", FOUND, ids=str)
 def test_what_was_found_once_stays_found(found: tuple[int, str, str, str]) -> None:
     """A seed that has turned red is run for ever, at both lengths that were in use."""
-    run(Simulation(*found))
-    run(Simulation(*found, clocks=10))
+    run(Simulation(*found, change="none"))
+    run(Simulation(*found, change="none", clocks=10))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,9 +89,12 @@ def test_the_same_seed_gives_the_same_trace(kind: str) -> None:
 
 def test_the_seeds_cover_every_mode_level_and_trouble() -> None:
     """Among so many seeds each combination comes several times."""
-    runs = [(s.mode, s.level, s.kind) for s in map(Simulation, range(SEEDS))]
+    simulations = [Simulation(seed) for seed in range(SEEDS)]
+    runs = [(s.mode, s.level, s.kind) for s in simulations]
     assert set(runs) == {(m, level, k) for m in CONSISTENCY for level in LEVELS for k in KINDS}
     assert min(runs.count(r) for r in set(runs)) >= 10
+    changed = {(s.level, s.kind, s.change) for s in simulations if s.mode == "sync"}
+    assert changed == {(level, k, c) for level in LEVELS for k in KINDS for c in CHANGES}
 
 
 def test_partitions_move_while_training_goes_on() -> None:
@@ -106,11 +111,13 @@ def test_partitions_move_while_training_goes_on() -> None:
 # --- planted bugs
 
 
-def turns_red(mode: str = "", level: str = "", kind: str = "", *, within: int = 12, **settings: Any) -> bool:
+def turns_red(
+    mode: str = "", level: str = "", kind: str = "", change: str = "none", *, within: int = 12, **settings: Any
+) -> bool:
     """Whether some seed finds the bug that was planted."""
     for seed in range(within):
         try:
-            Simulation(seed, mode, level, kind, **settings).run()
+            Simulation(seed, mode, level, kind, change, **settings).run()
         except AssertionError:
             return True
     return False
@@ -199,3 +206,21 @@ def test_keeping_no_memory_of_old_tokens_turns_the_checkers_red(monkeypatch: pyt
     monkeypatch.setattr(Cluster, "renew_token", lambda self, model, index: give(self, model, index, "snapshot"))
 
     assert turns_red("async", "journaled", "emptied", within=6)
+
+
+def test_not_telling_where_a_timeline_began_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is behind when a restore ends, or when the model is synchronous again, waits for what is over."""
+    told = Model.feed_document
+
+    monkeypatch.setattr(Model, "feed_document", lambda self, *args: told(self, *args) | {"began": 0})
+
+    assert turns_red("sync", "applied", "moves", "restores", within=3)
+
+
+def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assignment raises the version above the clock, and commits go that a new owner has not taken."""
+    rows = ShardCore.partitions
+
+    monkeypatch.setattr(ShardCore, "partitions", lambda self: ((*row[:7], row[5]) for row in rows(self)))
+
+    assert turns_red("sync", "journaled", "pauses", "puts", within=3)

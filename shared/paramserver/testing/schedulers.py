@@ -16,6 +16,8 @@ from paramserver.types import PartitionKey, Token
 Document = Mapping[str, Any]
 TICK_S = 0.5
 RETRY_S = 0.25
+ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished)
+"""What is never delivered twice: a restore is work of the leading process, which does not ask itself over a network."""
 
 
 @dataclass
@@ -30,6 +32,10 @@ class Ledger:
             key = (document["generation"], document["timeline"], document["t"])
             before = self.commits.setdefault(key, document["contributions"])
             assert before == document["contributions"], f"commit {key} was published with two lists"
+
+    def sums(self, timeline: int) -> int:
+        """Commits of that timeline that list something."""
+        return sum(at == timeline and bool(listed) for (_, at, _), listed in self.commits.items())
 
 
 @dataclass
@@ -254,7 +260,7 @@ class SimScheduler(Node):
                 answer(_no_leader())
 
         what = make(0)
-        return self.call(type(what).__name__, source, take, once=isinstance(what, io.JoinShard))
+        return self.call(type(what).__name__, source, take, once=isinstance(what, ONCE))
 
     def tell(self, source: str, event: io.Event) -> Call:
         """An event that nobody waits for."""

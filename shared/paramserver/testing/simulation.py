@@ -4,7 +4,8 @@
 
 Two schedulers, three shards, three workers, one Redis.  Every worker pushes ones for a fixed number of clocks into a
 model whose optimizer adds them up, so the values count what was applied: in sync each commit adds exactly one;
-otherwise every push adds one, and none may be counted twice.  Mode, level and faults follow from the seed unless they
+otherwise every push adds one, and none may be counted twice.  In some of the synchronous runs an operator restores the
+model, assigns values or changes its mode meanwhile.  Mode, level, faults and operator follow from the seed unless they
 are named.
 """
 
@@ -19,6 +20,7 @@ from paramserver.core import shard_io as sio
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.nodes import Node
+from paramserver.testing.operators import ASSIGNED, SimOperator
 from paramserver.testing.schedulers import Ledger, SimScheduler
 from paramserver.testing.shards import SimShard
 from paramserver.testing.storage import SimRedis
@@ -43,6 +45,8 @@ KINDS: Final[dict[str, Faults]] = {
     "emptied": Faults(crash=0.0, drop=0.005, feed_cut=0.002, redis_away=0.05, empty_at_s=12.0, drain=0.05),
 }
 """What goes wrong most, by name."""
+CHANGES: Final = ("none", "restores", "puts", "flips")
+"""What an operator does to a synchronous model."""
 PATIENCE_S: Final = 600.0
 
 
@@ -54,6 +58,7 @@ class Simulation:
     mode: str = ""
     level: str = ""
     kind: str = ""
+    change: str = ""
     clocks: int = 8
     faults: Faults | None = None
     world: World = field(init=False)
@@ -64,15 +69,19 @@ class Simulation:
     """Per partition, pushes that were sent; one whose sender was fenced may be applied without an answer."""
     observed: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(worker, partition, incarnation) -> version last pulled: it never goes back."""
+    timeline: int = 0
+    """The one that the model ends in, where an operator was at work."""
 
     def __post_init__(self) -> None:
         self.mode = self.mode or sorted(CONSISTENCY)[self.seed % 4]
         self.level = self.level or LEVELS[self.seed // 4 % 2]
         self.kind = self.kind or list(KINDS)[self.seed // 8 % len(KINDS)]
+        chosen = CHANGES[(self.seed // 8 + self.seed // 48) % len(CHANGES)]
+        self.change = (self.change or chosen) if self.mode == "sync" else "none"
         self.world = World(self.seed, self.faults or KINDS[self.kind])
         self.redis = SimRedis()
-        ledger = Ledger()
-        self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, ledger) for i in range(2)]
+        self.ledger = Ledger()
+        self.schedulers = [SimScheduler(self.world, f"scheduler-{i}", self.redis, self.ledger) for i in range(2)]
         self.shards = {
             name: SimShard(self.world, name, self.redis, self.schedulers[::turn], crashes=True)
             for name, turn in (("shard-0", 1), ("shard-1", -1), ("shard-2", 1))
@@ -89,11 +98,12 @@ class Simulation:
                 "checkpoint": {"every_minutes": 0},
             }
         )
+        self.operator = SimOperator(self)
 
     @property
     def replay(self) -> str:
         """The line that runs this again."""
-        chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind}"
+        chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind} --change {self.change}"
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
     def run(self) -> str:
@@ -107,8 +117,9 @@ class Simulation:
         if world.faults.empty_at_s is not None:
             world.after(world.faults.empty_at_s, "Redis is emptied", self._empty)
         world.play(self._create())
-        world.run(PATIENCE_S, lambda: self.finished == self.workers)
+        world.run(PATIENCE_S, lambda: self.finished == self.workers and (not self.changed or self.operator.over))
         assert self.finished == self.workers, f"only {self.finished} workers finished within {PATIENCE_S} s"
+        assert not self.changed or self.operator.over, f"the operator was not done within {PATIENCE_S} s"
         self._check_end()
         return world.trace
 
@@ -169,6 +180,8 @@ class Simulation:
             yield 0.5
         for i in range(self.workers):
             self.world.play(SimWorker(self, i).train())
+        if self.changed:
+            self.world.play(self.operator.work())
 
     # --- checkers
 
@@ -180,17 +193,31 @@ class Simulation:
             key = (worker, p.partition, p.incarnation)
             assert p.version >= self.observed.get(key, 0), f"the version of {key} went back"
             self.observed[key] = p.version
-            if self.mode == "sync":
+            if self.changed:
+                self._check_changed(p)
+            elif self.mode == "sync":
                 assert values[0] == p.version, f"partition {p.partition}: {values[0]} after {p.version} commits"
             else:
                 sent = len(self.sent[p.partition])
                 assert values[0] <= sent, f"partition {p.partition}: {values[0]} of at most {sent} pushes"
 
+    def _check_changed(self, part: sio.PulledPart) -> None:
+        """Each commit, flush or push adds one, whatever the values were before."""
+        value, sent = float(part.state.values[0]), len(self.sent[part.partition])
+        most = sent if self.change == "flips" else ASSIGNED + sent
+        assert value.is_integer(), f"partition {part.partition}: {value} is no sum of ones"
+        assert value <= most, f"partition {part.partition}: {value}, at most {most} can be"
+
     def _check_end(self) -> None:
         for p in self._final():
             value = float(p.state.values[0])
             assert p.state.values.min() == p.state.values.max()
-            if self.mode in ("sync", "buffered"):
+            if self.changed:
+                self._check_changed(p)
+                if self.operator.restored == self.timeline and self.lossless:
+                    sums = self.ledger.sums(self.timeline)
+                    assert value == ASSIGNED + sums, f"partition {p.partition}: {value} after {sums} commits"
+            elif self.mode in ("sync", "buffered"):
                 assert value == p.version, f"partition {p.partition} ends at {value} in version {p.version}"
                 assert value == (self._last_clock or value), f"{value} after {self.clocks} clocks"
             else:
@@ -212,12 +239,23 @@ class Simulation:
         complete = self.lossless or self.level != "applied"
         return self.clocks if self.mode == "sync" and complete else 0
 
+    @property
+    def changed(self) -> bool:
+        """Whether an operator changes the model meanwhile, so that its versions say nothing about its values."""
+        return self.change != "none"
+
     def _final(self) -> Iterator[sio.PulledPart]:
+        """Every partition at the end: where an operator was at work, all at the clock that the scheduler says."""
         found: list[list[sio.PulledPart]] = []
         reader = SimClient(self, "reader")
 
         def read() -> Script:
-            found.append((yield from reader.pull(self._last_clock)))
+            if self.changed:
+                doc = yield from reader.model()
+                self.timeline = doc["timeline"]
+                found.append((yield from reader.pull(0, doc["clock"])))
+            else:
+                found.append((yield from reader.pull(self._last_clock)))
 
         while not found or len(found[-1]) < self.spec.partitions:
             count = len(found)
@@ -235,12 +273,13 @@ def main() -> int:
     parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help="in place of the seed's")
     parser.add_argument("--level", choices=LEVELS, default="", help="in place of the seed's")
     parser.add_argument("--kind", choices=list(KINDS), default="", help="in place of the seed's")
+    parser.add_argument("--change", choices=CHANGES, default="", help="in place of the seed's")
     parser.add_argument("--quiet", action="store_true", help="say failures alone")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
-        simulation = Simulation(seed, args.mode, args.level, args.kind)
-        what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind}"
+        simulation = Simulation(seed, args.mode, args.level, args.kind, args.change)
+        what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()
         except Exception as e:  # whatever it is, it is a find

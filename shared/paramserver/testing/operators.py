@@ -1,0 +1,93 @@
+"""A simulated operator, who changes a synchronous model while it is trained: restores, assignments, other modes."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from paramserver.core import scheduler_io as io
+from paramserver.core import shard_io as sio
+from paramserver.core.layout import Layout
+from paramserver.errors import PsError
+from paramserver.testing.workers import SimClient
+from paramserver.testing.world import Script
+from paramserver.types import ModelKey
+
+if TYPE_CHECKING:
+    from paramserver.testing.simulation import Simulation
+
+ASSIGNED: Final = 7.0
+"""The value that restores and assignments bring."""
+ROUNDS: Final = 3
+MODES: Final[tuple[dict[str, Any], ...]] = (
+    {"mode": "async"},
+    {"mode": "buffered", "count": 2, "interval_ms": 300},
+)
+
+
+class SimOperator(SimClient):
+    """Does one kind of thing a few times."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        super().__init__(simulation, "operator")
+        self.layout = Layout(simulation.spec)
+        self.restored: int | None = None
+        """The timeline that the last restore has begun; None: a leader died over it, or another timeline began."""
+        self.over = False
+
+    def work(self) -> Script:
+        """The model is in sync again when it is over."""
+        kinds: dict[str, Callable[[int], Script]] = {"restores": self._restore, "puts": self._put, "flips": self._flip}
+        for turn in range(ROUNDS):
+            yield self.sim.world.rng.uniform(0.5, 2.0)
+            yield from kinds[self.sim.change](turn)
+        self.over = True
+
+    def _restore(self, turn: int) -> Script:
+        self.restored = None
+        begun = yield from self._insist(lambda r: io.StartRestore(r, self.sim.spec.name))
+        yield from self._assign(restore=True)
+        key = ModelKey(self.sim.spec.name, 1)
+        ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None))
+        if begun is not None and ended["timeline"] == begun["timeline"] + 1:
+            self.restored = ended["timeline"]
+
+    def _put(self, turn: int) -> Script:
+        yield from self._assign(restore=False)
+
+    def _flip(self, turn: int) -> Script:
+        for rule in (MODES[turn % len(MODES)], self.sim.spec.consistency.document()):
+            change = {"consistency": rule}
+            yield from self._insist(lambda r, c=change: io.PatchModel(r, self.sim.spec.name, c))  # type: ignore[misc]
+            yield self.sim.world.rng.uniform(0.0, 1.5)
+
+    def _insist(self, make: Callable[[int], io.Event]) -> Script:
+        """The answer, however often it takes."""
+        while True:
+            outcome = yield from self.ask(make)
+            if not isinstance(outcome, PsError):
+                return outcome
+            if outcome.code == "conflict":
+                return None  # the restore has begun; an answer was lost
+            assert outcome.retryable, outcome
+            yield 0.2
+
+    def _assign(self, *, restore: bool) -> Script:
+        """Every value of every partition, one shard after the other, until all have said that it is done."""
+        left = set(range(self.sim.spec.partitions))
+        while left:
+            for shard, indices in (yield from self.owners(left)).items():
+                parts = tuple(self._part(i, restore) for i in indices)
+                done = yield self.sim.shards[shard].ask(
+                    self.name,
+                    f"set {indices}",
+                    lambda r, p=parts: sio.SetReceived(r, self.sim.spec.name, p, 1, restore),  # type: ignore[misc]
+                )
+                if isinstance(done, PsError):
+                    yield from self.failed()
+                else:
+                    left -= set(indices)
+
+    def _part(self, index: int, restore: bool) -> sio.AssignPart:
+        values = np.full(self.layout.partition_size(index), ASSIGNED, np.float32)
+        return sio.AssignPart(index, values, "float32", True, slots=() if restore else None)
