@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from paramserver.core import scheduler_io as io
 from paramserver.core.shard_io import AssignPart, CommitDecided, Contribution, SetReceived
 from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PushId
 
@@ -188,6 +189,11 @@ def restored(d: Driver) -> None:
     d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), None))
 
 
+def flip(d: Driver, mode: str) -> None:
+    """Another mode."""
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": mode}}))
+
+
 def test_after_a_restore_clocks_go_on_beyond_all_clocks_and_versions() -> None:
     """So the version is the clock again, and a clock tells by itself which timeline it is of."""
     d = Driver()
@@ -215,3 +221,17 @@ def test_where_a_timeline_began_is_known_to_the_next_leader() -> None:
     d.restart()
     document = d.ask(lambda n: io.OpenFeed(n))["documents"][1]
     assert document["began"] == document["commits"][0]["t"] == 2
+
+
+def test_a_model_is_synchronous_again_only_when_all_have_taken_the_commits_of_the_phase_before() -> None:
+    """A partition takes them before it takes up the settings that end the phase; in the next one they are over."""
+    d = Driver()
+    d.model(consistency=SYNC)
+    d.clock(d.join("a"), 1)
+    flip(d, "async")
+    with pytest.raises(PsError) as early:
+        flip(d, "sync")
+    assert (early.value.code, d.document()["timeline"]) == ("loading", 0)
+    d.beats()
+    flip(d, "sync")
+    assert d.document()["timeline"] == 1

@@ -109,6 +109,12 @@ class ModelDesk:
         spec = model.spec.patched(e.patch)
         if spec != model.spec:
             was_sync = model.gate.sync
+            if spec.consistency.mode == "sync" and model.ending_sync:
+                raise problem(
+                    "loading",
+                    f"not all partitions of model '{model.name}' have left the synchronous phase before",
+                    hint="send the same request again",
+                )
             model.spec = spec
             model.revision += 1
             if was_sync and spec.consistency.mode != "sync":

@@ -207,6 +207,14 @@ class Model:
         return any(o.release for o in self.owners)
 
     @property
+    def ending_sync(self) -> bool:
+        """Whether a partition may still have to take commits of a synchronous phase that is over.
+
+        It takes them before it takes up the settings that end the phase; the next phase begins without them.
+        """
+        return not self.gate.sync and bool(self.commits) and any(o.revision != self.revision for o in self.owners)
+
+    @property
     def movable(self) -> bool:
         """Whether partitions of it may move now: nothing is under way that only their present owners can finish."""
         busy = self.restoring or self.opening or self.pending_cut is not None or self.checkpoints.writing
