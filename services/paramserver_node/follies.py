@@ -34,5 +34,5 @@ class Follies:
 
     def made_up(self, answered: bool) -> None:
         """A request is over."""
-        if answered:
+        if answered and self._count:
             self._count = max(0.0, self._count - PER_ANSWER)

@@ -154,7 +154,7 @@ class Stream:
         if self._used >= self._ahead // 2 and not self._ends():
             self._widen(self._used)
             self._used = 0
-        elif self._client.loop.time() - self._spoke_s >= WORD_S and not self.body_ended:
+        elif not self.body_ended and self._client.loop.time() - self._spoke_s >= WORD_S:
             self._say(wire.frame(wire.PING, 0, 0, bytes(8)))
 
     def _ends(self) -> bool:

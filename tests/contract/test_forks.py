@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
@@ -131,3 +133,14 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock
     with attrgetter(lock)(model._client):  # a lock does not know who holds it: for the child it is somebody else
         child = forked(go_on)
     assert ended(child) == 0
+
+
+def test_a_process_with_a_client_ends_without_a_word(cluster: Nodes) -> None:
+    """At its exit modules go before what is in them."""
+    program = f"""
+import paramserver as ps
+client = ps.connect({cluster.url!r})
+def late(): return client  # with it the client lives for as long as its module
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

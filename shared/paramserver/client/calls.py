@@ -89,7 +89,7 @@ Clock: TypeAlias = Callable[[], float]
 
 def seconds(timeout: Any) -> float:
     """A timeout, if it is one.  Raises RequestError (`invalid_field`)."""
-    if not isinstance(timeout, Real) or not 0 <= float(timeout) <= TIMEOUT_S_MAX:
+    if not isinstance(timeout, (float, Real)) or not 0 <= float(timeout) <= TIMEOUT_S_MAX:
         raise problem("invalid_field", f"timeout is seconds, from 0 to {TIMEOUT_S_MAX:,}, not {timeout!r:.40}")
     return float(timeout)
 

@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections import defaultdict
 from functools import cached_property, lru_cache
 from typing import Final
@@ -115,7 +116,7 @@ class DirectTransport(_Messages):
 
     def send(self, request: Request, address: str) -> Outcome:
         """The outcome of one request to the shard at that address."""
-        deadline = Deadline.after(request.timeout_s)
+        deadline = Deadline(time.monotonic() + request.timeout_s)
         with self._lock:
             idle = self._idle[address]
             connection = idle.pop() if idle else None
@@ -198,7 +199,7 @@ class AsyncDirectTransport(_Messages):
             self._loop = asyncio.get_running_loop()
             self._connections.clear()  # whose loop has ended
             self._connecting.clear()
-        deadline = Deadline.after(request.timeout_s)
+        deadline = Deadline(time.monotonic() + request.timeout_s)
         body = self._body(request)
         headers = self._headers(request, address, body)
         kept = self._kept(address)

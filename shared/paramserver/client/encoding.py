@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import hypot, isfinite
 
 import numpy as np
@@ -87,12 +87,16 @@ class Draft:
         self._parts = {}
 
 
-@contextmanager
-def drafted(feedback: Feedback | None) -> Iterator[Draft | None]:
+def drafted(feedback: Feedback | None) -> AbstractContextManager[Draft | None]:
     """The draft of one push, of a sender that remembers: kept if the block ends well, else given back."""
-    if feedback is None:
-        yield None
-        return
+    return _NOTHING if feedback is None else _drafted(feedback)
+
+
+_NOTHING = nullcontext[None]()
+
+
+@contextmanager
+def _drafted(feedback: Feedback) -> Iterator[Draft]:
     draft = Draft(feedback)
     try:
         yield draft
