@@ -14,8 +14,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node.http2 import HEADER_BYTES_MAX
+from paramserver_node.unread import Unread
 
 HEAD_S: Final = 30.0
 """How long a request's head may take to arrive; the first one, from the beginning of the connection."""
@@ -66,18 +66,21 @@ class Http1(HttpToolsProtocol):
         """Bytes that have come since anything did so."""
         self._giving_up: asyncio.TimerHandle | None = None
         """Runs while a head is awaited."""
-        self._hanging_up: asyncio.TimerHandle | None = None
-        """Runs from the end of the connection until all is sent."""
 
     # Of the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Its first request's head is here."""
+        super().connection_made(transport)
+        self._unread = Unread(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for."""
         super().connection_lost(exc)
         self.app = self._app  # what refers to this connection would keep it
-        for timer in (self._giving_up, self._hanging_up):
-            if timer is not None:
-                timer.cancel()
+        self._unread.close()
+        if self._giving_up is not None:
+            self._giving_up.cancel()
 
     def data_received(self, data: bytes) -> None:
         """The next bytes of the client."""
@@ -89,20 +92,20 @@ class Http1(HttpToolsProtocol):
                 self.transport.write(TOO_LONG)
             self.transport.close()
         if self.transport.is_closing():
-            self._hang_up()
+            self._unread.watch()
         elif not self._asked:
             self._await_head()
 
     def timeout_keep_alive_handler(self) -> None:
         """It has rested for long enough."""
         super().timeout_keep_alive_handler()
-        self._hang_up()
+        self._unread.watch()
 
     def shutdown(self) -> None:
         """No new requests; those in flight are finished."""
         super().shutdown()
         if self.transport.is_closing():
-            self._hang_up()
+            self._unread.watch()
 
     # Of the parser
 
@@ -153,7 +156,7 @@ class Http1(HttpToolsProtocol):
 
     def _answered(self, _: "asyncio.Task[None]") -> None:
         if self.transport.is_closing():
-            self._hang_up()
+            self._unread.watch()
 
     def on_response_complete(self) -> None:
         """All of an answer is on its way."""
@@ -176,9 +179,3 @@ class Http1(HttpToolsProtocol):
     def _await_head(self) -> None:
         if self._giving_up is None:
             self._giving_up = self.loop.call_later(HEAD_S, self.transport.abort)
-
-    def _hang_up(self) -> None:
-        """The transport is closing, which it does when all is sent, however long nobody reads."""
-        if self._hanging_up is None and self in self.connections:
-            pace_s = self.transport.get_write_buffer_size() / PACE_BYTES_PER_S
-            self._hanging_up = self.loop.call_later(PATIENCE_S + pace_s, self.transport.abort)

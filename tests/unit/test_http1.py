@@ -14,7 +14,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from paramserver.wire import http2 as wire
-from paramserver_node import either, http1
+from paramserver_node import either, http1, unread
 from paramserver_node.either import Either
 from paramserver_node.http2 import HEADER_BYTES_MAX
 
@@ -180,8 +180,8 @@ async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest
 @pytest.mark.parametrize("ask", [b"connection: close\r\n", b""], ids=["closed", "failed"])
 async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever closes the connection: what has not been read when its time is over is dropped."""
-    monkeypatch.setattr(http1, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(http1, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
+    monkeypatch.setattr(unread, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
     async with serving(large) as (client, state):
         await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n" + ask + b"\r\n")
         await client.until(b"\r\n\r\n")
@@ -193,8 +193,8 @@ async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: 
 @pytest.mark.asyncio
 async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes after the server has said all."""
-    monkeypatch.setattr(http1, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(http1, "PACE_BYTES_PER_S", LARGE_BYTES // 10)
+    monkeypatch.setattr(unread, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES // 10)
     turn, came = asyncio.Event(), 0
     async with serving(large) as (client, _):
         await client.send(GET[:-2] + b"connection: close\r\n\r\n")
