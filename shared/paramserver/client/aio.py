@@ -18,6 +18,7 @@ from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
+from paramserver.client.forks import in_child
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
@@ -52,8 +53,11 @@ class AsyncClient:
         self.cluster = Cluster(self.urls)
         self.shared = SharedArrays(self.cluster)
         self.transport = AsyncTransport(self.urls, Credentials.found(token, ca, os.environ))
+        self._begin()
+        in_child(self._begin)
+
+    def _begin(self) -> None:
         self._numbers = defaultdict[str, PushNumbers](private_numbers)
-        self._pid = os.getpid()
 
     @property
     def url(self) -> str:
@@ -84,8 +88,6 @@ class AsyncClient:
 
     def numbers(self, model: str) -> PushNumbers:
         """The push numbers of this client for a model; a forked child gets its own."""
-        if self._pid != os.getpid():
-            self._numbers, self._pid = defaultdict(private_numbers), os.getpid()
         return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":
