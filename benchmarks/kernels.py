@@ -25,7 +25,7 @@ import numba
 import numpy as np
 
 from paramserver import kernels
-from paramserver.core.spec import OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.types import ITEMSIZE, AnyArray
 
 DEFAULT_ELEMENTS = (1 << 20, 25_000_000)

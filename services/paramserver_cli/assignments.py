@@ -8,7 +8,8 @@ from typing import Any, Final
 import typer
 from msgspec.structs import fields
 
-from paramserver.core.spec import CheckpointSpec, ConsistencySpec, OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.spec import CheckpointSpec, ConsistencySpec
 
 _SECTIONS: Final = {
     "optimizer": {f.name for f in fields(OptimizerSpec)} - {"name"},

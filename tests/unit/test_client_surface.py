@@ -16,7 +16,8 @@ from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.spec_builder import model_document, patch_document
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
-from paramserver.core.spec import ConsistencySpec, ModelSpec, OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.types import AnyArray
 from paramserver.wire.tensor import f32_to_bf16
 

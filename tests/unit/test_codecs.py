@@ -26,7 +26,8 @@ from paramserver.codecs import (
 )
 from paramserver.codecs.stage import pack, packed_bytes_max, unpack
 from paramserver.core.layout import Layout
-from paramserver.core.spec import ModelSpec, OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.types import F32, AnyArray
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.core.initial import BLOCK, draw, fans
-from paramserver.core.spec import InitSpec, ParamSpec
+from paramserver.core.param_spec import InitSpec, ParamSpec
 
 RANDOM = {
     "normal": InitSpec("normal", mean=0.5, std=2.0, seed=7),

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import kernels
-from paramserver.core.spec import OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.kernels import SegmentStep, compiled
 from paramserver.types import F32, AnyArray
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from paramserver import kernels
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.schedule import learning_rate
-from paramserver.core.spec import ModelSpec, OptimizerSpec
+from paramserver.core.spec import ModelSpec
 from paramserver.types import F32, AnyArray
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "optimizers"

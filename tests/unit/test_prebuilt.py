@@ -12,7 +12,7 @@ from tests.unit.moved_bodies import both_ways, connected_pair
 
 from paramserver import kernels
 from paramserver.core.optimizer import SegmentStep
-from paramserver.core.spec import OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.kernels import calls, prebuilt, sockets
 from paramserver.types import F32, AnyArray
 

@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
+from paramserver.core.optimizer_spec import OptimizerSpec, ScheduleSpec
 from paramserver.core.schedule import learning_rate
-from paramserver.core.spec import OptimizerSpec, ScheduleSpec
 
 PLAIN = OptimizerSpec("sgd", lr=0.1)
 

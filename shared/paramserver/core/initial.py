@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from paramserver.core.spec import InitSpec, ParamSpec
+from paramserver.core.param_spec import InitSpec, ParamSpec
 from paramserver.types import F32
 
 BLOCK: Final = 65_536

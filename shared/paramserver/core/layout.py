@@ -7,7 +7,8 @@ from functools import cached_property
 
 from msgspec import Struct
 
-from paramserver.core.spec import ModelSpec, ParamSpec
+from paramserver.core.param_spec import ParamSpec
+from paramserver.core.spec import ModelSpec
 
 Range = tuple[int, int]
 """Half-open element range [start, stop)."""

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-from paramserver.core.spec import OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.types import F32
 
 

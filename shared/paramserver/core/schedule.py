@@ -7,7 +7,7 @@ of live workers (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
 
 from math import cos, pi
 
-from paramserver.core.spec import OptimizerSpec, ScheduleSpec
+from paramserver.core.optimizer_spec import OptimizerSpec, ScheduleSpec
 
 
 def learning_rate(opt: OptimizerSpec, updates: int, live_workers: int) -> float:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from paramserver import limits
 from paramserver.core.layout import Layout, Range
-from paramserver.core.spec import ParamSpec
+from paramserver.core.param_spec import ParamSpec
 from paramserver.errors import PsError, combined, problem
 
 Names: TypeAlias = str | Iterable[str]

@@ -10,7 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from paramserver.core.layout import Segment
-from paramserver.core.spec import ConsistencySpec, ModelSpec, OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.errors import PsError, problem
 
 

@@ -7,9 +7,10 @@ from msgspec import Struct
 from paramserver.core.journal import JournalEntry
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import SegmentStep
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.partition_state import Capture, PartitionState
 from paramserver.core.shard_events import AssignPart, Request, Source
-from paramserver.core.spec import ModelSpec, OptimizerSpec
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushState, Token
 

@@ -5,256 +5,16 @@
 
 import difflib
 from collections.abc import Mapping
-from math import prod
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from msgspec import Struct, field
 from msgspec.structs import fields
 
 from paramserver import limits
-from paramserver.core.fields import MODEL_NAME, Reader, check_model_name, check_param_name, merge_patch
+from paramserver.core.fields import Reader, check_model_name, merge_patch
+from paramserver.core.optimizer_spec import OptimizerSpec, kept_fields
+from paramserver.core.param_spec import ParamSpec
 from paramserver.errors import PsError, combined, problem
-from paramserver.types import ITEMSIZE
-
-
-class InitSpec(Struct, frozen=True):
-    """How a parameter gets its first values."""
-
-    kind: str = "zeros"
-    value: float = 0.0
-    mean: float = 0.0
-    std: float = 1.0
-    low: float = 0.0
-    high: float = 1.0
-    gain: float = 1.0
-    a: float = 0.0
-    mode: str = "fan_in"
-    nonlinearity: str = "leaky_relu"
-    seed: int = 0
-    path: str = ""
-    """kind `file`: a safetensors file below the scheduler's state directory, as a single path component."""
-
-    KINDS = {
-        "zeros": (),
-        "constant": ("value",),
-        "normal": ("mean", "std", "seed"),
-        "uniform": ("low", "high", "seed"),
-        "xavier_uniform": ("gain", "seed"),
-        "xavier_normal": ("gain", "seed"),
-        "kaiming_uniform": ("a", "mode", "nonlinearity", "seed"),
-        "kaiming_normal": ("a", "mode", "nonlinearity", "seed"),
-        "file": ("path",),
-        "upload": (),
-    }
-
-    @classmethod
-    def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = Reader(data, where, errors)
-        kind = r.choice("kind", "zeros", tuple(cls.KINDS))
-        values: dict[str, Any] = {}
-        for name in cls.KINDS[kind]:
-            if name == "seed":
-                values[name] = r.integer("seed", 0)
-            elif name == "mode":
-                values[name] = r.choice("mode", "fan_in", ("fan_in", "fan_out"))
-            elif name == "nonlinearity":
-                kinds = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
-                values[name] = r.choice("nonlinearity", "leaky_relu", kinds)
-            elif name == "path":
-                ok = r.take("path", "", lambda v: isinstance(v, str) and bool(MODEL_NAME.fullmatch(v)), "a file name")
-                values[name] = ok
-                if not ok:
-                    r.fail("path", "is needed")
-            else:
-                low = 0.0 if name == "std" else float("-inf")
-                values[name] = r.number(name, float(_DEFAULTS[name]), low)
-        r.done()
-        return cls(kind, **values)
-
-    def document(self) -> dict[str, Any]:
-        return {"kind": self.kind, **{n: getattr(self, n) for n in self.KINDS[self.kind]}}
-
-
-_DEFAULTS: Final = {"value": 0.0, "mean": 0.0, "std": 1.0, "low": 0.0, "high": 1.0, "gain": 1.0, "a": 0.0}
-
-
-class ParamSpec(Struct, frozen=True):
-    """One dense parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    """What pulls return unless asked otherwise; the shard computes in float32."""
-    init: InitSpec = field(default_factory=InitSpec)
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
-    """Overrides the optimizer's."""
-    trainable: bool = True
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @classmethod
-    def read(cls, name: str, data: Any, errors: list[PsError]) -> Self:
-        where = f"params.{name}"
-        try:
-            check_param_name(name)
-        except PsError as e:
-            errors.append(e)
-        r = Reader(data, where, errors)
-
-        def shape_ok(v: Any) -> bool:
-            return (
-                isinstance(v, list | tuple)
-                and len(v) <= limits.RANK_MAX
-                and all(
-                    isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= limits.MODEL_ELEMENTS_MAX for n in v
-                )
-            )
-
-        if "shape" not in r.data:
-            r.fail("shape", "is needed", 'a list of positive integers; "shape": [] is a single number')
-        shape = r.take(
-            "shape", (), shape_ok, f"a list of at most {limits.RANK_MAX} integers from 1 to {limits.MODEL_ELEMENTS_MAX}"
-        )
-        spec = cls(
-            name,
-            tuple(shape),
-            r.choice("dtype", "float32", tuple(ITEMSIZE)),
-            InitSpec.read(r.take("init", {}, lambda v: isinstance(v, Mapping), "an object"), f"{where}.init", errors),
-            r.number("lr_scale", 1.0, 0.0),
-            r.optional_number("weight_decay"),
-            r.flag("trainable", True),
-        )
-        r.done()
-        return spec
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "init": self.init.document(),
-            "lr_scale": self.lr_scale,
-            "weight_decay": self.weight_decay,
-            "trainable": self.trainable,
-        }
-
-
-class ScheduleSpec(Struct, frozen=True):
-    """How the learning rate changes with the number of updates (see `core.schedule`)."""
-
-    kind: str = "constant"
-    step_size: int = 1
-    gamma: float = 1.0
-    t_max: int = 1
-    eta_min: float = 0.0
-    warmup: int = 0
-    """Updates over which the rate rises linearly from 1/warmup of its value; then the schedule begins."""
-
-    KINDS = {"constant": (), "step": ("step_size", "gamma"), "exponential": ("gamma",), "cosine": ("t_max", "eta_min")}
-
-    @classmethod
-    def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = Reader(data, where, errors)
-        kind = r.choice("kind", "constant", tuple(cls.KINDS))
-        values: dict[str, Any] = {"warmup": r.integer("warmup", 0)}
-        for name in cls.KINDS[kind]:
-            if name in ("step_size", "t_max"):
-                values[name] = r.integer(name, 1, 1)
-                if name not in r.data:
-                    r.fail(name, "is needed")
-            else:
-                values[name] = r.number(name, 1.0 if name == "gamma" else 0.0, 0.0)
-        r.done()
-        return cls(kind, **values)
-
-    def document(self) -> dict[str, Any]:
-        return {"kind": self.kind, "warmup": self.warmup, **{n: getattr(self, n) for n in self.KINDS[self.kind]}}
-
-
-_OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
-    "momentum": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0},
-    "nesterov": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0},
-    "adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
-    "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
-    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
-    "ftrl": {"lr": 1e-2, "beta": 1.0, "l1": 0.0, "l2": 0.0},
-    "sum": {},
-}
-"""The server-side optimizers with their hyperparameters; names and defaults are torch's (ftrl: the paper's)."""
-
-
-class OptimizerSpec(Struct, frozen=True):
-    """The server-side optimizer of a model."""
-
-    name: str = "sgd"
-    lr: float = 1e-3
-    momentum: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    alpha: float = 0.99
-    weight_decay: float = 0.0
-    lr_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    centered: bool = False
-    beta: float = 1.0
-    l1: float = 0.0
-    l2: float = 0.0
-    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    clip_value: float | None = None
-    """Each element of a gradient is clamped to [-clip_value, clip_value]."""
-    clip_norm: float | None = None
-    """A push whose gradient has a larger 2-norm is scaled down to this norm."""
-    linear_scaling: bool = False
-    """Multiply the learning rate by the number of live workers (Goyal et al. 2017)."""
-
-    NAMES = tuple(_OPTIMIZERS)
-
-    @classmethod
-    def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
-        r = Reader(data, where, errors)
-        name = r.choice("name", "sgd", cls.NAMES)
-        values: dict[str, Any] = {}
-        for key, default in _OPTIMIZERS[name].items():
-            if key == "betas":
-
-                def betas_ok(v: Any) -> bool:
-                    return (
-                        isinstance(v, list | tuple)
-                        and len(v) == 2
-                        and all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in v)
-                    )
-
-                b = r.take("betas", default, betas_ok, "two numbers of at least 0 and below 1")
-                values[key] = (float(b[0]), float(b[1]))
-            elif key == "centered":
-                values[key] = r.flag(key, default)
-            else:
-                values[key] = r.number(key, default, 0.0, 1.0 if key in ("momentum", "alpha") else float("inf"))
-        schedule = r.take("schedule", {}, lambda v: isinstance(v, Mapping), "an object")
-        values["schedule"] = ScheduleSpec.read(schedule, f"{where}.schedule", errors)
-        values["clip_value"] = r.optional_number("clip_value")
-        values["clip_norm"] = r.optional_number("clip_norm")
-        values["linear_scaling"] = r.flag("linear_scaling", False)
-        r.done()
-        return cls(name, **values)
-
-    def document(self) -> dict[str, Any]:
-        own = {k: getattr(self, k) for k in _OPTIMIZERS[self.name]}
-        if "betas" in own:
-            own["betas"] = list(own["betas"])
-        return {
-            "name": self.name,
-            **own,
-            "schedule": self.schedule.document(),
-            "clip_value": self.clip_value,
-            "clip_norm": self.clip_norm,
-            "linear_scaling": self.linear_scaling,
-        }
 
 
 class ConsistencySpec(Struct, frozen=True):
@@ -456,24 +216,10 @@ class ModelSpec(Struct, frozen=True):
         stray = [str(n) for n in named if n not in base["params"]] if isinstance(named, Mapping) else []
         if stray:
             raise combined([self.unknown(n) for n in stray])
-        for part, tag in (("optimizer", "name"), ("consistency", "mode")):
+        for part, tag, kept in (("optimizer", "name", kept_fields), ("consistency", "mode", _kept_consistency)):
             new = patch.get(part)
             if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:
-                keep = (
-                    "schedule",
-                    "clip_value",
-                    "clip_norm",
-                    "linear_scaling",
-                    "lag",
-                    "lag_bound",
-                    "lr",
-                    "weight_decay",
-                )
-                allowed = _OPTIMIZERS.get(str(new.get(tag)), {})
-                base[part] = {
-                    k: v for k, v in base[part].items()
-                    if k in keep and (part == "consistency" or k not in ("lr", "weight_decay") or k in allowed)
-                }  # fmt: skip
+                base[part] = {k: base[part][k] for k in kept(str(new[tag])) if k in base[part]}
         merged = merge_patch(base, patch)
         new_spec = type(self).parse(merged)
         if [(p.name, p.shape, p.dtype, p.init) for p in new_spec.params] != [
@@ -481,3 +227,7 @@ class ModelSpec(Struct, frozen=True):
         ]:
             raise problem("invalid_field", "params: names, shapes, dtypes and init cannot be changed")
         return new_spec
+
+
+def _kept_consistency(mode: str) -> tuple[str, ...]:
+    return ("lag", "lag_bound")

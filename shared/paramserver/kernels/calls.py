@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.core.optimizer import SegmentStep, adam_corrections, slot_count
-from paramserver.core.spec import OptimizerSpec
+from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.kernels import codes, prebuilt
 from paramserver.types import F32, AnyArray
 

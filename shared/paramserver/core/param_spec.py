@@ -1,0 +1,137 @@
+"""One parameter of a model: shape, dtype, first values, and what its updates are scaled by."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Final, Self
+
+from msgspec import Struct, field
+
+from paramserver import limits
+from paramserver.core.fields import MODEL_NAME, Reader, check_param_name
+from paramserver.errors import PsError
+from paramserver.types import ITEMSIZE
+
+
+class InitSpec(Struct, frozen=True):
+    """How a parameter gets its first values."""
+
+    kind: str = "zeros"
+    value: float = 0.0
+    mean: float = 0.0
+    std: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+    gain: float = 1.0
+    a: float = 0.0
+    mode: str = "fan_in"
+    nonlinearity: str = "leaky_relu"
+    seed: int = 0
+    path: str = ""
+    """kind `file`: a safetensors file below the scheduler's state directory, as a single path component."""
+
+    KINDS = {
+        "zeros": (),
+        "constant": ("value",),
+        "normal": ("mean", "std", "seed"),
+        "uniform": ("low", "high", "seed"),
+        "xavier_uniform": ("gain", "seed"),
+        "xavier_normal": ("gain", "seed"),
+        "kaiming_uniform": ("a", "mode", "nonlinearity", "seed"),
+        "kaiming_normal": ("a", "mode", "nonlinearity", "seed"),
+        "file": ("path",),
+        "upload": (),
+    }
+
+    @classmethod
+    def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
+        r = Reader(data, where, errors)
+        kind = r.choice("kind", "zeros", tuple(cls.KINDS))
+        values: dict[str, Any] = {}
+        for name in cls.KINDS[kind]:
+            if name == "seed":
+                values[name] = r.integer("seed", 0)
+            elif name == "mode":
+                values[name] = r.choice("mode", "fan_in", ("fan_in", "fan_out"))
+            elif name == "nonlinearity":
+                kinds = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
+                values[name] = r.choice("nonlinearity", "leaky_relu", kinds)
+            elif name == "path":
+                ok = r.take("path", "", lambda v: isinstance(v, str) and bool(MODEL_NAME.fullmatch(v)), "a file name")
+                values[name] = ok
+                if not ok:
+                    r.fail("path", "is needed")
+            else:
+                low = 0.0 if name == "std" else float("-inf")
+                values[name] = r.number(name, float(_DEFAULTS[name]), low)
+        r.done()
+        return cls(kind, **values)
+
+    def document(self) -> dict[str, Any]:
+        return {"kind": self.kind, **{n: getattr(self, n) for n in self.KINDS[self.kind]}}
+
+
+_DEFAULTS: Final = {"value": 0.0, "mean": 0.0, "std": 1.0, "low": 0.0, "high": 1.0, "gain": 1.0, "a": 0.0}
+
+
+class ParamSpec(Struct, frozen=True):
+    """One dense parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    """What pulls return unless asked otherwise; the shard computes in float32."""
+    init: InitSpec = field(default_factory=InitSpec)
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    """Overrides the optimizer's."""
+    trainable: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @classmethod
+    def read(cls, name: str, data: Any, errors: list[PsError]) -> Self:
+        where = f"params.{name}"
+        try:
+            check_param_name(name)
+        except PsError as e:
+            errors.append(e)
+        r = Reader(data, where, errors)
+
+        def shape_ok(v: Any) -> bool:
+            return (
+                isinstance(v, list | tuple)
+                and len(v) <= limits.RANK_MAX
+                and all(
+                    isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= limits.MODEL_ELEMENTS_MAX for n in v
+                )
+            )
+
+        if "shape" not in r.data:
+            r.fail("shape", "is needed", 'a list of positive integers; "shape": [] is a single number')
+        shape = r.take(
+            "shape", (), shape_ok, f"a list of at most {limits.RANK_MAX} integers from 1 to {limits.MODEL_ELEMENTS_MAX}"
+        )
+        spec = cls(
+            name,
+            tuple(shape),
+            r.choice("dtype", "float32", tuple(ITEMSIZE)),
+            InitSpec.read(r.take("init", {}, lambda v: isinstance(v, Mapping), "an object"), f"{where}.init", errors),
+            r.number("lr_scale", 1.0, 0.0),
+            r.optional_number("weight_decay"),
+            r.flag("trainable", True),
+        )
+        r.done()
+        return spec
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "init": self.init.document(),
+            "lr_scale": self.lr_scale,
+            "weight_decay": self.weight_decay,
+            "trainable": self.trainable,
+        }
