@@ -10,9 +10,10 @@ from typing import Any
 
 from paramserver.core.gate import Commit
 from paramserver.core.membership import Member, Shard, Worker
-from paramserver.core.models import FORMAT, Model, Waiter
+from paramserver.core.models import FORMAT, Model
 from paramserver.core.runs import Run
 from paramserver.core.scheduler_io import Effect, Publish, Reply, SetTokens, Store
+from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
 from paramserver.types import PartitionKey, Token, make_token
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
-from paramserver.core.models import RESTORED, Model, Owner, Waiter
+from paramserver.core.models import RESTORED, Model
+from paramserver.core.owner import Owner
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     CreateModel,
@@ -20,6 +21,7 @@ from paramserver.core.scheduler_io import (
 from paramserver.core.shard_desk import ShardDesk
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timeline import begin_sync
+from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
 
 

@@ -12,7 +12,8 @@ from paramserver import limits
 from paramserver.core.balance import Piece, Place, missing_bytes, plan
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Shard, current
-from paramserver.core.models import Model, Owner
+from paramserver.core.models import Model
+from paramserver.core.owner import Owner
 from paramserver.core.scheduler_io import SetShardState, StorageChanged
 from paramserver.errors import problem
 

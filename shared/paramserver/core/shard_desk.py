@@ -7,8 +7,9 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import MODEL_NAME, finite
 from paramserver.core.membership import Shard, current, expired
-from paramserver.core.models import RESTORED, Model, Owner
+from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
+from paramserver.core.owner import Owner
 from paramserver.core.placement import assign
 from paramserver.core.scheduler_io import JoinShard, LeaveShard, LoadFiles, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.timeline import begin_sync, restart

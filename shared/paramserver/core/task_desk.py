@@ -7,11 +7,12 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import wait_seconds
 from paramserver.core.membership import Worker
-from paramserver.core.models import Model, Waiter, no_member
+from paramserver.core.models import Model
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import LeaseTask, RegisterDataset, RequestEvaluation, TaskDone
 from paramserver.core.series import check_metrics
 from paramserver.core.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
+from paramserver.core.waiter import Waiter, no_member
 from paramserver.core.worker_desk import WorkerDesk
 from paramserver.errors import problem
 

@@ -8,7 +8,7 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_document
 from paramserver.core.fields import finite, wait_seconds
 from paramserver.core.membership import Worker, expired
-from paramserver.core.models import COMMITS_KEPT, Model, Waiter, no_member
+from paramserver.core.models import COMMITS_KEPT, Model
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
     ClockStaged,
@@ -20,6 +20,7 @@ from paramserver.core.scheduler_io import (
     WorkerHeartbeat,
 )
 from paramserver.core.series import check_metrics
+from paramserver.core.waiter import Waiter, no_member
 from paramserver.errors import PsError, problem
 
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
