@@ -39,9 +39,9 @@ if TYPE_CHECKING:
         StepDecay,
         Sum,
     )
+    from paramserver.client.pushed import Pushed
     from paramserver.client.spec_builder import Param
     from paramserver.client.tasks import Task
-    from paramserver.client.transfer import Pushed
     from paramserver.client.worker import Worker
     from paramserver.errors import (
         AuthError,
@@ -70,9 +70,9 @@ _HOMES = {
     "client.model": "Model",
     "client.optimizers": "Adagrad Adam AdamW Constant Cosine Exponential FTRL Momentum Nesterov Optimizer RMSprop SGD "
     "StepDecay Sum",
+    "client.pushed": "Pushed",
     "client.tasks": "Task",
     "client.spec_builder": "Param",
-    "client.transfer": "Pushed",
     "client.worker": "Worker",
     "errors": "AuthError ConflictError CorruptState FencedError InDoubt InternalError NotFoundError PsError "
     "RequestError StaleMapError Unavailable Unreachable",

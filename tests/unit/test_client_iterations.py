@@ -147,6 +147,21 @@ def test_in_ssp_the_values_are_pulled_after_the_clock() -> None:
     assert paths == [CLOCK, "/pull"]
 
 
+@pytest.mark.parametrize("mode", ["async", "ssp", "sync"])
+@pytest.mark.parametrize("way", ["exchange", "pushpull"])
+def test_out_is_looked_at_before_the_push(way: str, mode: str) -> None:
+    """Arrays that cannot take the values are refused while the gradient can still be pushed with others."""
+    node = Shard(mode)
+    session, its = iterations(node)
+    wrong = drive(session.pull(deadline()), node).frozen()
+
+    exchange = its.exchange(GRAD, {}, deadline(), None, out=wrong)
+    with pytest.raises(RequestError, match="out cannot take"):
+        drive(exchange if way == "exchange" else session.pushpull(GRAD, deadline(), out=wrong), node)
+
+    assert not node.pushes
+
+
 def test_a_rollback_while_waiting_for_the_commit_drops_the_gradient() -> None:
     """The exchange gives the values of the earlier clock, to go on from there."""
     node = Shard()

@@ -421,6 +421,30 @@ def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Clus
     assert [path for _, path in shards.log if path.startswith("/pu")] == ["/pushpull"] * 2
 
 
+@pytest.mark.parametrize("gradient", [{"b": np.ones(14)}, grads()])
+def test_out_is_looked_at_before_a_push_is_made(
+    shards: Shards, now: Now, cluster: Cluster, gradient: dict[str, Any]
+) -> None:
+    """A pushpull into arrays that cannot take the values pushes nothing, whatever its gradient touches."""
+    part = drive(transfer.pull(cluster, "m", Deadline.after(30, now), names="b"), shards, now)
+
+    wrong: Any
+    for wrong in (part, np.empty(64)):
+        with pytest.raises(RequestError, match=r"out (cannot take|must be what)"):
+            drive(transfer.pushpull(cluster, "m", Deadline.after(30, now), gradient, terms(), out=wrong), shards, now)
+
+    assert not shards.pushes
+
+
+def test_ranges_of_a_pushpull_may_be_ones_that_can_be_read_once(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """The gradient of some elements is pushed where they say, then everything is pulled."""
+    ranges: Any = {"w": iter([iter((3, 5))])}
+    call = transfer.pushpull(cluster, "m", Deadline.after(30, now), {"w": np.ones(2)}, terms(), ranges=ranges)
+    _, p = drive(call, shards, now)
+
+    assert (p.flat - np.arange(64)).nonzero()[0].tolist() == [3, 4]
+
+
 def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards, now: Now, cluster: Cluster) -> None:
     """Where one shard has the commit in time and the other has not, all values are pulled later."""
 

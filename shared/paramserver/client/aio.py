@@ -24,9 +24,9 @@ from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
+from paramserver.client.pushed import Pushed
 from paramserver.client.shared_arrays import SharedArrays
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
-from paramserver.client.transfer import Pushed
 from paramserver.client.transport import AsyncTransport
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges

@@ -12,10 +12,10 @@ from paramserver.client.calls import Call, Deadline
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
+from paramserver.client.pushed import Pushed
 from paramserver.client.session import Session
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.tasks import EVALUATE, Task
-from paramserver.client.transfer import Pushed
 from paramserver.client.worker import LEAVE_S
 from paramserver.client.worker_view import WorkerView
 from paramserver.codecs.codec import Codec

@@ -14,9 +14,9 @@ from paramserver.client.calls import POLL_S, Call, Deadline
 from paramserver.client.cluster import model_path
 from paramserver.client.encoding import codec_of
 from paramserver.client.gradients import Grads
+from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
-from paramserver.client.transfer import Pushed
 from paramserver.errors import Unavailable, from_document, problem
 
 PUSHED: Final = "the gradient is pushed: worker.clock() goes on waiting, another step would count it twice"
@@ -83,6 +83,7 @@ class Iterations:
         """Push, clock, report, and the values to go on from."""
         s, told = self._session, numbers_of(metrics)
         if s.mode == "ssp":  # the values are wanted as they are when the others have come so far
+            yield from s.check_out(out, deadline)
             yield from self.step(grads, told, deadline, patience_s, **options)
             return (yield from s.pull(deadline, out=out, view=view))
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock

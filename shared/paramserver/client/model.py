@@ -16,8 +16,8 @@ from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.optimizers import Optimizer
+from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import patch_document
-from paramserver.client.transfer import Pushed
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges

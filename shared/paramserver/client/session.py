@@ -25,9 +25,9 @@ from paramserver.client.encoding import Feedback, codec_of
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
+from paramserver.client.pushed import Pushed
 from paramserver.client.reports import Reports, document, numbers_of, refused
 from paramserver.client.tasks import Holding, Task
-from paramserver.client.transfer import Pushed
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges
@@ -222,6 +222,11 @@ class Session:
             self.goes_on_from(p, epoch, timeline)
             return p
 
+    def check_out(self, out: Params | None, deadline: Deadline) -> Call[None]:
+        """Raise RequestError where values cannot be pulled into `out`, which is too late to learn after a push."""
+        if out is not None:
+            transfer.check_out((yield from self.cluster.map_of(self.model, deadline)), out)
+
     def goes_on_from(self, values: Params, epoch: int, timeline: int) -> None:
         """Gradients are computed from these values from now on."""
         self._pulled = (epoch, timeline)
@@ -319,6 +324,7 @@ class Session:
 
     def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
         """A push and then the values; the clock stays."""
+        yield from self.check_out(out, deadline)
         yield from self.push(grads, deadline, **options)
         return (yield from self.pull(deadline, out=out))
 

@@ -5,9 +5,8 @@ have: the map is fetched anew and what is not done yet is sent again, to whoever
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -37,6 +36,7 @@ from paramserver.client.frames import (
     push_reply,
 )
 from paramserver.client.gradients import Grads
+from paramserver.client.pushed import Pushed, summed
 from paramserver.client.retry import Backoff, judged, passes
 from paramserver.client.same_host import Leased, Slot
 from paramserver.codecs.codec import Codec
@@ -48,29 +48,6 @@ from paramserver.wire.frame import PullReply, PushReply
 REFRESH_S: Final = 2.0
 """How long a call waits for a new map before it tries again by the old one."""
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
-State: TypeAlias = Literal["applied", "staged", "buffered", "dropped"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """What became of a push."""
-
-    state: State
-    """`applied`; `staged` until its clock commits (sync); `buffered` until the next flush; `dropped` (workers only):
-    the model went back to an earlier clock, or the worker had been given up, and nothing of it will be applied."""
-    version: int
-    """The lowest version of the partitions touched; of a staged or buffered push the one before it, or where it was
-    `released` the one after it."""
-    duplicate: bool
-    """Whether every partition had it already from an earlier attempt."""
-    durable_version: int
-    """The lowest version among the partitions touched that would survive the loss of its shard."""
-    incarnation: int
-    """The highest incarnation (ownership number) of the partitions touched."""
-    late: bool = False
-    """sync with `late="drop"`: its clock had been committed already, so it was discarded."""
-    released: bool = False
-    """sync: it ended its worker's iteration, whose clock has been committed."""
 
 
 class Transfer:
@@ -408,12 +385,15 @@ def exchange(
     `released` in time.
     """
     held = yield from cluster.map_of(model, deadline)
+    if ranges is not None:
+        ranges = listed(None, ranges)[1]
     with drafted(feedback) as draft:  # given back where the push fails
         gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft)
         selection = gradient.selection
         if len(selection.params) < len(held.spec.params) or selection.ranged:
             if draft is not None:
                 draft.give_back()
+            check_out(held, out)
             how: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
             return (yield from push(cluster, model, deadline, grads, terms, **how)), None
         pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
@@ -444,23 +424,6 @@ def exchange(
         return pushed, params
 
 
-def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:
-    """What became of a push whose parts were answered one by one."""
-    if not replies:
-        raise problem("internal", "the answer to a pushpull does not say what became of the push")
-    states = {r.state for r in replies}
-    state: Any = next((s for s in ("staged", "buffered") if s in states), "applied")
-    return Pushed(
-        state,
-        min([r.version for r in replies]),
-        all([r.duplicate for r in replies]),
-        min([r.durable_version for r in replies]),
-        max([r.incarnation for r in replies]),
-        any([r.late for r in replies]),
-        all([r.released for r in replies]),
-    )
-
-
 def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     """The terms with base versions per partition, where `base` is a pull of this creation of the model."""
     base = terms.base
@@ -472,6 +435,13 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     if origin.model != held.name:
         raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{held.name}'")
     return replace(terms, base=origin.versions if origin.generation == held.generation else None)
+
+
+def check_out(held: ModelMap, out: Params | None) -> None:
+    """Before a push: raise RequestError where the pull of the whole model that follows it could not go into `out`."""
+    if out is not None:
+        whole = select(held.layout)
+        _memory(whole, wire_dtype(whole, None), out)
 
 
 def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:

@@ -18,7 +18,8 @@ from paramserver.client.client import Client, connect
 from paramserver.client.consistency import Consistency
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
-from paramserver.client.transfer import Pushed, wire_dtype
+from paramserver.client.pushed import Pushed
+from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
