@@ -60,7 +60,8 @@ class Feedback:
 class Draft:
     """What one push has taken out of a worker's memory, and what it leaves out itself.
 
-    Either goes there in the end: what it leaves out where the push was accepted, what it took where it was not.
+    Either goes there in the end: what it leaves out where the push was accepted, what it took where it was not, or came
+    too late to be applied.
     """
 
     def __init__(self, feedback: Feedback) -> None:

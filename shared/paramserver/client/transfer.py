@@ -339,7 +339,10 @@ def push(
                     leased.append(lease)
         if leased:
             transfer.remember(replies, leased)
-        return summed(replies)
+        pushed = summed(replies)
+        if pushed.late and draft is not None:
+            draft.give_back()  # nothing of it will be applied on any partition
+        return pushed
 
 
 def pushpull(
@@ -410,6 +413,8 @@ def exchange(
             good, pending = yield from transfer.settle(groups, outcomes, outgoing)
             replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
         pushed = summed([r.push for r in replies if r.push is not None])
+        if pushed.late and draft is not None:
+            draft.give_back()
         if terms.ends_s is not None and not pushed.released:
             arrivals.drop()  # of shards that had the commit in time
             return pushed, None

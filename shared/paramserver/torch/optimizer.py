@@ -158,7 +158,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         else:
             self._buffers.arrange(held)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
-            if self.pushed.state != "dropped":
+            if self.pushed.state != "dropped" and not self.pushed.late:
                 self._buffers.keep()
 
     def _take_in(self) -> None:

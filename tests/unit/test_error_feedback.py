@@ -1,0 +1,98 @@
+"""What a codec leaves out of the pushes of a worker, whatever becomes of them: none of it is lost or sent twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver.client import transfer
+from paramserver.client.calls import Deadline, Outcome, Request, Response
+from paramserver.client.cluster import Cluster
+from paramserver.client.encoding import Draft, Feedback
+from paramserver.codecs import Codec, decode_whole
+from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
+
+from .sharding import A, Now, Shards, drive, terms
+
+CODEC = Codec.parse("int8")
+
+
+class Decoding(Shards):
+    """Two shards that decode what is pushed to them: `says` may refuse a push in its place, or drop it as late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = np.zeros(self.layout.size, np.float64)
+        self.says: Callable[[Request], Outcome | bool] = lambda _: False
+        """An outcome in place of the usual one, or whether the push is late."""
+        self.staged = False
+
+    def frame(self, request: Request, data: bytes) -> Outcome:
+        """A push, or a pushpull whose values are still to be pulled."""
+        said = self.says(request)
+        if not isinstance(said, bool):
+            return said
+        frame, at = decode_header(data, PushFrame)
+        for part, (size, _) in zip(frame.parts, frame.sizes, strict=True):
+            lo, hi = self.layout.bounds[part.partition : part.partition + 2]
+            if not said:
+                self.arrived[lo:hi] += decode_whole("int8", np.frombuffer(data, np.uint8, size, at), hi - lo)
+            at += size
+        state = "staged" if said or self.staged else "applied"
+        done = PushReply(state, False, 1, 0, 9, 0, [(p.partition, 1, 9, 0) for p in frame.parts], late=said)
+        if request.path == "/push":
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(done))
+        assert request.sink is not None
+        request.sink.begin()
+        request.sink.feed(memoryview(encode_header(PullReply("m", 7, 0, 1, 9, "float32", [], done))))
+        request.sink.end()
+        return Response(200, {"content-type": MEDIA_TYPE})
+
+
+class Sender:
+    """A worker's memory, and what it pushes."""
+
+    def __init__(self) -> None:
+        self.shards, self.now, self.cluster = Decoding(), Now(), Cluster(("http://given:1",))
+        self.memory = Feedback()
+        self.wanted = np.zeros(64, np.float64)
+        self.seq = 0
+
+    def push(self, seed: int, way: str = "push", counts: Any = True) -> Any:
+        """One gradient, of which what `counts` chooses is to arrive sooner or later."""
+        gradient = np.random.default_rng(seed).standard_normal(64, dtype=np.float32)
+        self.wanted += np.where(counts, gradient, 0.0)
+        self.seq += 1
+        call: Any = transfer.push if way == "push" else transfer.exchange
+        how: Any = {} if way == "push" else {"ends_s": 1.0}
+        deadline = Deadline.after(5, self.now)
+        calling = call(self.cluster, "m", deadline, gradient, terms(self.seq, **how), codec=CODEC, feedback=self.memory)
+        done = drive(calling, self.shards, self.now)
+        return done if way == "push" else done[0]
+
+    def check(self) -> None:
+        """What has arrived and what is left out are together what was to arrive."""
+        draft, left, bounds = Draft(self.memory), np.zeros(64), self.shards.layout.bounds
+        for i in range(4):
+            residual, _ = draft.arrays(7, i, bounds[i + 1] - bounds[i])
+            if residual is not None:
+                left[bounds[i] : bounds[i + 1]] = residual
+        draft.give_back()
+        np.testing.assert_allclose(self.shards.arrived + left, self.wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["push", "exchange"])
+def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(way: str) -> None:
+    """With `late: drop` nothing of it is applied, nor of what it carried of earlier ones: that goes with the next."""
+    sender = Sender()
+    sender.shards.staged = True
+    sender.push(0, way)
+    sender.shards.says = lambda request: request.to == A  # the other one has not heard of the commit yet
+    before = sender.shards.arrived.copy()
+    assert sender.push(1, way, counts=False).late
+    sender.shards.arrived = before  # it drops at the commit what it had staged
+    sender.shards.says = lambda _: False
+    sender.push(2, way)
+
+    sender.check()
