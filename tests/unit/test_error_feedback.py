@@ -11,9 +11,11 @@ from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Draft, Feedback
 from paramserver.codecs import Codec, decode_whole
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import FencedError, PsError, Unavailable
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
-from .sharding import A, Now, Shards, drive, terms
+from .sharding import A, Now, Shards, drive, refusal, terms
 
 CODEC = Codec.parse("int8")
 
@@ -21,12 +23,12 @@ CODEC = Codec.parse("int8")
 class Decoding(Shards):
     """Two shards that decode what is pushed to them: `says` may refuse a push in its place, or drop it as late."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str) -> None:
         super().__init__()
+        self.spec = ModelSpec.parse({**self.spec.document(), "consistency": {"mode": mode}})
         self.arrived = np.zeros(self.layout.size, np.float64)
         self.says: Callable[[Request], Outcome | bool] = lambda _: False
         """An outcome in place of the usual one, or whether the push is late."""
-        self.staged = False
 
     def frame(self, request: Request, data: bytes) -> Outcome:
         """A push, or a pushpull whose values are still to be pulled."""
@@ -39,7 +41,7 @@ class Decoding(Shards):
             if not said:
                 self.arrived[lo:hi] += decode_whole("int8", np.frombuffer(data, np.uint8, size, at), hi - lo)
             at += size
-        state = "staged" if said or self.staged else "applied"
+        state = "staged" if self.spec.consistency.mode == "sync" else "applied"
         done = PushReply(state, False, 1, 0, 9, 0, [(p.partition, 1, 9, 0) for p in frame.parts], late=said)
         if request.path == "/push":
             return Response(200, {"content-type": MEDIA_TYPE}, encode_header(done))
@@ -53,8 +55,8 @@ class Decoding(Shards):
 class Sender:
     """A worker's memory, and what it pushes."""
 
-    def __init__(self) -> None:
-        self.shards, self.now, self.cluster = Decoding(), Now(), Cluster(("http://given:1",))
+    def __init__(self, mode: str = "async") -> None:
+        self.shards, self.now, self.cluster = Decoding(mode), Now(), Cluster(("http://given:1",))
         self.memory = Feedback()
         self.wanted = np.zeros(64, np.float64)
         self.seq = 0
@@ -85,13 +87,28 @@ class Sender:
 @pytest.mark.parametrize("way", ["push", "exchange"])
 def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(way: str) -> None:
     """With `late: drop` nothing of it is applied, nor of what it carried of earlier ones: that goes with the next."""
-    sender = Sender()
-    sender.shards.staged = True
+    sender = Sender("sync")
     sender.push(0, way)
     sender.shards.says = lambda request: request.to == A  # the other one has not heard of the commit yet
     before = sender.shards.arrived.copy()
     assert sender.push(1, way, counts=False).late
     sender.shards.arrived = before  # it drops at the commit what it had staged
+    sender.shards.says = lambda _: False
+    sender.push(2, way)
+
+    sender.check()
+
+
+@pytest.mark.parametrize("way", ["push", "exchange"])
+@pytest.mark.parametrize(("outcome", "error"), [("fenced", FencedError), ("unavailable", Unavailable)])
+def test_a_push_that_one_shard_alone_takes_is_sent_once_there(way: str, outcome: str, error: type[PsError]) -> None:
+    """What it carried of earlier ones to that shard is not sent again; to the others it goes with the next."""
+    sender = Sender()
+    there = np.repeat([True, False, True, False], np.diff(sender.shards.layout.bounds))
+    sender.push(0, way)
+    sender.shards.says = lambda request: request.to != A and refusal(outcome)
+    with pytest.raises(error):
+        sender.push(1, way, counts=there)
     sender.shards.says = lambda _: False
     sender.push(2, way)
 

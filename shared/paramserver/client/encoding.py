@@ -1,7 +1,7 @@
 """Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import hypot, isfinite
 
@@ -74,11 +74,16 @@ class Draft:
         self._parts[partition] = (generation, residual, left)
         return residual, left
 
+    def accepted(self, parts: Iterable[int]) -> None:
+        """The push was, on those partitions, whatever becomes of it on others."""
+        for partition in parts:
+            if (taken := self._parts.pop(partition, None)) is not None:
+                generation, residual, left = taken
+                self._feedback.add(generation, partition, left, residual)
+
     def keep(self) -> None:
         """The push was accepted."""
-        for partition, (generation, residual, left) in self._parts.items():
-            self._feedback.add(generation, partition, left, residual)
-        self._parts = {}
+        self.accepted(list(self._parts))
 
     def give_back(self) -> None:
         """It was not, or is begun anew."""

@@ -25,7 +25,7 @@ from paramserver.client.calls import (
     json_request,
 )
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import Feedback, drafted, ready
+from paramserver.client.encoding import Draft, Feedback, drafted, ready
 from paramserver.client.frames import (
     Incoming,
     Outgoing,
@@ -53,10 +53,14 @@ _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 class Transfer:
     """The sends of one call, kept until every part is done."""
 
-    def __init__(self, cluster: Cluster, held: ModelMap, selection: Selection, deadline: Deadline) -> None:
+    def __init__(
+        self, cluster: Cluster, held: ModelMap, selection: Selection, deadline: Deadline, draft: Draft | None = None
+    ) -> None:
         self.cluster, self.held, self.selection, self.deadline = cluster, held, selection, deadline
         self._backoff = Backoff(deadline)
         self._moved = 0
+        # In sync a push counts on all partitions or on none, which is known at its end.
+        self._draft = draft if draft is not None and held.spec.consistency.mode != "sync" else None
 
     def groups(self, parts: list[Part]) -> list[tuple[str | None, list[Part]]]:
         """The parts by the way they take."""
@@ -84,6 +88,8 @@ class Transfer:
             result = judged(outcome)
             if isinstance(result, Response):
                 good.append((i, result))
+                if self._draft is not None:
+                    self._draft.accepted([p.partition for p in parts])
                 continue
             again += parts
             if isinstance(result, StaleMapError):
@@ -325,7 +331,7 @@ def push(
             terms = replace(terms, ends_s=None)  # what it does not touch may take the commit later
         mapped = whole and cluster.present.wanted(model)
         outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host, mapped=mapped)
-        transfer = Transfer(cluster, held, gradient.selection, deadline)
+        transfer = Transfer(cluster, held, gradient.selection, deadline, draft)
         replies: list[PushReply] = []
         leased: list[Leased] = []
         pending = list(gradient.selection.parts)
@@ -402,7 +408,7 @@ def exchange(
         pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
         flat = _memory(selection, pull_terms.dtype, out)
         outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
-        transfer = Transfer(cluster, held, selection, deadline)
+        transfer = Transfer(cluster, held, selection, deadline, draft)
         arrivals = Arrivals(cluster.same_host, held.layout)
         replies: list[PullReply] = []
         pending = list(selection.parts)
