@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from paramserver.client.calls import Deadline, Outcome, Request, Response
+from paramserver.client.encoding import Encoded
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
+from paramserver.codecs import Codec
+from paramserver.core.selection import select
 from paramserver.errors import RequestError, Unavailable
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
@@ -190,6 +193,32 @@ def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: s
 
     assert e.value.code == "unavailable"
     assert (len(node.pushes), session.clock) == (1, 1)
+
+
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_an_encoder_with_a_memory_hears_that_its_push_was_accepted(way: str) -> None:
+    """Also where waiting for the clock fails afterwards; not where the gradient is dropped."""
+    node, heard = Shard(), list[str]()
+    session, its = iterations(node)
+    held = drive(session.cluster.map_of("m", deadline()), node)
+
+    def encoded(name: str) -> Encoded:
+        codec, whole = Codec.parse("int8"), select(held.layout)
+        return Encoded(whole, codec, {0: (np.zeros(8, np.uint8), 8)}, 0.0, 1, lambda: heard.append(name))
+
+    def go(name: str) -> Any:
+        drive(getattr(its, way)(encoded(name), {}, deadline(), None), node)
+
+    go("released")
+    node.script["/push" if way == "step" else "/pushpull"] = [no("rolled_back", timeline=1, clock=0)]
+    node.timeline = 1
+    go("dropped")
+    node.released = False
+    node.script[CLOCK] = [no("invalid_field")]
+    with pytest.raises(RequestError):
+        go("not released")
+
+    assert heard == ["released", "not released"]
 
 
 def test_a_scheduler_that_falls_silent_after_the_push_does_not_hide_that_it_is_pushed() -> None:

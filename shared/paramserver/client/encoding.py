@@ -1,7 +1,7 @@
 """Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import hypot, isfinite
 
@@ -67,6 +67,8 @@ class Draft:
     def __init__(self, feedback: Feedback) -> None:
         self._feedback = feedback
         self._parts: dict[int, tuple[int, F32 | None, F32]] = {}
+        self.kept: Callable[[], None] | None = None
+        """Called too where the push was accepted."""
 
     def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
         """(what was left out of that partition so far, where to write what is left out now), float32 of that size."""
@@ -84,13 +86,15 @@ class Draft:
     def keep(self) -> None:
         """The push was accepted."""
         self.accepted(list(self._parts))
+        if self.kept is not None:
+            self.kept()
 
     def give_back(self) -> None:
         """It was not, or is begun anew."""
         for partition, (generation, residual, left) in self._parts.items():
             if residual is not None:
                 self._feedback.add(generation, partition, residual, left)
-        self._parts = {}
+        self._parts, self.kept = {}, None
 
 
 def drafted(feedback: Feedback | None) -> AbstractContextManager[Draft | None]:
@@ -123,6 +127,8 @@ class Encoded(Struct, frozen=True):
     """2-norm of what the parts decode to."""
     generation: int
     """The creation of the model that it fits."""
+    kept: Callable[[], None] | None = None
+    """Called once its push was accepted: of an encoder with a memory of its own."""
 
     @property
     def dtype(self) -> DType:
@@ -171,6 +177,8 @@ def ready(
     if isinstance(grads, Encoded):
         if grads.generation != generation:
             raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
+        if draft is not None:
+            draft.kept = grads.kept
         return grads
     if codec is None:
         return prepare(layout, grads, ranges, dtype, partitions)

@@ -154,9 +154,6 @@ class HostGradients:
                 into.copy_(grad.detach())
         return self._arrays
 
-    def keep(self) -> None:
-        """The push was accepted, and nothing was left out."""
-
 
 class GradientBuffers:
     """The gradients of a whole model, by shard; arranged anew when partitions have moved."""
@@ -212,7 +209,7 @@ class GradientBuffers:
             host: AnyArray = packed.numpy()
             for partition, place in shard.places.items():
                 parts[partition] = stored(self.codec, host[place.byte : place.byte + place.nbytes])
-        return Encoded(self.selection, self.codec, parts, sqrt(total), self._generation)
+        return Encoded(self.selection, self.codec, parts, sqrt(total), self._generation, self.keep)
 
     def _raise_for_bad(self, grads: Mapping[str, Tensor | None]) -> None:
         bad = [n for n, g in grads.items() if g is not None and not bool(g.isfinite().all())]

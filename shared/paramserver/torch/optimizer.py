@@ -158,8 +158,6 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         else:
             self._buffers.arrange(held)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
-            if self.pushed.state != "dropped" and not self.pushed.late:
-                self._buffers.keep()
 
     def _take_in(self) -> None:
         self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
