@@ -3,8 +3,10 @@
 import gc
 import socket
 import sys
+import threading
 import time
 import weakref
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from typing import Any
 
@@ -218,3 +220,53 @@ def test_nobody_there_is_unreachable(kind: Kind) -> None:
         outcome = transport.send(Request("GET", "/"), url)
     assert isinstance(outcome, PsError)
     assert outcome.code == "unreachable"
+
+
+@both_clients
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [("POST", "/push", "in_doubt"), ("POST", "/pushpull", "in_doubt"), ("POST", "/pull", "unreachable"),
+     ("GET", "/livez", "unreachable")],
+)  # fmt: skip
+def test_a_push_that_a_shard_may_have_heard_before_it_died_is_in_doubt(
+    kind: Kind, method: str, path: str, code: str
+) -> None:
+    """Nobody answers the second attempt, but the first may have been done; what changes nothing was not."""
+
+    def dying(peer: Peer) -> None:
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"1"))
+        peer.until(wire.HEADERS)
+        server.listener.close()
+
+    with Server(kind, dying) as server:
+        assert isinstance(server.ask(), Response)
+        request = Request(method, path, b"1" if method == "POST" else None)
+        outcomes = [server.transport.send(request, server.url) for _ in range(2)]
+
+    assert [o.code for o in outcomes if isinstance(o, PsError)] == [code, "unreachable"]
+
+
+def test_when_nobody_is_there_any_more_all_kept_connections_are_let_go() -> None:
+    """The request after the first that nobody takes does not try them one by one."""
+
+    def two(peer: Peer) -> None:
+        stream, other = peer.until(wire.HEADERS), server.listener.accept()[0]
+        with other:
+            second = Peer(other)
+            second.send(second.answer(second.until(wire.HEADERS), b"2"))
+            assert idle.wait(20.0)
+            peer.send(peer.answer(stream, b"1"))
+            peer.until(wire.HEADERS)
+            server.listener.close()
+
+    idle = threading.Event()
+    with Server(Blocking, two) as server:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(server.ask) for _ in range(2)]
+            wait(asked, return_when=FIRST_COMPLETED)
+            idle.set()  # the other one is the newer, which the next request takes
+            assert all(isinstance(a.result(), Response) for a in asked)
+        request = Request("POST", "/push", b"1")
+        outcomes = [server.transport.send(request, server.url) for _ in range(2)]
+
+    assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "unreachable"]

@@ -11,7 +11,7 @@ from typing import Final
 
 from paramserver.client import http2
 from paramserver.client.calls import Sink
-from paramserver.client.http2 import Answer, Client
+from paramserver.client.http2 import Answer, Client, Refused
 from paramserver.wire.http2 import Header
 
 _READ_BYTES: Final = 256 << 10
@@ -89,7 +89,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         raises.
         """
         if self._transport is None or self._transport.is_closing():
-            raise ConnectionResetError("closed before it was asked")
+            raise Refused("closed before it was asked")
         client, answer, left = self._client, _Awaited(sink, self), sum(map(len, body))
         if self._watch is None:
             self._heard_s, self._pinged = self.loop.time(), False

@@ -30,6 +30,8 @@ _KEPT_MAX: Final = 16
 """Idle connections kept for each address."""
 _BROKEN: Final = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError, Refused)
 """The connection has ended, or takes no more requests."""
+_CHANGES: Final = ("/push", "/pushpull")
+"""What is not to be done twice."""
 
 
 def path_of(address: str) -> str:
@@ -87,6 +89,13 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
+def _gone(error: OSError, request: Request, address: str, first: Exception | None) -> PsError:
+    """What it means that no connection came about, where `first` had ended the request on a kept one, if any."""
+    if first is None or isinstance(first, Refused) or request.path not in _CHANGES:
+        return _nobody(error, address)
+    return _failure(first, request, address)  # the shard may have heard it, and died then
+
+
 def _left_s(deadline: Deadline) -> float:
     """For another attempt; a socket takes 0 for something else."""
     return max(deadline.left_s(), 0.001)
@@ -120,30 +129,32 @@ class DirectTransport(_Messages):
         with self._lock:
             idle = self._idle[address]
             connection = idle.pop() if idle else None
+        first: Exception | None = None
         if connection is not None:
-            outcome = self._attempt(connection, request, address, request.timeout_s, fresh=False)
-            if outcome is not None:
-                return outcome  # else the shard had closed the idle connection: a fresh one
+            try:
+                return self._attempt(connection, request, address, request.timeout_s)
+            except _BROKEN as e:  # the shard had closed the idle connection: a fresh one
+                first = e
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
         try:
             connection = Connection(self._connected(address, min(CONNECT_S, _left_s(deadline))))
         except OSError as e:
-            return _nobody(e, address)
-        return self._attempt(connection, request, address, _left_s(deadline), fresh=True) or problem(
-            "in_doubt", f"{address} hung up unasked"
-        )
+            self._let_go(address)
+            return _gone(e, request, address, first)
+        try:
+            return self._attempt(connection, request, address, _left_s(deadline))
+        except _BROKEN as e:
+            return _failure(e, request, address)
 
-    def _attempt(
-        self, connection: Connection, request: Request, address: str, timeout_s: float, *, fresh: bool
-    ) -> Outcome | None:
-        """The outcome; None if an idle connection turned out to be closed."""
+    def _attempt(self, connection: Connection, request: Request, address: str, timeout_s: float) -> Outcome:
+        """The outcome on that connection; raises what says that it has ended."""
         body = self._body(request)
         try:
             answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
-        except _BROKEN as e:
+        except _BROKEN:
             connection.close()
-            return _failure(e, request, address) if fresh else None
+            raise
         except (PsError, OSError, ValueError) as e:
             connection.close()
             return _failure(e, request, address)
@@ -176,6 +187,13 @@ class DirectTransport(_Messages):
             connected.close()
             raise
 
+    def _let_go(self, address: str) -> None:
+        """Nobody is there: of the connections that were kept, the next request need not find out one by one."""
+        with self._lock:
+            idle, self._idle[address] = self._idle[address], []
+        for connection in idle:
+            connection.close()
+
     def close(self) -> None:
         """Close the idle connections."""
         with self._lock:
@@ -202,12 +220,12 @@ class AsyncDirectTransport(_Messages):
         deadline = Deadline(time.monotonic() + request.timeout_s)
         body = self._body(request)
         headers = self._headers(request, address, body)
-        kept = self._kept(address)
+        kept, first = self._kept(address), None
         if kept is not None:
             try:
                 return _response(await kept.ask(headers, body, request.sink, request.timeout_s), address)
-            except _BROKEN:
-                pass
+            except _BROKEN as e:
+                first = e
             except (PsError, OSError, ValueError) as e:
                 return _failure(e, request, address)
             if not deadline.left_s():
@@ -215,7 +233,7 @@ class AsyncDirectTransport(_Messages):
         try:
             another = await self._another(address, kept, min(CONNECT_S, _left_s(deadline)))
         except OSError as e:
-            return _nobody(e, address)
+            return _gone(e, request, address, first)
         try:
             return _response(await another.ask(headers, body, request.sink, _left_s(deadline)), address)
         except (PsError, OSError, ValueError) as e:
