@@ -135,6 +135,19 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock
     assert ended(child) == 0
 
 
+def test_a_client_that_a_forked_child_closes_is_closed_there_alone(model: Model) -> None:
+    """Before its first call in the child too; the parent's goes on."""
+
+    def child() -> bool:
+        model._client.close()
+        with pytest.raises(ps.ConflictError, match="this client is closed"):
+            model.info()
+        return True
+
+    assert ended(forked(child)) == 0
+    assert model.info()["name"] == model.name
+
+
 def test_a_process_with_a_client_ends_without_a_word(cluster: Nodes) -> None:
     """At its exit modules go before what is in them."""
     program = f"""

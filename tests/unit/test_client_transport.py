@@ -106,6 +106,23 @@ def test_a_closed_client_on_asyncio_says_so_at_once(node: Node) -> None:
     asyncio.run(main())
 
 
+def test_a_client_that_was_closed_before_its_first_call_is_closed(node: Node) -> None:
+    """It has nothing to let go, and does not begin anew either."""
+    request = [Request("GET", "/livez")]
+    blocking = BlockingTransport((node.url,), NO_CREDENTIALS)
+    blocking.close()
+    (outcome,) = blocking.perform(request)
+    assert isinstance(outcome, ps.ConflictError)
+
+    async def main() -> None:
+        async with ps.AsyncClient(node.url) as client:
+            pass
+        with pytest.raises(ps.ConflictError, match="this client is closed"):
+            await client.models()
+
+    asyncio.run(main())
+
+
 def test_a_silent_scheduler_does_not_hide_the_one_that_answers(node: Node) -> None:
     """`connect` asks the next one after it, which every later request begins with."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

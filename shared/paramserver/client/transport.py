@@ -133,9 +133,9 @@ class BlockingTransport:
     def close(self) -> None:
         """Close connections; the transport cannot be used afterwards."""
         with self._lock:
-            if self._closed or self._pid != os.getpid():
+            closed, self._closed = self._closed, True
+            if closed or self._pid != os.getpid():  # nothing is this process's yet
                 return
-            self._closed = True
             self._shards.close()
             if self._plain is not None:
                 self._plain.close()
@@ -242,9 +242,9 @@ class AsyncTransport:
 
     async def close(self) -> None:
         """Close connections; the transport cannot be used afterwards."""
-        if self._closed or self._pid != os.getpid():
+        closed, self._closed = self._closed, True
+        if closed or self._pid != os.getpid():  # nothing is this process's yet
             return
-        self._closed = True
         await self._shards.close()
         if self._plain is not None:
             self._plain.close()
