@@ -1,12 +1,22 @@
 """Which parts of a push in pieces go out when."""
 
+import asyncio
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 
-from paramserver.client.streaming import BUCKET_BYTES, Pieces
+from paramserver import limits
+from paramserver.client.calls import Call, Deadline
+from paramserver.client.pushed import Pushed
+from paramserver.client.streaming import BUCKET_BYTES, AsyncPushStream, Pieces, PushStream
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import NotFoundError, RequestError
+
+from .sharding import Now, drive
+from .test_client_session import GRAD, Node, deadline, opened
 
 
 def layout(partitions: int, **sizes: int) -> Layout:
@@ -62,3 +72,83 @@ def test_a_wrong_name_and_a_second_gradient_are_refused() -> None:
         pieces.put("weight", 2)
 
     assert pieces.grads == {"weight": 1}
+
+
+class Late(threading.Thread):
+    """A thread that gets no time before somebody waits for it."""
+
+    def start(self) -> None:
+        """Later."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Now."""
+        self.run()
+
+
+def filled(push: PushStream, gradient: Any) -> Pushed:
+    """What became of a push of one gradient."""
+    with push:
+        push.put("w", gradient)
+    return push.result
+
+
+def test_what_is_put_at_the_end_of_a_block_is_sent() -> None:
+    """However late the thread that sends comes to it."""
+    node = Node("async")
+    push = PushStream(lambda call: drive(call, node), deadline, opened(node))
+    push._thread = Late(target=push._send)
+
+    assert filled(push, GRAD["w"]).state == "applied"
+    assert [[p.partition for p in frame.parts] for frame in node.pushes] == [[0]]
+
+
+@pytest.mark.asyncio
+async def test_what_is_put_without_giving_the_event_loop_its_turn_is_sent() -> None:
+    """A block that awaits nothing has all of it sent at its end."""
+    node = Node("async")
+
+    async def run(call: Call[Any]) -> Any:
+        return drive(call, node)
+
+    async with AsyncPushStream(run, deadline, opened(node)) as push:
+        push.put("w", GRAD["w"])
+
+    assert push.result.state == "applied"
+    assert len(node.pushes) == 1
+
+
+def test_who_is_interrupted_at_the_end_of_a_block_can_push_on() -> None:
+    """The number of the push does not stay in doubt: after 64 others there would be no next one."""
+    node, now = Node("async"), Now()
+    session = opened(node)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    push = PushStream(lambda call: drive(call, node, now), lambda: Deadline.after(30.0, now), session)
+    push._thread = Late(target=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        filled(push, GRAD["w"])
+
+    for _ in range(limits.WINDOW + 1):
+        drive(session.push(GRAD, Deadline.after(30.0, now)), node, now)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("own", [ZeroDivisionError, asyncio.CancelledError])
+async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseException]) -> None:
+    """On asyncio as in threads: not what became of the pieces; a task that is cancelled is cancelled."""
+    node = Node("async")
+
+    async def run(call: Call[Any]) -> Any:
+        return drive(call, node)
+
+    async def fail() -> None:
+        async with AsyncPushStream(run, deadline, opened(node)) as push:
+            push.put("w", np.ones(5))
+            assert push._task is not None
+            await asyncio.wait([push._task])  # it is refused: 'w' has another shape
+            raise own
+
+    with pytest.raises(own):
+        await fail()

@@ -150,7 +150,7 @@ class PushStream:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
         self._more = threading.Semaphore(0)
-        self._over = False
+        self._over = self._failed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
         self.result = DROPPED
@@ -171,10 +171,10 @@ class PushStream:
         self._more.release()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over = True
+        self._failed, self._over = kind is not None, True
         self._more.release()
-        self._thread.join()
         try:
+            self._thread.join()
             if kind is None:
                 if self._error is not None:
                     raise self._error
@@ -184,10 +184,12 @@ class PushStream:
             self._stream.give_up()
 
     def _send(self) -> None:
+        over = False
         try:
-            while not self._over:
+            while not over:
                 self._more.acquire()
-                while self._run(self._stream.send(self._deadline())):
+                over = self._over  # then nothing is put after what is sent now
+                while not self._failed and self._run(self._stream.send(self._deadline())):
                     pass
         except BaseException as e:  # raised in the thread that the block belongs to
             self._error = e
@@ -202,7 +204,7 @@ class AsyncPushStream:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
         self._more = asyncio.Event()
-        self._over = False
+        self._over = self._failed = False
         self._task: asyncio.Task[None] | None = None
         self.result = DROPPED
         """What became of the push; known when the block has ended."""
@@ -219,10 +221,14 @@ class AsyncPushStream:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._task is not None
-        self._over = True
+        self._failed, self._over = kind is not None, True
         self._more.set()
         try:
-            await self._task
+            try:
+                await self._task
+            except Exception:
+                if kind is None:
+                    raise  # else the block's own error counts
             if kind is None:
                 await self._run(self._stream.send(self._deadline(), last=True))
                 self.result = self._stream.close()
@@ -230,8 +236,10 @@ class AsyncPushStream:
             self._stream.give_up()
 
     async def _send(self) -> None:
-        while not self._over:
+        over = False
+        while not over:
             await self._more.wait()
             self._more.clear()
-            while await self._run(self._stream.send(self._deadline())):
+            over = self._over
+            while not self._failed and await self._run(self._stream.send(self._deadline())):
                 pass
