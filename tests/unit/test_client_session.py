@@ -181,6 +181,17 @@ def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:
     assert node.pushes == []
 
 
+def test_a_pull_that_follows_a_rollback_is_of_the_same_names_and_ranges() -> None:
+    """Also where they can be read once only."""
+    node = Node()
+    session = opened(node)
+    node.script["/pull"] = [no("rolled_back", timeline=1, clock=0)] * 2
+    node.timeline = 1
+    ranges: Any = {"w": iter([(0, 4)])}
+
+    assert list(drive(session.pull(deadline(), names=iter(["w"]), ranges=ranges), node)) == ["w"]
+
+
 def test_a_rollback_at_the_clock_goes_back_to_the_clock_told() -> None:
     """`clock()` that hears rolled_back returns the clock to work on."""
     node = Node()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from paramserver.errors import problem
 from paramserver.wire.frame import PushReply
@@ -30,6 +30,9 @@ class Pushed:
     """sync with `late="drop"`: its clock had been committed already, so it was discarded."""
     released: bool = False
     """sync: it ended its worker's iteration, whose clock has been committed."""
+
+
+DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
 
 
 def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:

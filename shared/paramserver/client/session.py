@@ -25,12 +25,12 @@ from paramserver.client.encoding import Feedback, codec_of
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
-from paramserver.client.pushed import Pushed
+from paramserver.client.pushed import DROPPED, Pushed
 from paramserver.client.reports import Reports, document, numbers_of, refused
 from paramserver.client.tasks import Holding, Task
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Names, Ranges
+from paramserver.core.selection import Names, Ranges, listed
 from paramserver.errors import PsError, problem
 
 T = TypeVar("T")
@@ -38,7 +38,6 @@ log = logging.getLogger("paramserver")
 
 MAP_AGE_S: Final = 5.0
 """How often a heartbeat looks for changed settings."""
-DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
 
 
 class Session:
@@ -196,6 +195,8 @@ class Session:
         view: bool = False,
     ) -> Call[Params]:
         """The present values; in sync at least those of the commit that released this worker's clock."""
+        if names is not None or ranges is not None:
+            names, ranges = listed(names, ranges)
         while True:
             epoch, timeline = self.numbers.epoch, self.timeline
             need = max(min_version, self._min_version)

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar
 
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.frames import PushTerms
-from paramserver.client.pushed import Pushed, summed
-from paramserver.client.session import DROPPED, Session
+from paramserver.client.pushed import DROPPED, Pushed, summed
+from paramserver.client.session import Session
 from paramserver.core.layout import Layout
 from paramserver.core.selection import unknown
 from paramserver.errors import problem
