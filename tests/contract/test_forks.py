@@ -1,5 +1,6 @@
 """A process that forks while it has a client: parent and child share no slots, no leases and no locks."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -133,6 +134,27 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(model: Model, lock
     with attrgetter(lock)(model._client):  # a lock does not know who holds it: for the child it is somebody else
         child = forked(go_on)
     assert ended(child) == 0
+
+
+def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(cluster: Nodes, model: Model) -> None:
+    """A forked child neither pushes under its numbers nor has it leave, as with a worker in threads."""
+
+    async def main() -> None:
+        async with ps.AsyncClient(cluster.url) as client:
+            worker = client.model(model.name).worker()
+
+            def child() -> bool:
+                with pytest.raises(ps.ConflictError, match="belongs to the process that opened it"):
+                    asyncio.run(worker.push(np.ones(SIZE, np.float32)))
+                asyncio.run(worker.__aexit__())
+                return True
+
+            async with worker:
+                assert ended(forked(child)) == 0
+                assert [w["worker"] for w in model.workers()] == [worker.name]
+                assert (await worker.push(np.ones(SIZE, np.float32))).state == "applied"
+
+    asyncio.run(main())
 
 
 def test_a_client_that_a_forked_child_closes_is_closed_there_alone(model: Model) -> None:

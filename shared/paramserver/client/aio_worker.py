@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,7 @@ from paramserver.client.session import Session
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.tasks import EVALUATE, Task
 from paramserver.client.worker import LEAVE_S
-from paramserver.client.worker_view import WorkerView
+from paramserver.client.worker_view import WorkerView, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
@@ -48,16 +49,20 @@ class AsyncWorker(WorkerView):
         self._heartbeat: asyncio.Task[None] | None = None
         """Owned by this object: started by `__aenter__`, cancelled and awaited by `__aexit__`."""
         self._left = False
+        self._pid = -1
         self.run: Mapping[str, Any] | None = None
 
     async def __aenter__(self) -> "AsyncWorker":
         if self._heartbeat is not None:
             raise problem("conflict", "a worker can be opened once", hint="model.worker() makes another")
+        self._pid = os.getpid()
         await self._client.run(self._session.join(self._deadline(None)))
         self._heartbeat = asyncio.create_task(self._keep_alive(), name=f"heartbeat {self.name}")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        if self._pid != os.getpid():
+            return  # a forked child leaves its parent's worker alone
         self._left = True
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -208,6 +213,9 @@ class AsyncWorker(WorkerView):
         if self._heartbeat is None or self._left:
             call.close()
             raise problem("conflict", "the worker is not joined", hint="async with model.worker() as w: ...")
+        if self._pid != os.getpid():
+            call.close()
+            raise of_another_process()
         return await self._client.run(call)
 
     def _deadline(self, timeout: float | None) -> Deadline:

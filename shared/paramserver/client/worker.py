@@ -16,7 +16,7 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
 from paramserver.client.tasks import EVALUATE, Task
-from paramserver.client.worker_view import WorkerView
+from paramserver.client.worker_view import WorkerView, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
@@ -249,9 +249,7 @@ class Worker(WorkerView):
             call.close()
             if self._pid == -1:
                 raise problem("conflict", "the worker has not joined yet", hint="with model.worker() as w: ...")
-            raise problem(
-                "conflict", "this worker belongs to the process that opened it", hint="open one after the fork"
-            )
+            raise of_another_process()
         if self._stop.is_set():
             call.close()
             raise problem("conflict", "the worker has left", hint="model.worker() makes another")

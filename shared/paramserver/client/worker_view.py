@@ -3,6 +3,12 @@
 from typing import Any
 
 from paramserver.client.session import Session
+from paramserver.errors import PsError, problem
+
+
+def of_another_process() -> PsError:
+    """What is said in a child that was forked while the worker was open."""
+    return problem("conflict", "this worker belongs to the process that opened it", hint="open one after the fork")
 
 
 class WorkerView:
