@@ -66,7 +66,7 @@ def default_name() -> str:
     told = socket.gethostname()
     host = re.sub(r"[^A-Za-z0-9._-]", "-", told).lstrip("._-") or "host"
     if len(host) > HOST_CHARS:
-        host = f"{host[: HOST_CHARS - 9]}-{crc32(told.encode()):08x}"
+        host = f"{host[: HOST_CHARS - 9]}-{crc32(os.fsencode(told)):08x}"
     return f"{host}-{os.getpid()}"
 
 

@@ -61,7 +61,7 @@ LONG = "ip-10-0-12-34.a-rather-long-department.an-example-company.internal"
 POD = "a-deployment-with-a-name-as-long-as-they-become-7d9f8b6c5-"
 
 
-@pytest.mark.parametrize("host", ["node7", LONG, POD + "x2x9z", "-a host_", "\u00fc", ""])
+@pytest.mark.parametrize("host", ["node7", LONG, POD + "x2x9z", "-a host_", "\u00fc", "", 60 * "n" + "\udcfc"])
 def test_a_worker_has_a_name_that_the_pool_allows(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its machine is called; one that needs no change is told by its own name."""
     monkeypatch.setattr(socket, "gethostname", lambda: host)
