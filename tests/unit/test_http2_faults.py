@@ -225,7 +225,7 @@ def test_nobody_there_is_unreachable(kind: Kind) -> None:
 @both_clients
 @pytest.mark.parametrize(
     ("method", "path", "code"),
-    [("POST", "/push", "in_doubt"), ("POST", "/pushpull", "in_doubt"), ("POST", "/pull", "unreachable"),
+    [("POST", "/push", "in_doubt"), ("POST", "/internal/set/m", "in_doubt"), ("POST", "/pull", "unreachable"),
      ("GET", "/livez", "unreachable")],
 )  # fmt: skip
 def test_a_push_that_a_shard_may_have_heard_before_it_died_is_in_doubt(

@@ -30,8 +30,8 @@ _KEPT_MAX: Final = 16
 """Idle connections kept for each address."""
 _BROKEN: Final = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError, Refused)
 """The connection has ended, or takes no more requests."""
-_CHANGES: Final = ("/push", "/pushpull")
-"""What is not to be done twice."""
+_CHANGES_NOTHING: Final = ("/pull", "/slots")
+"""What is sent like a change, and may be done in vain."""
 
 
 def path_of(address: str) -> str:
@@ -91,7 +91,8 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
 
 def _gone(error: OSError, request: Request, address: str, first: Exception | None) -> PsError:
     """What it means that no connection came about, where `first` had ended the request on a kept one, if any."""
-    if first is None or isinstance(first, Refused) or request.path not in _CHANGES:
+    harmless = request.method == "GET" or request.path in _CHANGES_NOTHING
+    if harmless or first is None or isinstance(first, Refused):
         return _nobody(error, address)
     return _failure(first, request, address)  # the shard may have heard it, and died then
 
