@@ -397,6 +397,20 @@ def test_the_deadline_ends_a_call_in_doubt(shards: Shards, now: Now, cluster: Cl
         drive(transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()), down, now)
 
 
+@pytest.mark.parametrize("way", [transfer.push, transfer.pushpull])
+def test_a_push_that_some_shards_have_is_in_doubt(shards: Shards, now: Now, cluster: Cluster, way: Any) -> None:
+    """Though it is certain that the others have nothing: sent once more as another push it would count twice here."""
+
+    def one_is_away(request: Request) -> Outcome:
+        away = request.to == B and request.path.startswith("/push")
+        return problem("unreachable", "cannot reach it") if away else shards(request)
+
+    with pytest.raises(InDoubt):
+        drive(way(cluster, "m", Deadline.after(5, now), grads(), terms()), one_is_away, now)
+
+    assert len(shards.pushes) == 1
+
+
 def test_a_cluster_that_never_answers_is_unavailable(now: Now, cluster: Cluster) -> None:
     """The last failure is raised when the deadline is near, never later."""
     started = now.s

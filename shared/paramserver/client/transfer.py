@@ -111,7 +111,8 @@ class Transfer:
                 outgoing.explain(refused)
             raise refused
         if failures:
-            self._backoff.in_doubt = self._backoff.in_doubt or any(isinstance(f, InDoubt) for f in failures)
+            done = outgoing is not None and bool(good)  # of a push, on some partitions
+            self._backoff.in_doubt = self._backoff.in_doubt or done or any(isinstance(f, InDoubt) for f in failures)
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
             self._moved += 1
             if not moved_once:  # a first 421 is answered at once with a fresh map; everything else waits
