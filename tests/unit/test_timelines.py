@@ -235,3 +235,37 @@ def test_a_model_is_synchronous_again_only_when_all_have_taken_the_commits_of_th
     d.beats()
     flip(d, "sync")
     assert d.document()["timeline"] == 1
+
+
+def taken_over(d: Driver, version: int, clock: int) -> Any:
+    """The shard s1 ends, and what it had begins elsewhere at that clock, as it was stored; the model's line then."""
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    lost = [(i, p["incarnation"]) for i, p in enumerate(d.core.read.model("m")["partitions"]) if not p["served"]]
+    rows = [["m", 1, i, token, version, version, 0, clock] for i, token in lost]
+    assert rows
+    d.ask(lambda n: io.ShardHeartbeat(n, "s0", d.shards["s0"], {}, rows))
+    return d.core.read.model("m")
+
+
+def test_who_takes_over_before_the_first_commit_of_a_timeline_begins_no_other_one() -> None:
+    """At level `journaled` what others have staged in it was acknowledged, and what is behind begins with it."""
+    d = Driver()
+    d.model(consistency=SYNC, ack="journaled")
+    d.clock(d.join("a"), 1)
+    d.beats()
+    restored(d)
+    d.beats()
+    assert (d.document()["began"], d.document()["clock"]) == (2, 3)
+    assert taken_over(d, 1, 1)["timeline"] == 1
+
+
+def test_what_redis_lost_of_a_partition_is_told_by_its_clock_and_not_by_its_version() -> None:
+    """Assignments have raised the version, but the commits that it lacks are nowhere: it would wait for ever."""
+    d = Driver()
+    d.assigned = 10
+    d.model(consistency=SYNC, ack="journaled")
+    a = d.join("a")
+    for t in (1, 2, 3):
+        d.clock(a, t)
+        d.beats()
+    assert taken_over(d, 11, 1)["timeline"] == 1

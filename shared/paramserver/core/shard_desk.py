@@ -207,7 +207,7 @@ class ShardDesk:
                 if owner.from_version is None:
                     owner.from_version, owner.previous = version, None
                     self.c.touch(model)
-                    self._check_clock(model, version)
+                    self._check_clock(model, version, durable, more[1] if len(more) > 1 else version)
                 if more and owner.revision != more[0]:
                     owner.revision = more[0]
                     self.c.touch(model)
@@ -228,13 +228,16 @@ class ShardDesk:
         self._lost(e.name, lost)
         self.c.answer_now(e.request, {"state": shard.state})
 
-    def _check_clock(self, model: Model, version: int) -> None:
+    def _check_clock(self, model: Model, version: int, durable: int, clock: int) -> None:
         """A journaled partition that begins before the oldest commit that is kept was lost with what Redis had.
 
-        It can never reach the others' clock, so a new phase begins with the values that there are.
+        It can never reach the others' clock, so a new phase begins with the values that there are.  One that was stored
+        before the present timeline begins with that.  Where nothing of it is durable, its owner has it in memory since
+        before Redis was emptied, or has its first values: the version tells which.
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
-        if model.gate.sync and model.durable and model.ready and not model.opening and version < first:
+        reached = max(clock, model.began) if clock or durable else version
+        if model.gate.sync and model.durable and model.ready and not model.opening and reached < first:
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
