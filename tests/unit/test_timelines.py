@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.shard_io import AssignPart, CommitDecided, Contribution, SetReceived
 from paramserver.core.spec import ModelSpec
@@ -178,6 +179,22 @@ def test_a_partition_enters_a_phase_at_its_first_clock_however_late_it_hears_of_
         driver.commit(t)
     driver.send(replace(driver.view, commits=commits))
     assert at(driver) == (7, 7)
+
+
+def test_a_push_that_waits_for_a_partition_comes_after_the_settings_of_its_phase() -> None:
+    """The partition is stored as it was before the phase; what the worker pushes in it is staged, not applied."""
+    before = ShardDriver()
+    view = before.serve(spec(consistency={"mode": "async"}), workers=ROSTER)
+    put(before, 0.0)
+    before.advance(limits.SNAPSHOT_INTERVAL_S)
+    driver = ShardDriver(before.store, eager=False)
+    driver.send(replace(view, owned={0: 2}, source="snapshot"))
+    begin(driver, 3, spec=spec(), revision=2)
+    stage(driver, 1, 3)
+    driver.settle()
+    driver.commit(3, listed(3), Contribution("run/b", 1, 1, 3))
+    driver.settle()
+    assert driver.values() == [0.5] * 4
 
 
 # --- what the scheduler says of it

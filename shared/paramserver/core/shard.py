@@ -351,9 +351,9 @@ class ShardCore:
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
         """Take up what was left alone while the partition was not there, or held."""
         self._woken.append(partition)
-        self._requests.unpark(model, partition)
         if partition.revision < model.revision:
-            self._settle(model, partition)
+            self._settle(model, partition)  # before requests, which were sent under these settings
+        self._requests.unpark(model, partition)
         if partition.buffered:
             self._lines.add(FlushOperation(model, [partition]))  # nothing happens unless it is time
         self._advance(model, partition, now)
