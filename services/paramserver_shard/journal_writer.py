@@ -128,7 +128,9 @@ class _Lane:
         clock = asyncio.get_running_loop().time
         if self._fsync:
             await self._probe()  # whether this Redis can do it at all is asked for before it is needed
-        while True:
+        task = asyncio.current_task()
+        assert task is not None
+        while not task.cancelling():  # which the client of Redis loses, sending by the `wait_for` of Python 3.11
             self._wake.clear()
             batches = self._group(clock())
             if not batches:
