@@ -8,12 +8,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, as_problem, problem
 from paramserver_node import negotiate
 
 log = logging.getLogger("paramserver.node")
-
-OUR_BUG: Final = "paramserver has a bug; the node's log has more"
 
 _BY_STATUS: Final = {
     400: "malformed", 404: "not_found", 405: "method_not_allowed", 406: "not_acceptable", 413: "too_large",
@@ -74,7 +72,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     if wrong is None or isinstance(wrong, Unread):
         return Response(status_code=503)  # which is not sent: half of another one is out
     log.error("request.failed path=%s request_id=%s", request.url.path, _id(request), exc_info=error)
-    return response(request, problem("internal", OUR_BUG))
+    return response(request, as_problem(error))
 
 
 def install(app: FastAPI) -> None:

@@ -2,6 +2,7 @@
 
 All of it runs on the event loop's thread except the computing of big jobs.  Tasks belong to the group that the process
 holds; a failure that nobody foresaw ends the group and so the process, which is then started again from its snapshots.
+Only a request that meets one before it has changed anything is answered 500 by the core, and all else goes on.
 """
 
 import asyncio
@@ -188,8 +189,12 @@ class Runtime:
                         self._apply(effect)  # first, so that the threads compute meanwhile
                 for effect in effects:
                     self._perform(effect)
-        finally:
-            self._draining = False
+        except Exception as error:
+            # Something is half done, and its partitions would wait for ever: nothing more is done or answered here, and
+            # a new process starts from their snapshots.
+            self._spawn(_end(error))
+            return
+        self._draining = False
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -203,10 +208,7 @@ class Runtime:
 
     def _tick(self) -> None:
         self._timer = self._timer_at = None
-        try:
-            self.feed(Tick())
-        except Exception as error:
-            self._spawn(_end(error))
+        self.feed(Tick())
 
     # -- effects
 
@@ -257,12 +259,8 @@ class Runtime:
 
     def _apply_here(self, due: Apply) -> None:
         crash_point("shard.before_apply")
-        try:
-            self._events.append(Applied(due.job, compute(due.tasks, self.pool)))
-            crash_point("shard.after_apply")
-        except Exception as error:
-            # A job without a result would hold its partitions for ever; a new process starts from their snapshots.
-            self._spawn(_end(error))
+        self._events.append(Applied(due.job, compute(due.tasks, self.pool)))
+        crash_point("shard.after_apply")
 
     async def _applied(self, job: int, work: Sequence[asyncio.Future[tuple[TaskResult, ...]]]) -> None:
         self.feed(Applied(job, tuple(chain.from_iterable(await asyncio.gather(*work)))))

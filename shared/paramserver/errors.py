@@ -213,6 +213,15 @@ def problem(
     return CODES[code].cls(code, detail, hint=hint, retry_after_s=retry_after_s, errors=errors, **members)
 
 
+def as_problem(error: Exception) -> PsError:
+    """What is told of an exception to who met it: itself if it is a PsError, else that we have a bug, caused by it."""
+    if isinstance(error, PsError):
+        return error
+    found = problem("internal", "paramserver has a bug; the node's log has more")
+    found.__cause__ = error
+    return found
+
+
 def combined(errors: list[PsError]) -> PsError:
     """One error for several found in one request: itself if there is one, else `invalid` with a list."""
     if len(errors) == 1:

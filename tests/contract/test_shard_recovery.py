@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from paramserver.core.layout import Layout
+from paramserver.core.operation import PushOperation
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     AskWorker,
@@ -416,3 +418,23 @@ async def test_a_redis_that_started_anew_is_looked_over(redis: Redis, ack: str) 
             while await redis.get(f"{{{shard.key}}}:manifest") is None:
                 await asyncio.sleep(0.01)
         assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
+
+
+async def test_a_bug_that_leaves_something_half_done_ends_the_process(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its partitions would wait for ever.  Who met it hears nothing: whether the push was done is for its id to say."""
+    pushing: list[asyncio.Task[None]] = []
+
+    async def until_it_ends() -> None:
+        async with running(redis) as shard, asyncio.timeout(20):
+            await shard.push(1)
+            monkeypatch.setattr(PushOperation, "finish", Mock(side_effect=ZeroDivisionError))
+            pushing.append(asyncio.ensure_future(shard.push(1)))
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await until_it_ends()
+    assert ended.group_contains(ZeroDivisionError)
+    with pytest.raises(Unavailable):
+        await pushing[0]

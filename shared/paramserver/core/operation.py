@@ -35,7 +35,7 @@ from paramserver.core.shard_io import (
 from paramserver.core.spec import ModelSpec
 from paramserver.core.update import mean_task, single_task
 from paramserver.core.window import Seen
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PushState
 
 
@@ -114,12 +114,16 @@ class PushOperation(Operation):
     _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
     _numbers: list[tuple[float, float]] = field(default_factory=list)
     """(learning rate, factor) of each fresh part."""
+    _holds: bool = False
+    """Whether it has begun to change something as it starts: from then on it cannot be refused any more."""
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         try:
             return self._start(shard, now)
-        except PsError as error:
-            self.refuse(shard, error)
+        except Exception as error:
+            if self._holds:
+                raise
+            self.refuse(shard, as_problem(error))
             return ()
 
     def _start(self, shard: Shard, now: float) -> Sequence[Task]:
@@ -168,7 +172,9 @@ class PushOperation(Operation):
         nbytes = sum(part.data.nbytes for _, part in self._fresh)
         if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
-        for partition, part in self._fresh:
+        kept = [(p, _kept(p, part)) for p, part in self._fresh]
+        self._holds = True
+        for partition, part in kept:
             self._hold(shard, partition, part, scale, now)
         self._reply(shard, state, now)
         return ()
@@ -187,11 +193,8 @@ class PushOperation(Operation):
         sync = rule.mode == "sync"
         clock = event.clock if sync and event.clock is not None else -1
         late = sync and clock < p.clock and rule.late == "drop"
-        crc = part.crc
-        assert crc is not None
-        if p.level and not part.owned:  # a snapshot can hold it when its sender has its memory again
-            part = replace(part, data=part.data.copy())
-        p.memory.record(event.push_id, event.key, crc, p.version, late)
+        assert part.crc is not None
+        p.memory.record(event.push_id, event.key, part.crc, p.version, late)
         worker, epoch, seq = "", 0, p.arrivals
         if event.push_id is not None:
             worker, epoch = event.push_id.worker, event.push_id.epoch
@@ -273,6 +276,11 @@ class PushOperation(Operation):
             shard.reply(event.request, done)
 
 
+def _kept(p: Partition, part: PushPart) -> PushPart:
+    """The part as it is held; of a journaled model a snapshot can hold it when its sender has its memory again."""
+    return replace(part, data=part.data.copy()) if p.level and not part.owned else part
+
+
 def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:
     rule, lag = partition.spec.consistency, partition.lag(base)
     if lag > rule.lag_bound:
@@ -304,8 +312,8 @@ class SetOperation(Operation):
                 if part.slots is not None and len(part.slots) != len(p.state.slots):
                     raise problem("loading", "the model's optimizer is just changing")
                 tasks.append(AssignTask(p.key, p.state, part))
-        except PsError as error:
-            self.refuse(shard, error)
+        except Exception as error:
+            self.refuse(shard, as_problem(error))
             return ()
         return tasks
 

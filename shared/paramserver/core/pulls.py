@@ -8,7 +8,7 @@ from paramserver.core.partition import Partition
 from paramserver.core.served_model import ServedModel
 from paramserver.core.shard_io import Outcome, PullDone, PulledPart, PullReceived, Request
 from paramserver.core.timers import Timer, Timers
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, as_problem, problem
 
 
 @dataclass(slots=True, eq=False)
@@ -132,8 +132,8 @@ class PullDesk:
             if self._shard.models.get(pull.event.model) is not pull.model:
                 raise self._shard.model_gone(pull.model)
             outcome = pull.attempt(self._shard.map_epoch, now)
-        except PsError as error:
-            self._answer(pull, error)
+        except Exception as error:  # also of ours: whoever wakes it is none the worse for it
+            self._answer(pull, as_problem(error))
             return
         if isinstance(outcome, PullDone):
             self._answer(pull, outcome)

@@ -15,6 +15,7 @@ from paramserver.core.shard_io import (
     AskWorker,
     CaptureReceived,
     Effect,
+    Event,
     PullReceived,
     PushReceived,
     Request,
@@ -24,7 +25,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.core.timers import Timers
 from paramserver.core.watermark import LEVELS
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, as_problem, problem
 
 
 class Shard(running.Shard, Protocol):
@@ -113,6 +114,14 @@ class RequestDesk:
     def gone(self, event: RequestGone, now: float) -> None:
         if self._pulls.withdraw(event.request):
             self.open.discard(event.request)
+
+    def failed(self, event: Event, error: Exception) -> None:
+        """Handling that event met a bug of ours; raises it again unless it is a request, which changes nothing before
+        it stands in the lines."""
+        if not isinstance(event, PushReceived | PullReceived | SetReceived | CaptureReceived):
+            raise error
+        self._pulls.withdraw(event.request)
+        self._shard.reply(event.request, as_problem(error))
 
     def _model(self, name: str, request: Request) -> ServedModel:
         if len(self.open) >= limits.QUEUED_REQUESTS_MAX:

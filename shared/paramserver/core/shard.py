@@ -118,7 +118,10 @@ class ShardCore:
         """Take in one event; the effects are to be performed in their order."""
         self.superseded.clear()
         self._timers.run(now)
-        self._handlers[type(event)](event, now)
+        try:
+            self._handlers[type(event)](event, now)
+        except Exception as error:
+            self._requests.failed(event, error)
         self._run(now)
         if self.durability.executes:
             self._effects += self.durability.effects()

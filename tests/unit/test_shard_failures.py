@@ -1,0 +1,140 @@
+"""Failures that nobody foresaw: who met one is told so, nothing of it is done, and nobody behind it waits for ever."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver.core import admission, operation, pulls
+from paramserver.core.operation import PushOperation
+from paramserver.core.partition import Partition
+from paramserver.core.shard_io import AssignPart, CaptureReceived, PushDone, SetReceived
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import InternalError
+from paramserver.testing.shard_driver import ShardDriver
+from paramserver.types import F32, PushId
+
+
+class Bug(Exception):
+    """What nobody foresaw."""
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    """Stands for code of ours."""
+    raise Bug
+
+
+def ones(n: int = 4) -> F32:
+    return np.ones(n, np.float32)
+
+
+def served(**fields: Any) -> ShardDriver:
+    """Two partitions of four elements, which add up what they get."""
+    driver = ShardDriver()
+    spec = {"name": "m", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 2} | fields
+    driver.serve(ModelSpec.parse(spec), workers={"r/a": (1, 0)})
+    return driver
+
+
+def assign(driver: ShardDriver) -> int:
+    """Sevens for partition 0."""
+    request = driver.request()
+    driver.send(SetReceived(request, "m", (AssignPart(0, ones() * 7, "float32", True),)))
+    return request
+
+
+def capture(driver: ShardDriver) -> int:
+    """The whole of partition 0."""
+    request = driver.request()
+    driver.send(CaptureReceived(request, "m", 0))
+    return request
+
+
+def told(driver: ShardDriver, request: int) -> None:
+    """That request heard of a bug, which the log can tell."""
+    outcome = driver.replies[request]
+    assert isinstance(outcome, InternalError)
+    assert isinstance(outcome.__cause__, Bug)
+
+
+def test_a_push_that_meets_a_bug_as_it_starts_leaves_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is answered 500 and not applied anywhere; what stands behind it goes on, and sent again it is new."""
+    driver = served()
+    with monkeypatch.context() as broken:
+        broken.setattr(PushOperation, "_start", fails)
+        told(driver, driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 1)))
+    assert driver.core.waiting == 0
+    again = driver.push({0: ones(), 1: ones()}, PushId("w", 1, 1))
+    assert (again.duplicate, again.version, driver.values()) == (False, 1, [1.0] * 4)
+
+
+def test_of_those_that_start_together_one_that_meets_a_bug_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others were due by the same event, and are computed."""
+    driver = served()
+    driver.eager = False
+    first = driver.submit({0: ones(), 1: ones()})
+    behind = [driver.submit({i: ones()}, PushId("w", 1, i)) for i in (0, 1)]
+    start = PushOperation._start
+
+    def second_fails(op: PushOperation, *args: Any) -> Any:
+        return fails() if op.event.parts[0].partition == 1 else start(op, *args)
+
+    monkeypatch.setattr(PushOperation, "_start", second_fails)
+    driver.settle()
+    told(driver, behind[1])
+    assert [isinstance(driver.replies[r], PushDone) for r in (first, behind[0])] == [True, True]
+    assert (driver.values(0), driver.values(1)) == ([2.0] * 4, [1.0] * 4)
+
+
+def test_an_assignment_that_meets_a_bug_as_it_starts_leaves_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a push does."""
+    driver = served()
+    with monkeypatch.context() as broken:
+        broken.setattr(operation, "AssignTask", fails)
+        told(driver, assign(driver))
+    assign(driver)
+    assert driver.values() == [7.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "request_of"),
+    [
+        (admission, "check_push", lambda d: d.submit({0: ones()})),
+        (admission, "must_ask", lambda d: d.submit({0: ones()}, PushId("r/a", 1, 1))),
+        (admission, "check_set", assign),
+        (Partition, "captured", capture),
+    ],
+)
+def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, request_of: Callable[[ShardDriver], int]
+) -> None:
+    """It keeps no place among those that wait."""
+    driver = served()
+    monkeypatch.setattr(where, name, fails)
+    told(driver, request_of(driver))
+    assert driver.core.waiting == 0
+
+
+def test_a_pull_that_meets_a_bug_is_over_whoever_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that makes the version for which it waits is none the worse for it."""
+    driver = served()
+    pull = driver.ask((0,), min_version=1, wait_s=10.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(pulls, "_look", fails)
+        assert driver.push({0: ones()}).version == 1
+    told(driver, pull)
+    assert driver.core.waiting == 0
+
+
+def test_a_bug_that_leaves_something_half_done_is_not_kept_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One partition holds its part of the push and the other does not: the process is to end (see `Runtime.feed`)."""
+    driver = served(consistency={"mode": "sync"})
+    stage = Partition.stage
+
+    def second_fails(p: Partition, *args: Any) -> Any:
+        return fails() if p.index == 1 else stage(p, *args)
+
+    monkeypatch.setattr(Partition, "stage", second_fails)
+    with pytest.raises(Bug):
+        driver.submit({0: ones(), 1: ones()}, PushId("r/a", 1, 1), clock=0)
