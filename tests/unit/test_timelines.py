@@ -286,3 +286,24 @@ def test_what_redis_lost_of_a_partition_is_told_by_its_clock_and_not_by_its_vers
         d.clock(a, t)
         d.beats()
     assert taken_over(d, 11, 1)["timeline"] == 1
+
+
+def test_a_journaled_model_whose_values_are_asked_for_again_goes_on_beyond_the_clocks_that_are_stored() -> None:
+    """The other partitions come back from their journals: behind their clock no commit would be theirs."""
+    d = Driver()
+    for name in ("s0", "s1"):
+        d.shard(name)
+    params = {"w": {"shape": [64], "init": {"kind": "upload"}}}
+    model = {"name": "m", "params": params, "partitions": 4, "consistency": SYNC, "ack": "journaled"}
+    d.send(lambda n: io.CreateModel(n, model, "secret"))
+    d.beats()
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret"))
+    a = d.join("a")
+    for t in (1, 2, 3):
+        d.clock(a, t)
+    d.empty_redis()
+    lost = d.core.read.model("m")["partitions"][0]
+    d.beat(lost["shard"], lost=[["m", 1, 0, lost["incarnation"]]])
+    document = d.document()
+    assert (document["state"], document["timeline"]) == ("initializing", 1)
+    assert document["began"] == document["clock"] == 4

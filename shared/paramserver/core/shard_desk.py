@@ -157,7 +157,9 @@ class ShardDesk:
         files = {p.name: p.init.path for p in model.spec.params if p.init.kind == "file"}
         if files and not model.restored:
             self.c.perform(LoadFiles(model.key, files))
-        self._new_timeline(model, "init", 0)
+        # What else is stored of a journaled model is loaded all the same, and must not be ahead of the clocks to come.
+        committed = model.durable and model.gate.sync and model.gate.clock > 0
+        self._new_timeline(model, "init", model.beyond if committed else 0)
         self.c.save_model(model)
 
     def _new_timeline(self, model: Model, source: Any, clock: int) -> None:
