@@ -18,7 +18,7 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from paramserver.core.layout import Layout
-from paramserver.core.operation import PushOperation
+from paramserver.core.push_operation import PushOperation
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     AskWorker,

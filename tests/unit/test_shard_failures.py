@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserver.core import admission, operation, pulls
-from paramserver.core.operation import PushOperation
+from paramserver.core import admission, pulls, set_operation
 from paramserver.core.partition import Partition
+from paramserver.core.push_operation import PushOperation
 from paramserver.core.shard_io import AssignPart, CaptureReceived, PushDone, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InternalError
@@ -91,7 +91,7 @@ def test_an_assignment_that_meets_a_bug_as_it_starts_leaves_its_line(monkeypatch
     """As a push does."""
     driver = served()
     with monkeypatch.context() as broken:
-        broken.setattr(operation, "AssignTask", fails)
+        broken.setattr(set_operation, "AssignTask", fails)
         told(driver, assign(driver))
     assign(driver)
     assert driver.values() == [7.0] * 4

@@ -7,9 +7,12 @@ from msgspec.structs import replace
 
 from paramserver.core.durability import Durability
 from paramserver.core.line import Lines
-from paramserver.core.operation import CommitOperation, Operation, PushOperation, SetOperation
+from paramserver.core.mean_operations import CommitOperation
+from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
+from paramserver.core.push_operation import PushOperation
 from paramserver.core.served_model import ServedModel
+from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import Effect, LoadPartition, ModelView
 from paramserver.core.snapshot_plan import SnapshotPlan
 from paramserver.types import PartitionKey, Token

@@ -7,10 +7,12 @@ from paramserver import limits
 from paramserver.core import admission
 from paramserver.core import operation as running
 from paramserver.core.line import Lines
-from paramserver.core.operation import Operation, PushOperation, SetOperation
+from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
+from paramserver.core.push_operation import PushOperation
 from paramserver.core.served_model import Parked, ServedModel
+from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import (
     AskWorker,
     CaptureReceived,

@@ -13,19 +13,15 @@ from paramserver.core.handover import Handover, released
 from paramserver.core.journal import drop_head
 from paramserver.core.line import Lines
 from paramserver.core.loading import LoadDesk
-from paramserver.core.operation import (
-    CommitOperation,
-    FlushOperation,
-    Operation,
-    PushOperation,
-    SetOperation,
-    SettingsOperation,
-    configured,
-)
+from paramserver.core.mean_operations import CommitOperation, FlushOperation
+from paramserver.core.operation import Operation, configured
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
+from paramserver.core.push_operation import PushOperation
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
+from paramserver.core.set_operation import SetOperation
+from paramserver.core.settings_operation import SettingsOperation
 from paramserver.core.shard_io import (
     Applied,
     CaptureReceived,

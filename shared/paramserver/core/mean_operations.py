@@ -1,0 +1,92 @@
+"""What was staged or buffered is applied as one mean: by a commit of the scheduler, or by a flush."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paramserver.core.journal import Step, commit_head, flush_head
+from paramserver.core.operation import Operation, Shard, configured
+from paramserver.core.shard_io import CommitDecided, PartitionState, Task, TaskResult
+from paramserver.core.update import mean_task
+
+
+@dataclass(slots=True, eq=False)
+class CommitOperation(Operation):
+    """One decided clock of a synchronous model, on one partition: version + 1 whatever it touches, or its clock."""
+
+    commit: CommitDecided = field(kw_only=True)
+    _step: Step | None = None
+    """The numbers of the step that is computed."""
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        (p,) = self.partitions
+        settings = self.model.spec_of(self.commit.revision)
+        if self.commit.timeline != self.model.timeline or self.commit.t != p.clock or settings is None:
+            p.committing = False
+            shard.committed(self.model, p, now)
+            return ()
+        revision, spec = settings
+        if spec.consistency.mode == "sync":
+            changed, fresh = revision != p.revision, p.adopt(spec, revision, self.commit.live_workers)
+            if changed:
+                configured(shard, p, now, fresh=fresh)
+        parts = p.weighted(p.listed(self.commit.contributions))
+        divisor = sum(c.weight for c in self.commit.contributions)
+        if parts and divisor > 0.0:
+            self._step = (p.rate(), [weight for _, weight in parts])
+            return [mean_task(p.basis(), parts, divisor, self._step[0])]
+        assert p.state is not None
+        self._finish(shard, p.state, now)
+        return ()
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        (p,) = self.partitions
+        assert p.state is not None
+        if results[0].state is None:
+            shard.not_finite += 1
+            self._step = None
+        self._finish(shard, results[0].state or p.state, now)
+
+    def _finish(self, shard: Shard, state: PartitionState, now: float) -> None:
+        (p,) = self.partitions
+        p.committing = False
+        shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
+        p.clock = self.commit.t + 1
+        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 5)
+        shard.flip(p, state, now)
+        if p.level:
+            shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
+        if self.commit.cut or (p.by_cuts and p.clock == self.model.cut_asked):
+            shard.cut(p)
+        shard.committed(self.model, p, now)
+
+
+@dataclass(slots=True, eq=False)
+class FlushOperation(Operation):
+    """The mean of what one partition has buffered is applied, in order of arrival."""
+
+    early: bool = False
+    """Whether it is applied though it is neither full nor old enough."""
+    _step: Step | None = None
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        (p,) = self.partitions
+        rule = p.spec.consistency
+        full = rule.mode != "buffered" or len(p.buffered) >= rule.count or self.early
+        if not p.buffered or not (full or (p.flush_at is not None and now >= p.flush_at)):
+            return ()
+        parts = p.weighted(p.buffered)
+        self._step = (p.rate(), [weight for _, weight in parts])
+        return [mean_task(p.basis(), parts, float(len(parts)), self._step[0])]
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        (p,) = self.partitions
+        shard.held_bytes -= sum(h.data.nbytes for h in p.take_buffered())
+        if results[0].state is None:
+            shard.not_finite += 1
+            p.lsn += 1
+            self._step = None
+        else:
+            shard.flip(p, results[0].state, now)
+        if p.level:
+            shard.durability.executed(p, "flush", flush_head(p.version, self._step))
+            shard.remembers(p, now)

@@ -1,0 +1,212 @@
+"""A push, when its turn has come: applied, staged or buffered, or refused with nothing changed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from paramserver import limits
+from paramserver.core import admission
+from paramserver.core.journal import hold_head, push_head
+from paramserver.core.mean_operations import FlushOperation
+from paramserver.core.operation import Operation, Shard
+from paramserver.core.partition import Partition
+from paramserver.core.shard_io import HeldPart, PushDone, PushPart, PushReceived, Task, TaskResult, WorkerAnswered
+from paramserver.core.update import single_task
+from paramserver.core.window import Seen
+from paramserver.errors import PsError, as_problem, problem
+from paramserver.types import PushState
+
+
+@dataclass(slots=True, eq=False)
+class PushOperation(Operation):
+    """A push of one or several partitions."""
+
+    event: PushReceived = field(kw_only=True)
+    answer: WorkerAnswered | None = None
+    """What the scheduler said about its worker, if it was asked."""
+    expires: float = 0.0
+    """Until when it waits for partitions to be loaded."""
+    level: int = 0
+    """What its reply says is durable (`watermark.LEVELS`)."""
+    _seen: list[Seen | None] = field(default_factory=list)
+    _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
+    _numbers: list[tuple[float, float]] = field(default_factory=list)
+    """(learning rate, factor) of each fresh part."""
+    _holds: bool = False
+    """Whether it has begun to change something as it starts: from then on it cannot be refused any more."""
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        try:
+            return self._start(shard, now)
+        except Exception as error:
+            if self._holds:
+                raise
+            self.refuse(shard, as_problem(error))
+            return ()
+
+    def _start(self, shard: Shard, now: float) -> Sequence[Task]:
+        event = self.event
+        self.model.check(event.generation, event.timeline)
+        spec = self.partitions[0].spec
+        mode = spec.consistency.mode
+        for p in self.partitions:
+            if p.spec is not spec and p.spec.consistency.mode != mode:
+                raise problem("loading", "the model's settings are just changing")
+        admission.check_worker(event, mode, self.model.workers, self.answer)
+        if self.level:
+            admission.check_level(self.level, self.partitions[0].level, mode)
+            shard.durability.admit(self.level, sum([part.data.nbytes for part in event.parts]))
+        immediate = spec.consistency.immediate
+        if not immediate or any([p.memory.holds(event.push_id, event.key) for p in self.partitions]):
+            event = self._looked_at(shard)
+        pairs = list(zip(self.partitions, event.parts, strict=True))
+        self._seen = [p.memory.judge(event.push_id, event.key, part.crc or 0) for p, part in pairs]
+        self._fresh = [pair for pair, seen in zip(pairs, self._seen, strict=True) if seen is None]
+        state: PushState = "applied" if immediate else "staged" if mode == "sync" else "buffered"
+        if not self._fresh:
+            self._reply(shard, state, now)
+            return ()
+        scale = event.weight * admission.clip_factor(event, spec)
+        for partition, part in self._fresh:
+            if partition.spec.consistency.lag == "reject":
+                _check_lag(partition, part.base)
+        if immediate:
+            self._numbers = [p.numbers(scale, part.base) for p, part in self._fresh]
+            return [
+                single_task(
+                    p.basis(),
+                    part.data,
+                    part.dtype,
+                    part.ranges,
+                    factor,
+                    rate,
+                    spend=part.owned and p.spec.ack == "applied",  # else the journal has need of it
+                    look=part.crc is None,
+                )
+                for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
+            ]
+        if mode == "sync" and event.clock is None:
+            raise problem("invalid_field", "clock: is needed in mode sync", hint="the iteration it belongs to, from 0")
+        nbytes = sum(part.data.nbytes for _, part in self._fresh)
+        if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
+            raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
+        kept = [(p, _kept(p, part)) for p, part in self._fresh]
+        self._holds = True
+        for partition, part in kept:
+            self._hold(shard, partition, part, scale, now)
+        self._reply(shard, state, now)
+        return ()
+
+    def _looked_at(self, shard: Shard) -> PushReceived:
+        """The push, of which everything is known; raises RequestError (`non_finite`)."""
+        if any(part.crc is None for part in self.event.parts):
+            parts = tuple(part if part.crc is not None else shard.look(part) for part in self.event.parts)
+            admission.check_finite(parts)
+            self.event = replace(self.event, parts=parts)
+        return self.event
+
+    def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
+        """Keep one part until its clock commits, or until its partition's buffer is applied."""
+        event, rule = self.event, p.spec.consistency
+        sync = rule.mode == "sync"
+        clock = event.clock if sync and event.clock is not None else -1
+        late = sync and clock < p.clock and rule.late == "drop"
+        assert part.crc is not None
+        p.memory.record(event.push_id, event.key, part.crc, p.version, late)
+        worker, epoch, seq = "", 0, p.arrivals
+        if event.push_id is not None:
+            worker, epoch = event.push_id.worker, event.push_id.epoch
+            seq = event.push_id.seq if sync else seq
+        held = HeldPart(worker, epoch, clock, seq, part.base, scale, part.ranges, part.data, part.dtype)
+        p.lsn += 1
+        if p.level:
+            head = hold_head(event, part, p.version, held, late)
+            shard.durability.executed(p, "hold", head, () if late else (part.data,))
+            shard.remembers(p, now)
+        if late:
+            return
+        shard.held_bytes += part.data.nbytes
+        if sync:
+            p.stage(held)
+            return
+        p.buffered.append(held)
+        p.arrivals += 1
+        if len(p.buffered) >= rule.count:
+            shard.precede(p, FlushOperation(self.model, [p]))
+        elif p.flush_at is None:
+            p.flush_at = now + rule.interval_ms / 1000.0
+            shard.flush_by(p, p.flush_at, now)
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        if any([r.state is None for r in results]):
+            self.refuse(shard, self._not_finite(results))
+            return
+        for i, ((p, part), result) in enumerate(zip(self._fresh, results, strict=True)):
+            assert result.state is not None
+            crc = result.crc if part.crc is None else part.crc
+            assert crc is not None
+            p.memory.record(self.event.push_id, self.event.key, crc, p.version + 1)
+            shard.flip(p, result.state, now)
+            if p.level:
+                head = push_head(self.event, replace(part, crc=crc), p.version, *self._numbers[i])
+                shard.durability.executed(p, "push", head, (part.data,))
+        self._reply(shard, "applied", now)
+
+    def _not_finite(self, results: Sequence[TaskResult]) -> PsError:
+        pairs = [(p.index, r) for (p, _), r in zip(self._fresh, results, strict=True)]
+        for index, result in pairs:
+            if result.bad_gradient:
+                return admission.not_finite(index)
+        bad = [index for index, result in pairs if result.state is None]
+        return problem("non_finite_result", f"partitions {bad} would hold NaN or infinity; nothing was changed")
+
+    def refuse(self, shard: Shard, error: PsError) -> None:
+        shard.reply(self.event.request, error)
+
+    def _reply(self, shard: Shard, state: PushState, now: float) -> None:
+        event, rule, stands = self.event, self.partitions[0].spec.consistency, []
+        drops = state == "staged" and rule.late == "drop" and event.clock is not None
+        duplicate, late, unknown = True, False, False
+        for p, part, seen in zip(self.partitions, event.parts, self._seen, strict=True):
+            if seen is None:
+                duplicate = False
+                late = late or (drops and event.clock is not None and event.clock < p.clock)
+                stands.append(p.stand())
+            else:
+                late = late or seen.late
+                stands.append(p.stand(seen.version))
+            unknown = unknown or (part.base is not None and part.base[1] != p.token)
+        done = PushDone(
+            self.model.key,
+            self.model.timeline,
+            state,
+            duplicate,
+            min([s.version for s in stands]),
+            min([s.durable_version for s in stands]),
+            max([s.incarnation for s in stands]),
+            tuple(stands),
+            late,
+            unknown,
+        )
+        if self.level:
+            shard.durability.acknowledge(event.request, done, self.partitions, self.level, now)
+        else:
+            shard.reply(event.request, done)
+
+
+def _kept(p: Partition, part: PushPart) -> PushPart:
+    """The part as it is held; of a journaled model a snapshot can hold it when its sender has its memory again."""
+    return replace(part, data=part.data.copy()) if p.level and not part.owned else part
+
+
+def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:
+    rule, lag = partition.spec.consistency, partition.lag(base)
+    if lag > rule.lag_bound:
+        raise problem(
+            "too_stale",
+            f"the gradient's base lies {lag} versions back; at most {rule.lag_bound} are allowed",
+            hint="pull and compute it again",
+            lag=lag,
+            version=partition.version,
+        )

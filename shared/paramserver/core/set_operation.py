@@ -1,0 +1,67 @@
+"""Values that are assigned, when their turn has come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paramserver.core.journal import set_head
+from paramserver.core.operation import Operation, Shard
+from paramserver.core.shard_io import AssignTask, PushDone, SetReceived, Task, TaskResult
+from paramserver.errors import PsError, as_problem, problem
+
+
+@dataclass(slots=True, eq=False)
+class SetOperation(Operation):
+    """An assignment of values: `PUT params`, a restore, an upload."""
+
+    event: SetReceived = field(kw_only=True)
+    expires: float = 0.0
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        tasks: list[Task] = []
+        try:
+            self.model.check(self.event.generation, None)
+            level = self.partitions[0].level
+            if level:
+                shard.durability.admit(level, sum(part.data.nbytes for part in self.event.parts))
+            for p, part in zip(self.partitions, self.event.parts, strict=True):
+                assert p.state is not None
+                if part.slots is not None and len(part.slots) != len(p.state.slots):
+                    raise problem("loading", "the model's optimizer is just changing")
+                tasks.append(AssignTask(p.key, p.state, part))
+        except Exception as error:
+            self.refuse(shard, as_problem(error))
+            return ()
+        return tasks
+
+    def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
+        if any(r.state is None for r in results):
+            self.refuse(shard, problem("non_finite", "the values hold NaN or infinity in float32; nothing was changed"))
+            return
+        for p, part, result in zip(self.partitions, self.event.parts, results, strict=True):
+            assert result.state is not None
+            state = p.assigned(part, result.state)
+            if self.model.ready:
+                shard.flip(p, state, now)
+            else:
+                p.state = state  # still version 0: the initial values are not complete yet
+                p.lsn += 1
+            if self.event.restore:
+                shard.held_bytes -= p.drop_staged() + sum(h.data.nbytes for h in p.take_buffered())
+            if p.level:
+                arrays = (part.data, *(part.slots or ()))
+                shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)
+        parts = tuple(p.stand() for p in self.partitions)
+        done = PushDone(
+            self.model.key,
+            self.model.timeline,
+            "applied",
+            False,
+            min(p.version for p in parts),
+            min(p.durable_version for p in parts),
+            max(p.incarnation for p in parts),
+            parts,
+        )
+        shard.durability.acknowledge(self.event.request, done, self.partitions, self.partitions[0].level, now)
+
+    def refuse(self, shard: Shard, error: PsError) -> None:
+        shard.reply(self.event.request, error)

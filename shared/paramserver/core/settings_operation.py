@@ -1,0 +1,62 @@
+"""Other settings, when their turn has come: one mode of consistency is left in order before the next one begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paramserver.core.mean_operations import CommitOperation, FlushOperation
+from paramserver.core.operation import Operation, Shard, configured
+from paramserver.core.shard_io import Task
+from paramserver.core.spec import ModelSpec
+
+
+@dataclass(slots=True, eq=False)
+class SettingsOperation(Operation):
+    """Other settings for one partition: leaving `buffered` flushes, leaving `sync` drops the open clock."""
+
+    spec: ModelSpec = field(kw_only=True)
+    revision: int = 0
+    live_workers: int = 0
+    clock: int = 0
+    """The clock a synchronous phase begins with."""
+
+    def start(self, shard: Shard, now: float) -> Sequence[Task]:
+        (p,) = self.partitions
+        old, new = p.spec.consistency, self.spec.consistency
+        if self.revision <= p.revision or old.mode == new.mode == "sync":
+            return ()  # within sync a commit says from when on they are in force
+        if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
+            # Commits decided before the change come first.
+            shard.precede(p, self._again())
+            p.committing = True
+            shard.precede(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
+            return ()
+        full = new.mode != "buffered" or len(p.buffered) >= new.count
+        if p.buffered and full:
+            shard.precede(p, self._again())
+            shard.precede(p, FlushOperation(self.model, [p], early=True))
+            return ()
+        leaves, enters = (x.mode == "sync" and y.mode != "sync" for x, y in ((old, new), (new, old)))
+        if leaves:
+            shard.held_bytes -= p.drop_staged()
+        fresh = p.adopt(self.spec, self.revision, self.live_workers)
+        if enters:
+            p.clock = self.clock
+        configured(shard, p, now, fresh=fresh, unstage=leaves)
+        if enters:
+            shard.cut(p)
+            shard.committed(self.model, p, now)
+        if p.buffered:
+            p.flush_at = now + new.interval_ms / 1000.0
+            shard.flush_by(p, p.flush_at, now)
+        shard.settings_changed(p, now)
+        return ()
+
+    def _again(self) -> "SettingsOperation":
+        return SettingsOperation(
+            self.model,
+            self.partitions,
+            spec=self.spec,
+            revision=self.revision,
+            live_workers=self.live_workers,
+            clock=self.clock,
+        )
