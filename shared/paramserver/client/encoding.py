@@ -1,8 +1,8 @@
 """Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import hypot, isfinite
 
 import numpy as np
@@ -70,6 +70,15 @@ class Draft:
         self.kept: Callable[[], None] | None = None
         """Called too where the push was accepted."""
 
+    def __enter__(self) -> "Draft":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.keep()
+        else:
+            self.give_back()
+
     def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
         """(what was left out of that partition so far, where to write what is left out now), float32 of that size."""
         residual, left = self._feedback.take(generation, partition, size)
@@ -99,21 +108,10 @@ class Draft:
 
 def drafted(feedback: Feedback | None) -> AbstractContextManager[Draft | None]:
     """The draft of one push, of a sender that remembers: kept if the block ends well, else given back."""
-    return _NOTHING if feedback is None else _drafted(feedback)
+    return _NOTHING if feedback is None else Draft(feedback)
 
 
 _NOTHING = nullcontext[None]()
-
-
-@contextmanager
-def _drafted(feedback: Feedback) -> Iterator[Draft]:
-    draft = Draft(feedback)
-    try:
-        yield draft
-    except BaseException:
-        draft.give_back()
-        raise
-    draft.keep()
 
 
 class Encoded(Struct, frozen=True):

@@ -38,15 +38,10 @@ class SharedArrays:
     ) -> Params:
         """The arrays at hand if they have reached `min_version`, else fresh ones."""
         kept = self.kept(model, options)
-        return (
-            kept
-            if kept is not None
-            else self.keep(
-                model,
-                options,
-                run(transfer.pull(self._cluster, model, deadline, wait_s=wait_s, view=True, **options)),
-            )
-        )
+        if kept is not None:
+            return kept
+        pulling = transfer.pull(self._cluster, model, deadline, wait_s=wait_s, view=True, **options)
+        return self.keep(model, options, run(pulling))
 
     def kept(self, model: str, options: dict[str, Any]) -> Params | None:
         """The arrays at hand, if `min_version` is asked for and they have reached it.
