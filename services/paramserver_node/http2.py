@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
-from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
+from uvicorn.protocols.utils import is_ssl
 from uvicorn.server import ServerState
 
 from paramserver.wire import http2 as wire
@@ -25,7 +25,7 @@ from paramserver.wire.http2 import Http2Error
 from paramserver_node.follies import WIDER_BYTES_MIN, Follies
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first
-from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of
+from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of, scope_of
 from paramserver_node.unread import Unread
 
 if TYPE_CHECKING:
@@ -114,15 +114,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unread = Unread(transport)
         self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno(), self.abort)
         self._server.connections.add(self)  # type: ignore[arg-type]
-        self._scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "2",
-            "server": get_local_addr(transport),
-            "client": get_remote_addr(transport),
-            "scheme": "https" if is_ssl(transport) else "http",
-            "root_path": self._root_path,
-        }
+        self._scope = scope_of(transport, self._root_path)
         values = {
             wire.MAX_CONCURRENT_STREAMS: STREAMS_MAX,
             wire.INITIAL_WINDOW_SIZE: UNREAD_BYTES_MAX,
@@ -390,7 +382,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._said and not self._lent.writes:
             said, self._said = self._said, []
             if not self.transport.is_closing():
-                self.transport.write(said[0] if len(said) == 1 else b"".join(said))
+                data = said[0] if len(said) == 1 else b"".join(said)
+                self._unread.handed += len(data)
+                self.transport.write(data)
 
     def flush_soon(self, *, more: bool = False) -> bool:
         """Short pieces go together, a few at a time, if several requests are answered or there is `more` of this one;
@@ -417,7 +411,9 @@ class Connection(asyncio.BufferedProtocol):
             return self.flush_soon(more=more)
         said, self._said = self._said, []
         if not self.transport.is_closing():
-            self.transport.writelines((b"".join(said) + head, data))
+            before = b"".join(said) + head
+            self._unread.handed += len(before) + len(data)
+            self.transport.writelines((before, data))
         return True
 
     def deliver(self, frames: Sequence[tuple[bytes, memoryview]]) -> "asyncio.Future[int] | None":
@@ -446,6 +442,7 @@ class Connection(asyncio.BufferedProtocol):
         self.credit -= sum(map(len, parts[1 : 2 * count : 2]))
         self._writable.set()
         if went < end and not self.transport.is_closing():
+            self._unread.handed += end - went
             self.transport.writelines(first(after(parts, went), end - went))
         self.flush()
         for stream in self._streams.values():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
@@ -327,6 +328,19 @@ async def _next(event: asyncio.Event) -> None:
     """Returns when it is set from now on."""
     event.clear()
     await event.wait()
+
+
+def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:
+    """What all requests of a connection have in common, for ASGI."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "2",
+        "server": get_local_addr(transport),
+        "client": get_remote_addr(transport),
+        "scheme": "https" if is_ssl(transport) else "http",
+        "root_path": root_path,
+    }
 
 
 def request_of(headers: Sequence[Header]) -> dict[str, Any] | None:

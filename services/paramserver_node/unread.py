@@ -2,8 +2,12 @@
 
 import asyncio
 from functools import partial
+from typing import Final
 
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
+
+_RECORDS: Final = 64
+"""One part in so many, or less, is what TLS adds to what is left."""
 
 
 class Unread:
@@ -11,25 +15,27 @@ class Unread:
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._answers = 0
+        self.handed = 0
+        """Bytes that the transport has been given; whoever goes on writing after `watch` counts them."""
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
     def watch(self) -> None:
         """All of an answer has been written, or the transport is closing, which it does when all is sent."""
-        self._answers += 1
         left = self._transport.get_write_buffer_size()
         if (left or self._transport.is_closing()) and self._timer is None and not self._over:
             loop = asyncio.get_running_loop()
             due_s = PATIENCE_S + left / PACE_BYTES_PER_S
-            self._timer = loop.call_later(due_s, partial(self._look, self._answers))
+            self._timer = loop.call_later(due_s, partial(self._look, self.handed, self._transport.is_closing()))
 
-    def _look(self, answers: int) -> None:
+    def _look(self, handed: int, closing: bool) -> None:
+        """`handed`, `closing`: as they were when the time began."""
         self._timer = None
-        if answers != self._answers:
-            self.watch()  # the newest has its own time; how much may lie unread is bounded by who writes
-        elif self._transport.get_write_buffer_size() or self._transport.is_closing():
+        left = self._transport.get_write_buffer_size()
+        if closing or self.handed - left + left // _RECORDS < handed:
             self._transport.abort()
+        else:
+            self.watch()  # what is left came later: another answer, or one that is being read all the while
 
     def close(self) -> None:
         """The connection has ended; what is still being answered ends later."""

@@ -78,3 +78,49 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
             await asyncio.sleep(0)
         assert transport.is_closing() is not reads
         transport.abort()
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short answer has been read, and a long one is, however long it takes: the connection goes on."""
+    monkeypatch.setattr(unread, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", 1 << 40)
+    looked = asyncio.Event()
+    look = unread.Unread._look
+
+    def told(self: unread.Unread, *when: Any) -> None:
+        look(self, *when)
+        looked.set()
+
+    monkeypatch.setattr(unread.Unread, "_look", told)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while scope["path"] == "/long" and not looked.is_set():
+            await send({"type": "http.response.body", "body": ANSWER, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
+    config.load()
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), app, {}), sock=ours)
+    long = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/long")])
+    with theirs:
+        widened = wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 30)
+        await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, long))
+        while connection.writable:
+            await asyncio.sleep(0)
+        await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 3, ASKED))
+        while len(connection._streams) < 2:
+            await asyncio.sleep(0)
+        scanner, ended = wire.Scanner(1 << 20, 1 << 20), set[int]()
+        while ended != {1, 3}:
+            await asyncio.sleep(0)  # the server has its turn with every piece, so there is always something left
+            data = await loop.sock_recv(theirs, 16 << 10)
+            assert data, "the server has hung up"
+            ended |= {n for _, flags, n, _, _ in scanner.scan(memoryview(data)) if n and flags & wire.END_STREAM}
+        assert looked.is_set()
+        transport.abort()
+        while connection._running:
+            await asyncio.sleep(0)
