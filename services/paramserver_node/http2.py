@@ -331,14 +331,16 @@ class Connection(asyncio.BufferedProtocol):
                 self._follies.one()
             return
         self._newest = number
+        if asked is not None and ends and asked.length:
+            asked = None  # it says that it has a body, and has none
         if asked is None or self._stopping or self._running >= STREAMS_MAX:
             self._follies.one()
             code = wire.PROTOCOL_ERROR if asked is None else wire.REFUSED_STREAM
             self.say(wire.word(number, wire.RST_STREAM, code))
             return
-        stream = self._streams[number] = Stream(self, number, ends, bodyless=asked["method"] == "HEAD")
-        own = {"headers": list(asked["headers"]), "state": dict(self._state), "extensions": {BODY: stream}}
-        scope = self._scope | asked | own
+        stream = self._streams[number] = Stream(self, number, ends, asked)
+        own = {"headers": list(asked.scope["headers"]), "state": dict(self._state), "extensions": {BODY: stream}}
+        scope = self._scope | asked.scope | own
         self._running += 1
         if self._carrier is not None:
             self._carrier.asked(self._socket.fileno())

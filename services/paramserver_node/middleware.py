@@ -103,13 +103,14 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, patience: Patience) -> None:
         self._receive, self._send, self._patience = receive, send, patience
+        self._scope = scope
+        self._size, self.request_id, self._named = _told(scope)
+        self._body_ended = self._size == 0
         extensions = scope.get("extensions", {})
         if BODY in extensions:
             self._arrival: Arrival = extensions[BODY]
             extensions[BODY] = self
-        self._scope = scope
-        self._size, self.request_id, self._named = _told(scope)
-        self._body_ended = self._size == 0
+            self._size = None  # over HTTP/2 more bytes than announced may come, and then none of them may count
         self._reading: asyncio.Lock | None = None
         self._began_s = patience.now()
         self.received = 0

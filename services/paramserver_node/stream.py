@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
@@ -65,10 +65,12 @@ class Arrival(Protocol):
 class Stream:
     """One request and its answer."""
 
-    def __init__(self, client: "Connection", number: int, body_ended: bool, *, bodyless: bool = False) -> None:
-        self._client, self._number, self._bodyless = client, number, bodyless
+    def __init__(self, client: "Connection", number: int, body_ended: bool, asked: "Asked") -> None:
+        self._client, self._number, self._bodyless = client, number, asked.scope["method"] == "HEAD"
         self.body_ended = body_ended
         """Whether the client has sent all."""
+        self._due = asked.length
+        """What is still to come of the body, where its head says how long it is."""
         self.credit = client.new_credit
         """What may be sent of the answer."""
         self._window = self._ahead = UNREAD_BYTES_MAX
@@ -105,6 +107,8 @@ class Stream:
 
     def arrived(self, data: memoryview, ends: bool) -> None:
         """The next bytes of the body."""
+        if self._refused(len(data), ends):
+            return
         self.body_ended = ends
         if self._sink is not None and self._failed is None and data:
             self._into_sink(self._sink.feed, data)
@@ -118,12 +122,25 @@ class Stream:
 
     def filled(self, size: int, *, ends: bool) -> None:
         """So many bytes of the body have been put where its sink said."""
+        if self._refused(size, ends):
+            return
         self.body_ended = ends
         if self._sink is not None and self._failed is None:
             self._into_sink(self._sink.filled, size)
         self.used(size)
         if ends or self._failed is not None:
             self._moved.set()
+
+    def _refused(self, size: int, ends: bool) -> bool:
+        """Whether the body is not as long as its head says (RFC 9113, 8.1.1): then it never comes to its end."""
+        if self._due is not None and not self._cut:
+            self._due -= size
+            if self._due < 0 or (ends and self._due):
+                self._client.say(wire.word(self._number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
+                self.cut()
+        if self._cut:
+            self._client.used(size)
+        return self._cut
 
     def _into_sink(self, put: Callable[[T], None], what: T) -> None:
         try:
@@ -343,11 +360,21 @@ def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:
     }
 
 
-def request_of(headers: Sequence[Header]) -> dict[str, Any] | None:
-    """What a request's headers say, for ASGI; None where they are no request (RFC 9113, 8.2 and 8.3)."""
+class Asked(NamedTuple):
+    """What a request's headers say."""
+
+    scope: dict[str, Any]
+    """For ASGI."""
+    length: int | None
+    """Of the body, where they say so."""
+
+
+def request_of(headers: Sequence[Header]) -> Asked | None:
+    """What a request's headers say; None where they are no request (RFC 9113, 8.2 and 8.3)."""
     special: dict[bytes, bytes] = {}
     rest: list[Header] = []
     cookies: list[bytes] = []
+    length: int | None = None
     for name, value in headers:
         if name.startswith(b":"):
             if rest or cookies or name in special or name not in _OF_A_REQUEST or _UNFIT.search(value):
@@ -355,12 +382,14 @@ def request_of(headers: Sequence[Header]) -> dict[str, Any] | None:
             special[name] = value
         elif not name or name != name.lower() or name in _OF_A_CONNECTION or _UNFIT.search(value):
             return None
-        elif name == b"content-length" and not _LENGTH.fullmatch(value):
-            return None
         elif name == b"cookie":
             cookies.append(value)
         else:
             rest.append((name, value))
+            if name == b"content-length":
+                if not _LENGTH.fullmatch(value) or length not in (None, int(value)):
+                    return None
+                length = int(value)
     if cookies:  # which may come in a field each (RFC 9113, 8.2.3)
         rest.append((b"cookie", b"; ".join(cookies)))
     method, path = special.get(b":method", b""), special.get(b":path", b"")
@@ -369,10 +398,11 @@ def request_of(headers: Sequence[Header]) -> dict[str, Any] | None:
     if authority := special.get(b":authority"):
         rest.insert(0, (b"host", authority))
     raw, _, query = path.partition(b"?")
-    return {
+    scope = {
         "method": method.decode("latin-1"),
         "path": unquote(raw.decode(errors="replace")),
         "raw_path": raw,
         "query_string": query,
         "headers": rest,
     }
+    return Asked(scope, length)

@@ -139,17 +139,21 @@ def test_headers_that_cannot_be_read_are_refused() -> None:
 
 def test_a_request_is_what_asgi_calls_it() -> None:
     """Method, path, query, and headers with the authority as host."""
-    assert request_of(ASKED) == {
+    scope = {
         "method": "POST", "path": "/p q", "raw_path": b"/p%20q", "query_string": b"x=1",
         "headers": [(b"host", b"a:1"), (b"a", b"b")],
     }  # fmt: skip
+    assert request_of(ASKED) == (scope, None)
+    asked = request_of([*ASKED, (b"content-length", b"7")])
+    assert asked is not None
+    assert asked.length == 7
 
 
 def test_cookies_in_fields_of_their_own_are_one_header() -> None:
     """So browsers send them, and so apps want them (RFC 9113, 8.2.3)."""
     asked = request_of([*ASKED, (b"cookie", b"a=1"), (b"c", b"d"), (b"cookie", b"b=2")])
     assert asked is not None
-    assert [value for name, value in asked["headers"] if name == b"cookie"] == [b"a=1; b=2"]
+    assert [value for name, value in asked.scope["headers"] if name == b"cookie"] == [b"a=1; b=2"]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +163,7 @@ def test_cookies_in_fields_of_their_own_are_one_header() -> None:
         [ASKED[0], *ASKED], [*ASKED, (b"connection", b"close")], [(b":other", b""), *ASKED], [*ASKED, (b"", b"")],
         [*ASKED[:3], (b":path", b"p")], [*ASKED, (b"x", b"a\r\nb: c")], [*ASKED[:3], (b":path", b"/\x00")],
         [*ASKED, (b"content-length", b"9" * 5000)], [*ASKED, (b"content-length", b"-1")],
+        [*ASKED, (b"content-length", b"1"), (b"content-length", b"2")],
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_none(headers: list[wire.Header]) -> None:

@@ -1,0 +1,139 @@
+"""Bodies over HTTP/2 that are not as long as their heads say (RFC 9113, 8.1.1), on a real connection."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of
+
+from paramserver.wire import http2 as wire
+from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
+from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.stream import BODY
+
+Read = Callable[[Scope, Receive], Coroutine[None, None, bool]]
+
+
+async def by_message(_: Scope, receive: Receive) -> bool:
+    """ASGI's messages."""
+    while (message := await receive())["type"] != "http.disconnect":
+        if not message["more_body"]:
+            return True
+    return False
+
+
+async def whole(scope: Scope, receive: Receive) -> bool:
+    """All of it, if it is here already."""
+    return scope["extensions"][BODY].whole() is not None or await by_message(scope, receive)
+
+
+async def to_its_place(scope: Scope, _: Receive) -> bool:
+    """Put where it belongs as it arrives."""
+    ended: bool = await scope["extensions"][BODY].into(Into())
+    return ended
+
+
+READS = pytest.mark.parametrize("read", [by_message, whole, to_its_place])
+
+
+def applying(read: Read, applied: list[str]) -> ASGIApp:
+    """Reads a body and applies it."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if not await read(scope, receive):
+            return
+        applied.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    return NodeMiddleware(app)
+
+
+def head(number: int, length: int, path: bytes, flags: int = 0) -> bytes:
+    """A request that says how long its body is."""
+    said = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b"content-length", b"%d" % length)]
+    return wire.frame(wire.HEADERS, wire.END_HEADERS | flags, number, wire.encoded(said))
+
+
+async def ends_of(theirs: socket.socket, number: int) -> list[tuple[int, int]]:
+    """(stream, error, or 0 for an answer) of each request that ends, until that one has."""
+    scanner, ended = wire.Scanner(1 << 20, 1 << 20), list[tuple[int, int]]()
+    while all(n != number for n, _ in ended):
+        data = await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
+        assert data, "the server has hung up"
+        for kind, flags, n, payload, _ in scanner.scan(memoryview(data)):
+            if kind == wire.RST_STREAM:
+                ended.append((n, wire.word_in(payload)))
+            elif n and flags & wire.END_STREAM:
+                ended.append((n, 0))
+    return ended
+
+
+@READS
+@pytest.mark.asyncio
+@pytest.mark.parametrize("threads", WAYS)
+@pytest.mark.parametrize(
+    ("said", "size"), [(BODY_BYTES - 7, BODY_BYTES), (BODY_BYTES + 7, BODY_BYTES), (7, 100), (107, 100), (7, 0), (0, 7)]
+)
+async def test_a_body_that_is_not_as_long_as_its_head_says_is_never_whole(
+    read: Read, threads: bool, said: int, size: int
+) -> None:
+    """With more bytes and with fewer, however it is read; the next request on the connection is served."""
+    applied: list[str] = []
+    async with connected(applying(read, applied), threads=threads) as (theirs, connection):
+        loop = asyncio.get_running_loop()
+        begun = head(1, said, b"/lie", 0 if size else wire.END_STREAM)
+        sending = loop.create_task(send(theirs, begun + frames_of(1, bytes(size), 1 << 14)))
+        assert await ends_of(theirs, 1) == [(1, wire.PROTOCOL_ERROR)]
+        await sending
+        await loop.sock_sendall(theirs, head(3, 3, b"/true") + frames_of(3, b"abc", 2))
+        assert await ends_of(theirs, 3) == [(3, 0)]
+        assert applied == ["/true"]
+        assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
+
+
+async def send(theirs: socket.socket, data: bytes) -> None:
+    """Those bytes."""
+    await asyncio.get_running_loop().sock_sendall(theirs, data)
+
+
+@READS
+@pytest.mark.asyncio
+async def test_a_body_has_not_ended_before_its_last_frame(read: Read) -> None:
+    """All bytes that its head announces may be here, and then one more comes."""
+    applied: list[str] = []
+    async with connected(applying(read, applied)) as (theirs, _):
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(theirs, head(1, 5, b"/lie") + wire.frame(wire.DATA, 0, 1, b"hello"))
+        await loop.sock_sendall(theirs, head(3, 0, b"/true", wire.END_STREAM))
+        assert await ends_of(theirs, 3) == [(3, 0)]  # so the first has been asked for all that is here
+        await loop.sock_sendall(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1, b"!"))
+        assert await ends_of(theirs, 1) == [(1, wire.PROTOCOL_ERROR)]
+        assert applied == ["/true"]
+
+
+@READS
+@pytest.mark.asyncio
+async def test_trailers_end_a_body_too(read: Read) -> None:
+    """Fewer bytes than announced are fewer, whatever ends them."""
+    applied: list[str] = []
+    trailers = wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, 1, wire.encoded([(b"x", b"y")]))
+    async with connected(applying(read, applied)) as (theirs, _):
+        await send(theirs, head(1, 6, b"/lie") + wire.frame(wire.DATA, 0, 1, b"hello") + trailers)
+        assert await ends_of(theirs, 1) == [(1, wire.PROTOCOL_ERROR)]
+        assert not applied
+
+
+@READS
+@pytest.mark.asyncio
+async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None:
+    """Its client cannot know yet; neither its end nor its bytes make it whole, and its window is given back."""
+    applied: list[str] = []
+    async with connected(applying(read, applied)) as (theirs, connection):
+        late = [wire.frame(wire.DATA, flags, 1, bytes(100)) for flags in (0, 0, wire.END_STREAM)]
+        await send(theirs, head(1, 150, b"/lie") + b"".join(late) + wire.frame(wire.HEADERS, 5, 3, ASKED))
+        await ends_of(theirs, 3)
+        assert "/lie" not in applied
+        assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
