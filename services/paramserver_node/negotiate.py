@@ -48,8 +48,8 @@ async def read_body(receive: Receive, size_max: int, declared: str | None = None
     return b"".join(parts)
 
 
-async def read(request: Request, size_max: int) -> Any:
-    """The request's body as plain values (msgpack `bin` as bytes).
+async def read(request: Request, size_max: int, *, optional: bool = False) -> Any:
+    """The request's body as plain values (msgpack `bin` as bytes); where it is `optional`, none is an empty object.
 
     Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`, `non_finite`.
     """
@@ -61,6 +61,8 @@ async def read(request: Request, size_max: int) -> Any:
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise problem("unsupported_media_type", "compressed bodies are not understood", hint="send it uncompressed")
     raw = await read_body(request.receive, size_max, request.headers.get("content-length"))
+    if not raw and optional:
+        return {}
     if not raw:
         raise problem("malformed", "the body is empty", hint=f"send one {kind} value")
     return parse_json(raw) if kind in _JSON_NAMES else unpack(raw)

@@ -66,12 +66,12 @@ def service(request: Request) -> Service:
     return cast(Service, found)
 
 
-async def read_json(request: Request) -> Any:
-    """The body as plain JSON values, whether it came as JSON or msgpack.
+async def read_json(request: Request, *, optional: bool = False) -> Any:
+    """The body as plain JSON values, whether it came as JSON or msgpack; where it is `optional`, none is an empty one.
 
     Raises RequestError (`malformed`, `too_large`, `unsupported_media_type`).
     """
-    value = await negotiate.read(request, limits.CONTROL_BODY_BYTES_MAX)
+    value = await negotiate.read(request, limits.CONTROL_BODY_BYTES_MAX, optional=optional)
     _check_plain(value)
     return value
 
@@ -106,9 +106,11 @@ async def read(request: Request, kind: type[B]) -> B:
 
 async def read_optional(request: Request, kind: type[B]) -> B:
     """The body, checked against `kind`; no body at all stands for an empty object."""
-    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+    length = request.headers.get("content-length")
+    told = length is not None or request.scope["http_version"] != "2"  # over HTTP/2 a body need not be announced
+    if told and (length or "0") == "0" and "transfer-encoding" not in request.headers:
         return bodies.check(kind, {})
-    return await read(request, kind)
+    return bodies.check(kind, await read_json(request, optional=True))
 
 
 async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:

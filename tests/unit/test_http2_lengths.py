@@ -1,10 +1,11 @@
-"""Bodies over HTTP/2 that are not as long as their heads say (RFC 9113, 8.1.1), on a real connection."""
+"""What heads over HTTP/2 say of the length of their bodies, which must be true (RFC 9113, 8.1.1), or nothing."""
 
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
 
 import pytest
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of
 
@@ -12,6 +13,8 @@ from paramserver.wire import http2 as wire
 from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.stream import BODY
+from paramserver_scheduler import bodies
+from paramserver_scheduler.exchange import read_optional
 
 Read = Callable[[Scope, Receive], Coroutine[None, None, bool]]
 
@@ -137,3 +140,29 @@ async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None
         await ends_of(theirs, 3)
         assert "/lie" not in applied
         assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        ([wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, 1, ASKED)], None),
+        ([wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED), wire.frame(wire.DATA, wire.END_STREAM, 1)], None),
+        ([wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED), frames_of(1, b'{"name": "best"}', 9)], "best"),
+        ([head(1, 16, b"/"), frames_of(1, b'{"name": "best"}', 9)], "best"),
+    ],
+    ids=["none", "empty", "unannounced", "announced"],
+)
+async def test_an_optional_body_that_nobody_has_announced_is_read(frames: list[bytes], name: str | None) -> None:
+    """A client need not say how long it is: what it asks for must not be taken for what is asked for without a body."""
+    read: list[str | None] = []
+
+    async def app(scope: Scope, receive: Receive, answer: Send) -> None:
+        read.append((await read_optional(Request(scope, receive), bodies.Checkpoint)).name)
+        await answer({"type": "http.response.start", "status": 200, "headers": []})
+        await answer({"type": "http.response.body", "body": b""})
+
+    async with connected(NodeMiddleware(app)) as (theirs, _):
+        await send(theirs, b"".join(frames))
+        assert await ends_of(theirs, 1) == [(1, 0)]
+        assert read == [name]
