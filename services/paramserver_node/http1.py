@@ -1,7 +1,7 @@
 """HTTP/1.1: uvicorn's, with the bounds that it lacks, and without its end at an offer of another protocol.
 
 Bounds: a head, trailers and whatever else is no body have `HEADER_BYTES_MAX`, a head has `HEAD_S` besides; what is left
-of an answer when the connection is closed must be read at the pace of bodies.
+of an answer when it has been written, or when the connection is closed, must be read at the pace of bodies.
 """
 
 import asyncio
@@ -81,6 +81,16 @@ class Http1(HttpToolsProtocol):
         self._unread.close()
         if self._giving_up is not None:
             self._giving_up.cancel()
+
+    def pause_writing(self) -> None:
+        """What is left must be read in its time: the next answer's head waits for that, and nobody watches heads."""
+        super().pause_writing()
+        self._unread.watch()
+
+    def resume_writing(self) -> None:
+        """It has been read."""
+        super().resume_writing()
+        self._unread.caught_up()
 
     def data_received(self, data: bytes) -> None:
         """The next bytes of the client."""

@@ -115,6 +115,8 @@ class _Exchange:
         self._began_s = patience.now()
         self.received = 0
         self._too_slow = False
+        self._before = 0
+        """How long the last piece of the answer was, over HTTP/1.1, where the next one waits until it has been read."""
         self.status = 0
         """Of the response; 0 until it begins."""
         self.ended = False
@@ -185,7 +187,9 @@ class _Exchange:
             await self._send(message)  # which the server keeps for the first piece of the body
             return
         try:
-            pace_s = len(message.get("body", b"")) / PACE_BYTES_PER_S
+            size = len(message.get("body", b""))
+            pace_s = (self._before + size) / PACE_BYTES_PER_S
+            self._before = 0 if self._scope["http_version"] == "2" else size
             await self._patience.within(self._patience.now() + PATIENCE_S + pace_s, self._send(message))
         except TimeoutError:
             self.ended = True

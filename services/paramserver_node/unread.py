@@ -28,6 +28,12 @@ class Unread:
             due_s = PATIENCE_S + left / PACE_BYTES_PER_S
             self._timer = loop.call_later(due_s, partial(self._look, self.handed, self._transport.is_closing()))
 
+    def caught_up(self) -> None:
+        """Little is left, and nothing was written meanwhile."""
+        if self._timer is not None and not self._transport.is_closing():
+            self._timer.cancel()
+            self._timer = None
+
     def _look(self, handed: int, closing: bool) -> None:
         """`handed`, `closing`: as they were when the time began."""
         self._timer = None

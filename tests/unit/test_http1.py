@@ -85,6 +85,13 @@ async def large(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": bytes(LARGE_BYTES), "more_body": len(scope["headers"]) < 2})
 
 
+async def kept(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with much, and keeps the connection."""
+    head = [(b"content-length", b"%d" % LARGE_BYTES)]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": bytes(LARGE_BYTES)})
+
+
 @asynccontextmanager
 async def serving(app: ASGIApp = echo) -> AsyncIterator[tuple[Client, ServerState]]:
     """A client that is connected, and what the server knows."""
@@ -188,6 +195,39 @@ async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: 
         while state.connections:
             await asyncio.sleep(0)
         assert len(await client.to_the_end()) < LARGE_BYTES
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("again", [GET, b""], ids=["asked again", "resting"])
+async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
+    again: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is kept, and whose answer nobody reads, ends like one that is closed."""
+    monkeypatch.setattr(unread, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
+
+    async with serving(kept) as (client, state):
+        await client.send(GET)
+        await client.until(b"\r\n\r\n")
+        await client.send(again)
+        while state.connections:
+            await asyncio.sleep(0)
+        assert len(await client.to_the_end()) < LARGE_BYTES
+
+
+@pytest.mark.asyncio
+async def test_a_kept_connection_whose_answers_are_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of what has been read is over: it does not run on into a rest, or into the next answer."""
+    monkeypatch.setattr(unread, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES)
+    async with serving(kept) as (client, state):
+        for _ in range(3):
+            await client.send(GET)
+            answer = await client.until(b"\r\n\r\n")
+            await client.some(LARGE_BYTES - len(answer.partition(b"\r\n\r\n")[2]))
+            (connection,) = state.connections
+            assert isinstance(connection, http1.Http1)
+            assert connection._unread._timer is None
 
 
 @pytest.mark.asyncio

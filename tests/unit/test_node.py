@@ -279,8 +279,10 @@ async def test_a_body_that_is_cut_off_is_refused() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_reader_has_time_for_what_it_is_sent() -> None:
-    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides the patience."""
+@pytest.mark.parametrize("version", ["1.1", "2"])
+async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
+    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides the patience; over
+    HTTP/1.1 it waits for the one before it as well."""
     sizes = [2 << 20, 100]
     dues: list[float] = []
 
@@ -296,9 +298,10 @@ async def test_a_reader_has_time_for_what_it_is_sent() -> None:
 
     node = NodeMiddleware(app)
     node._patience = Noted(asyncio.get_running_loop())
-    await exchange(node, scope_of("GET", b"/", []), [])
+    await exchange(node, {**scope_of("GET", b"/", []), "http_version": version}, [])
 
-    assert dues == pytest.approx([PATIENCE_S + size / PACE_BYTES_PER_S for size in sizes], abs=1.0)
+    sent = sizes if version == "2" else [sizes[0], sum(sizes)]
+    assert dues == pytest.approx([PATIENCE_S + size / PACE_BYTES_PER_S for size in sent], abs=1.0)
 
 
 @pytest.mark.asyncio
