@@ -66,8 +66,7 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._carrier = carrier
-        self._app, self._state, self._server = app, state, server
-        self._root_path = config.root_path
+        self._app, self._state, self._server, self._root_path = app, state, server, config.root_path
         self._greeted = False
         self._scanner = wire.Scanner(FRAME_BYTES, HEADER_BYTES_MAX)
         self._requests = wire.HeaderDecoder(HEADER_BYTES_MAX, request_of)
@@ -88,6 +87,8 @@ class Connection(asyncio.BufferedProtocol):
         self._used = 0
         """What it may send again, and has not been told."""
         self._follies = Follies(self.loop.time)
+        self.spoke_s = self.loop.time()
+        """When the client last heard of any of its bodies."""
         self._said: list[bytes] = []
         """What goes out with `flush`."""
         self._flushes = False

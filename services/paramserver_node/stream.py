@@ -33,8 +33,8 @@ UNREAD_BYTES_MAX: Final = 512 << 10
 AHEAD_BYTES: Final = 4 << 20
 """The same while it is handed on as it arrives, so that no client waits for a word of ours."""
 WORD_S: Final = 2.0
-"""How often at least a client hears of us while its body arrives: one whose way is slow hears of it seldom, and takes
-for dead who is silent."""
+"""How often at least a client hears of us while its bodies arrive: one whose way is slow hears of them seldom, and
+takes for dead who is silent."""
 TRIP_BYTES_MIN: Final = 1 << 20
 """What of a body is worth a thread of the server's carrier, if it has one ..."""
 TRIP_BYTES_MAX: Final = 16 << 20
@@ -76,8 +76,7 @@ class Stream:
         self._window = self._ahead = UNREAD_BYTES_MAX
         """What the client may still send, and how much that is when all is used."""
         self._used = 0
-        self._spoke_s = client.loop.time()
-        """When the client last heard of its body."""
+        self._began_s = client.loop.time()
         self._pieces: list[bytes] = []
         self._sink: Destination | None = None
         self._failed: Exception | None = None
@@ -172,7 +171,7 @@ class Stream:
         if self._used >= self._ahead // 2 and not self._ends():
             self._widen(self._used)
             self._used = 0
-        elif not self.body_ended and self._client.loop.time() - self._spoke_s >= WORD_S:
+        elif not self.body_ended and self._client.loop.time() - max(self._began_s, self._client.spoke_s) >= WORD_S:
             self._say(wire.frame(wire.PING, 0, 0, bytes(8)))
 
     def _ends(self) -> bool:
@@ -188,7 +187,7 @@ class Stream:
         self._say(wire.word(self._number, wire.WINDOW_UPDATE, size))
 
     def _say(self, frame: bytes) -> None:
-        self._spoke_s = self._client.loop.time()
+        self._client.spoke_s = self._client.loop.time()
         self._client.say(frame)
 
     # Of the app

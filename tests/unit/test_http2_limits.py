@@ -150,6 +150,33 @@ async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.Monke
 
 
 @pytest.mark.asyncio
+async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers each ping, and many of them at once would be taken for folly."""
+    monkeypatch.setattr(stream, "WORD_S", 60.0)
+    numbers = range(1, 200, 2)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["extensions"][BODY].into(Into())
+
+    async with connected(app) as (theirs, connection):
+        loop = asyncio.get_running_loop()
+        for n in numbers:
+            await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, n, ASKED))
+        while len(connection._streams) < len(numbers) or any(s._sink is None for s in connection._streams.values()):
+            await asyncio.sleep(0)
+        for s in connection._streams.values():
+            s._began_s = connection.spoke_s = loop.time() - stream.WORD_S
+        for n in numbers:
+            await loop.sock_sendall(theirs, wire.frame(wire.DATA, 0, n, b"a"))
+        await loop.sock_sendall(theirs, wire.frame(wire.PING, 0, 0, b"the last"))
+        scanner, pings = wire.Scanner(1 << 20, 1 << 20), list[bytes]()
+        while b"the last" not in pings:
+            data = await loop.sock_recv(theirs, 1 << 16)
+            pings += [bytes(p) for kind, _, _, p, _ in scanner.scan(memoryview(data)) if kind == wire.PING]
+        assert pings == [bytes(8), b"the last"]
+
+
+@pytest.mark.asyncio
 async def test_an_answer_ends_though_its_window_was_made_smaller_than_what_is_out() -> None:
     """Its last frame is empty and needs no window; what the connection may send is as before."""
     smaller = asyncio.Event()
