@@ -21,7 +21,7 @@ from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
-from paramserver_shard.inflight import InFlight, InFlightMiddleware
+from paramserver_shard.inflight import InFlight, InFlightMiddleware, counted
 from paramserver_shard.internal import router as internal_router
 from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
@@ -113,6 +113,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
     async def put_array(request: Request, m: str, name: str) -> Response:
         s.membership.check_serving()
         negotiate.check_accept(request)
+        request = counted(request, JSON_BODY_BYTES_MAX)
         if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
             length = request.headers.get("content-length")
             value: Any = read_npy(await negotiate.read_body(request.receive, JSON_BODY_BYTES_MAX, length))

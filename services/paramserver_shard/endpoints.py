@@ -28,7 +28,7 @@ from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRIP_BYTES_MIN, Arrival
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
-from paramserver_shard.inflight import account
+from paramserver_shard.inflight import account, counted
 from paramserver_shard.membership import Membership
 from paramserver_shard.names import NameService, Pulled, push_document
 from paramserver_shard.receiving import Body, FrameReader
@@ -67,9 +67,8 @@ class _Endpoint:
                     await self.by_frame(scope, receive, send, began_s)
                     return
                 break
-        request = Request(scope, receive)
+        request = counted(Request(scope, receive), JSON_BODY_BYTES_MAX)
         negotiate.check_accept(request)
-        account(scope).grow(min(_length(request), JSON_BODY_BYTES_MAX))
         body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
         response = await self.by_name(request, body, began_s)
         self.check_serving()
@@ -94,7 +93,7 @@ class _Endpoint:
 
     def _pushed_names(self, done: PushDone, request: Request, body: Any, began_s: float) -> None:
         lag = name_lag(done, body.get("base_version"))
-        self._telemetry.pushed(done, _length(request), began_s, body.get("worker"), lag)
+        self._telemetry.pushed(done, account(request.scope).size_bytes, began_s, body.get("worker"), lag)
 
 
 class Push(_Endpoint):
@@ -239,8 +238,3 @@ def idempotency_key(request: Request) -> str | None:
     if key is not None and not 0 < len(key) <= 256:
         raise problem("invalid_field", "Idempotency-Key must be of 1 to 256 bytes", where="Idempotency-Key")
     return key
-
-
-def _length(request: Request) -> int:
-    text = request.headers.get("content-length", "")
-    return int(text) if text.isascii() and text.isdigit() else 0

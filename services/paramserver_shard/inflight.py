@@ -6,7 +6,8 @@ A client is the address that a connection comes from.  What is over a bound is r
 
 from typing import Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import problem
 from paramserver.limits import CLIENT_REQUESTS_MAX, QUEUED_REQUESTS_MAX, RECEIVING_BYTES_MAX
@@ -76,16 +77,16 @@ class Account:
             del whole.clients[self._address]
 
     def grow(self, size_bytes: int) -> None:
-        """A body of that size is about to be read; raises as `InFlight.request` does.
+        """So much more of a body is about to be read, or has just been; raises as `InFlight.request` does.
 
         One body is taken however big it is when nothing else is in flight.
         """
-        whole, client = self._whole, self._client
-        if client.size_bytes and client.size_bytes + size_bytes > whole.client_bytes_max:
+        whole, client, own = self._whole, self._client, self.size_bytes
+        if client.size_bytes > own and client.size_bytes + size_bytes > whole.client_bytes_max:
             raise problem(
                 "too_many_requests", f"{client.size_bytes} bytes of this client are in flight; that is its part"
             )
-        if whole.size_bytes and whole.size_bytes + size_bytes > whole.bytes_max:
+        if whole.size_bytes > own and whole.size_bytes + size_bytes > whole.bytes_max:
             raise problem("queue_full", f"{whole.size_bytes} bytes are in flight in this shard")
         self.size_bytes += size_bytes
         whole.size_bytes += size_bytes
@@ -113,3 +114,21 @@ def account(scope: Scope) -> Account:
     """The account of a request."""
     found: Account = scope["state"]["account"]
     return found
+
+
+def counted(request: Request, size_max: int) -> Request:
+    """That request, whose body is to be read whole: it counts at once where its length is announced, else as it comes.
+
+    Raises as `Account.grow`, then or while it is read; `size_max` is what is read of it at most.
+    """
+    opened, length = account(request.scope), request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit():
+        opened.grow(min(int(length), size_max))
+        return request
+
+    async def receive() -> Message:
+        message = await request.receive()
+        opened.grow(len(message.get("body", b"")))
+        return message
+
+    return Request(request.scope, receive)

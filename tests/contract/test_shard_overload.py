@@ -63,6 +63,17 @@ def test_bytes_are_bounded_by_the_memory_there_is() -> None:
         alone.grow(4 * in_flight.bytes_max)
 
 
+def test_a_body_that_grows_is_taken_alone_and_refused_beside_others() -> None:
+    """What a request has in flight itself does not count as somebody else's."""
+    in_flight = InFlight(MEMORY)
+    with in_flight.request("a") as one, in_flight.request("a") as two:
+        for _ in range(3):
+            one.grow(in_flight.bytes_max)
+        with pytest.raises(Unavailable):
+            two.grow(1)
+    assert in_flight.size_bytes == 0
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """One shard of half a GiB."""
@@ -173,3 +184,31 @@ def test_a_flood_of_bodies_leaves_room_for_others(cluster: Nodes) -> None:
             return s.recv(4096).startswith(b"HTTP/1.1 200 ")
 
     eventually(taken, within_s=60, what="its own turn, when what it had begun is gone")
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("request_line", ["POST /pull", "PUT /models/{name}/params/w"])
+def test_a_flood_of_bodies_of_unknown_length_leaves_room_for_others(cluster: Nodes, request_line: str) -> None:
+    """One address begins large bodies in chunks and never ends them: they count as they come."""
+    name = unique("m")
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
+    head = f"{request_line.format(name=name)} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    chunk = b"100000\r\n" + b" " * MIB + b"\r\n"
+
+    def begun(chunks: int) -> socket.socket:
+        s = socket.create_connection(("127.0.0.1", cluster.shard_ports["shard-0"]), 30, (FLOODER, 0))
+        s.sendall(head + chunks * chunk)
+        return s
+
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(closing(begun(31)))
+
+        def refused() -> bool:
+            with closing(begun(8)) as s:
+                s.sendall(b"0\r\n\r\n")
+                return s.recv(4096).startswith(b"HTTP/1.1 429 ")
+
+        eventually(refused, within_s=30, what="the refusal of what is too much")
+        served(cluster, name, 20)
