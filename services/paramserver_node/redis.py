@@ -1,5 +1,6 @@
 """Redis, as every service uses it: with timeouts, without hidden retries, failing as `storage_unavailable`."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal, TypeAlias
@@ -45,6 +46,16 @@ def unavailable_if_away() -> Iterator[None]:
         raise problem("storage_unavailable", f"Redis does not answer: {e}") from e
     except RedisError as e:
         raise problem("storage_unavailable", f"Redis refuses: {e}") from e
+
+
+def stop_if_cancelled() -> None:
+    """To be called by whoever goes on after Redis has answered, round after round.
+
+    The client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with an answer.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def fsync_way(redis: Redis) -> FsyncWay:

@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
+from paramserver_node.redis import stop_if_cancelled
 
 LEADER_KEY: Final = "ps:leader"
 TERM_KEY: Final = "ps:term"
@@ -227,13 +228,6 @@ class Lease:
 
 def _order(scheduler: Scheduler) -> tuple[str, str]:
     return scheduler.name, scheduler.url
-
-
-def stop_if_cancelled() -> None:
-    """The client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with an answer."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def unavailable(cause: BaseException) -> Exception:

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
+from paramserver_node.redis import stop_if_cancelled
 from paramserver_scheduler.lease import (
     LEADER_KEY,
     TERM_KEY,
@@ -23,7 +24,6 @@ from paramserver_scheduler.lease import (
     Deposed,
     Emptied,
     Lease,
-    stop_if_cancelled,
     unavailable,
 )
 

@@ -18,6 +18,7 @@ from paramserver.errors import PsError
 from paramserver.limits import JOURNAL_GROUP_BYTES
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
+from paramserver_node.redis import stop_if_cancelled
 from paramserver_shard.journal import Batch, Journal, Verdict
 from paramserver_shard.telemetry import JOURNAL_S, JOURNALED
 
@@ -128,9 +129,8 @@ class _Lane:
         clock = asyncio.get_running_loop().time
         if self._fsync:
             await self._probe()  # whether this Redis can do it at all is asked for before it is needed
-        task = asyncio.current_task()
-        assert task is not None
-        while not task.cancelling():  # which the client of Redis loses, sending by the `wait_for` of Python 3.11
+        while True:
+            stop_if_cancelled()
             self._wake.clear()
             batches = self._group(clock())
             if not batches:

@@ -28,6 +28,7 @@ from paramserver.errors import FencedError, NotFoundError, PsError, problem
 from paramserver.limits import HEARTBEAT_S, LEASE_S, SERVE_WITHOUT_CONTACT_S
 from paramserver.types import ModelKey
 from paramserver_node.race import race
+from paramserver_node.redis import stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
 from paramserver_shard.link import RETRY_S, SchedulerLink
@@ -247,6 +248,7 @@ class Membership:
     async def _watch_fence(self) -> None:
         """Asks Redis each second whether this incarnation is to serve; raises FencedError when it says no."""
         while True:
+            stop_if_cancelled()
             asked_at = monotonic()
             try:
                 async with self._redis.pipeline(transaction=False) as pipe:
