@@ -6,7 +6,6 @@ What arguments mean is said at `Client`, `Model` and `Worker`; here only what di
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from time import monotonic
 from typing import Any, TypeVar
 
 from paramserver import limits
@@ -85,8 +84,6 @@ class AsyncClient:
 
     def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
         """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
-        if timeout is None and not wait_s:
-            return Deadline(monotonic() + self.timeout)
         return Deadline.after(self.timeout + wait_s if timeout is None else timeout)
 
     def numbers(self, model: str) -> PushNumbers:

@@ -4,7 +4,6 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
-from time import monotonic
 from typing import Any, TypeVar
 
 from paramserver import limits
@@ -71,8 +70,6 @@ class Client:
 
     def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
         """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
-        if timeout is None and not wait_s:
-            return Deadline(monotonic() + self.timeout)
         return Deadline.after(self.timeout + wait_s if timeout is None else timeout)
 
     def numbers(self, model: str) -> PushNumbers:
