@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import msgpack
 from fastapi import Request, Response
-from starlette.types import Receive
 
 from paramserver.errors import problem
 from paramserver.wire.bounded import parse_json, unpack
@@ -23,18 +22,24 @@ def media_type(request: Request) -> str:
     return request.headers.get("content-type", JSON).split(";")[0].strip().lower() or JSON
 
 
-async def read_body(receive: Receive, size_max: int, declared: str | None = None) -> bytes:
+def announced(request: Request) -> int | None:
+    """How many bytes the body has, where the request's head says so."""
+    text = request.headers.get("content-length", "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+async def read_body(request: Request, size_max: int) -> bytes:
     """The whole body; raises RequestError: `too_large` past `size_max`, `malformed` when it is cut off.
 
     What is left of a body that is too large is read by the middleware, so that the answer reaches the client.
     """
-    length = int(declared) if declared is not None and declared.isascii() and declared.isdigit() else None
+    length = announced(request)
     if length is not None and length > size_max:
         raise problem("too_large", f"the body has {length} bytes; at most {size_max} are taken")
     parts: list[bytes] = []
     size, more = 0, True
     while more:
-        message = await receive()
+        message = await request.receive()
         if message["type"] == "http.disconnect":
             raise problem("malformed", "the body was cut off")
         part: bytes = message.get("body", b"")
@@ -60,7 +65,7 @@ async def read(request: Request, size_max: int, *, optional: bool = False) -> An
         )
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise problem("unsupported_media_type", "compressed bodies are not understood", hint="send it uncompressed")
-    raw = await read_body(request.receive, size_max, request.headers.get("content-length"))
+    raw = await read_body(request, size_max)
     if not raw and optional:
         return {}
     if not raw:

@@ -104,7 +104,7 @@ async def enter(request: Request) -> Response:
     login: Login | None = request.app.state.login
     if login is None:
         return _to_page(None)
-    body = await negotiate.read_body(request.receive, FORM_BYTES_MAX, request.headers.get("content-length"))
+    body = await negotiate.read_body(request, FORM_BYTES_MAX)
     token = parse_qs(body.decode("latin-1")).get("token", [""])[0].strip()
     cookie = login.enter(token)
     return _ask("This token is not valid, or not any more.", 401) if cookie is None else _to_page(cookie)

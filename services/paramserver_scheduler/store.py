@@ -17,15 +17,7 @@ from redis.exceptions import RedisError
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.redis import stop_if_cancelled
-from paramserver_scheduler.lease import (
-    LEADER_KEY,
-    TERM_KEY,
-    WRITTEN_KEY,
-    Deposed,
-    Emptied,
-    Lease,
-    unavailable,
-)
+from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, WRITTEN_KEY, Deposed, Emptied, Lease, unavailable
 
 STATE_KEY: Final = "ps:state"
 FENCE_KEY: Final = "ps:fence"

@@ -115,8 +115,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         negotiate.check_accept(request)
         request = counted(request, JSON_BODY_BYTES_MAX)
         if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
-            length = request.headers.get("content-length")
-            value: Any = read_npy(await negotiate.read_body(request.receive, JSON_BODY_BYTES_MAX, length))
+            value: Any = read_npy(await negotiate.read_body(request, JSON_BODY_BYTES_MAX))
         else:
             value = await negotiate.read(request, JSON_BODY_BYTES_MAX)
         done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"))

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver.errors import problem
 from paramserver.limits import CLIENT_REQUESTS_MAX, QUEUED_REQUESTS_MAX, RECEIVING_BYTES_MAX
+from paramserver_node.negotiate import announced
 
 PROBES: Final = ("/livez", "/readyz", "/version", "/metrics")
 """Answered however full the shard is."""
@@ -121,9 +122,9 @@ def counted(request: Request, size_max: int) -> Request:
 
     Raises as `Account.grow`, then or while it is read; `size_max` is what is read of it at most.
     """
-    opened, length = account(request.scope), request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit():
-        opened.grow(min(int(length), size_max))
+    opened, length = account(request.scope), announced(request)
+    if length is not None:
+        opened.grow(min(length, size_max))
         return request
 
     async def receive() -> Message:
