@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paramserver.errors import PsError, as_problem, problem
+from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver.wire.sink import Destination
 from paramserver_node import problems
@@ -84,10 +84,8 @@ class NodeMiddleware:
                 return  # answered as an internal error, and logged, further in
             if exchange.status:
                 raise  # half a response is out: all that can be done is to cut the connection
-            if not isinstance(e, PsError):
-                log.exception("request.failed path=%s request_id=%s", scope["path"], exchange.request_id)
             # Without a name: it refers to this frame, which would keep it, and the body, until they are collected.
-            answer = problems.response(Request(scope), as_problem(e))
+            answer = problems.failed(Request(scope), e)
             await answer(scope, exchange.receive, exchange.send)
         finally:
             IN_FLIGHT.total -= 1

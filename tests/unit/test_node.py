@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paramserver.errors import CODES, problem
+from paramserver.errors import CODES, InternalError, as_problem, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node import health, middleware, negotiate, problems, roles
 from paramserver_node.middleware import NodeMiddleware
@@ -113,6 +113,24 @@ async def test_every_failure_is_a_problem_document(
 
     assert (answer.status_code, code_of(answer)) == (status, code)
     assert (code == "method_not_allowed") == ("allow" in answer.headers)
+
+
+@pytest.mark.asyncio
+async def test_what_the_core_tells_of_a_bug_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Also from an endpoint that no router asks, and with what was wrong, as the answer says."""
+
+    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        raise as_problem(ZeroDivisionError("of ours"))
+
+    transport = httpx.ASGITransport(NodeMiddleware(endpoint))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        answer = await client.post("/push")
+
+    assert (answer.status_code, code_of(answer)) == (500, "internal")
+    (record,) = [r for r in caplog.records if r.getMessage().startswith("request.failed")]
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], InternalError)
+    assert isinstance(record.exc_info[1].__cause__, ZeroDivisionError)
 
 
 @pytest.mark.asyncio
