@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.scheduler import SchedulerCore
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_scheduler.hub import Hub
@@ -94,6 +94,7 @@ class Runtime:
         self._redis_back.set()
         self._wake = asyncio.Event()
         self._wake_at = 0.0
+        self._failures: asyncio.Queue[Exception] = asyncio.Queue()
 
     # --- events in ---
 
@@ -136,9 +137,21 @@ class Runtime:
         """Hand the core an event that nobody waits for."""
         if self.stopped is not None:
             return
-        self._take(self.core.handle(event, monotonic()))
+        try:
+            effects = self.core.handle(event, monotonic())
+        except Exception as error:
+            self._fail(event, error)
+            return
+        self._take(effects)
         if not isinstance(event, _LEASES) and self.core.deadline() < self._wake_at:
             self._wake.set()
+
+    def _fail(self, event: io.Event, error: Exception) -> None:
+        """A bug of ours has left something half decided, which must never be stored: nothing more is decided here, and
+        whoever leads next begins with what is stored."""
+        self._answer(getattr(event, "request", 0), as_problem(error), 500)
+        self.close(problem("unavailable", "this scheduler has met a bug and begins anew; its log has more"))
+        self._failures.put_nowait(error)
 
     def _take(self, effects: list[io.Effect]) -> None:
         batch = _Batch(monotonic())
@@ -212,8 +225,10 @@ class Runtime:
     # --- the tasks ---
 
     async def run(self) -> None:
-        """Keeps time and writes the state until cancelled.  Raises Deposed when a newer scheduler leads."""
+        """Keeps time and writes the state until cancelled.  Raises Deposed when a newer scheduler leads, and what the
+        core has raised."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_sound())
             group.create_task(self._keep_time())
             group.create_task(self._keep_state())
 
@@ -223,6 +238,9 @@ class Runtime:
         for number in list(self._waiters):
             self._answer(number, reason, 503)
         self.hub.close()
+
+    async def _keep_sound(self) -> None:
+        raise await self._failures.get()
 
     async def _keep_time(self) -> None:
         while True:

@@ -4,14 +4,17 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from redis import Redis
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.cluster import Cluster
 from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver_node import redis_server, roles
 from paramserver_node.redis import connect
@@ -55,7 +58,8 @@ async def running(redis_url: str, seen: list[tuple[Mapping[str, Any], Any]]) -> 
                 yield runtime
             finally:
                 deciding.cancel()
-                await asyncio.gather(deciding, return_exceptions=True)
+                with suppress(asyncio.CancelledError):
+                    await deciding
 
 
 def join(runtime: Runtime, name: str) -> Any:
@@ -143,6 +147,55 @@ async def test_closing_answers_everyone(redis_url: str) -> None:
         with pytest.raises(PsError, match="stopping"):
             await join(runtime, "late")
         assert [d async for d in feed.documents()] == []
+
+
+def create(runtime: Runtime, name: str) -> Any:
+    """A model is created; to be awaited."""
+    return runtime.ask(lambda n: io.CreateModel(n, {"name": name, "params": {"w": {"shape": [1]}}}, "x"))
+
+
+@pytest.mark.asyncio
+async def test_a_bug_that_has_changed_nothing_is_its_request_alone(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who met it is told that we have one; everybody else is served as before."""
+    async with running(redis_url, []) as runtime:
+        await join(runtime, "s")
+        with monkeypatch.context() as broken:
+            broken.setattr(ModelSpec, "parse", Mock(side_effect=ZeroDivisionError))
+            with pytest.raises(PsError) as met:
+                await create(runtime, "m")
+
+        assert met.value.code == "internal"
+        assert (await join(runtime, "t")).status == 201
+
+
+@pytest.mark.asyncio
+async def test_a_bug_that_leaves_something_half_decided_ends_the_scheduler(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is stored, all who wait are told, and whoever leads next begins with what is stored."""
+    told: list[str] = []
+
+    async def until_it_ends(plain: Redis) -> None:
+        async with running(redis_url, []) as runtime:
+            await join(runtime, "s")
+            waits = asyncio.ensure_future(create(runtime, "waits"))
+            async with asyncio.timeout(10):
+                while plain.hget("ps:state", "model:waits") is None:
+                    await asyncio.sleep(0)
+            monkeypatch.setattr(Cluster, "save_clock", Mock(side_effect=ZeroDivisionError))
+            for asking in (create(runtime, "half"), waits, join(runtime, "late")):
+                with pytest.raises(PsError) as met:
+                    await asking
+                told.append(met.value.code)
+
+    with Redis.from_url(redis_url) as plain:
+        with pytest.raises(ExceptionGroup) as ended:
+            await until_it_ends(plain)
+        assert ended.group_contains(ZeroDivisionError)
+        assert told == ["internal", "unavailable", "unavailable"]
+        assert plain.hget("ps:state", "model:half") is None
 
 
 def test_every_route_has_a_role() -> None:

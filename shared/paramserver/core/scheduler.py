@@ -19,7 +19,7 @@ from paramserver.core.run_desk import RunDesk
 from paramserver.core.shard_desk import ShardDesk
 from paramserver.core.task_desk import TaskDesk
 from paramserver.core.worker_desk import WorkerDesk
-from paramserver.errors import PsError
+from paramserver.errors import as_problem
 
 ROUNDS_MAX = 16
 PAUSE_S = limits.LEASE_S / 2
@@ -87,15 +87,18 @@ class SchedulerCore:
         return cls(restore(documents, now, term, unix_s), now)
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
-        """What that event brings about, to be performed in order.  Refusals become replies; nothing is raised."""
+        """What that event brings about, to be performed in order.  Refusals become replies, also that of a request that
+        meets a bug of ours before it has changed anything; after it, or without a request, the bug is raised and this
+        core is of no more use.
+        """
         if now - self._now > PAUSE_S:
             self._c.prolong(now - self._now)
         self._now = now
         try:
             self._desk[type(event)](event, now)
-        except PsError as e:
-            request = getattr(event, "request", None)
-            if request is None:
+        except Exception as error:
+            e, request = as_problem(error), getattr(event, "request", None)
+            if request is None or (e is not error and self._c.changed):
                 raise
             # Where the model went back to is only told once that is stored.
             (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(request, e)
