@@ -10,6 +10,7 @@ is the median over `--repeats` runs on one thread.  `of copy` divides the rates.
 
 import argparse
 import json
+import mmap
 import platform
 import statistics
 import subprocess
@@ -51,17 +52,25 @@ def gradient(elements: int, dtype: str) -> AnyArray:
     return (g.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else g.astype(dtype)
 
 
+def paged(values: AnyArray) -> AnyArray:
+    """The values where a page of memory begins, as all that a shard computes with lies."""
+    page = np.frombuffer(mmap.mmap(-1, max(values.nbytes, 1)), values.dtype)
+    page[:] = values
+    return page
+
+
 def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[dict[str, Any]]:
     """One row for each optimizer."""
     rows = []
-    w = np.random.default_rng(0).standard_normal(elements, np.float32)
-    g, out = gradient(elements, dtype), np.zeros(elements, np.float32)
+    w, zeros = np.random.default_rng(0).standard_normal(elements, np.float32), np.zeros(elements, np.float32)
+    w, g, out = paged(w), paged(gradient(elements, dtype)), paged(zeros)
     for name in names:
         o = OptimizerSpec(name, lr=1e-3, momentum=0.9 if name in ("momentum", "nesterov") else 0.0)
-        slots = [np.ones(elements, np.float32) for _ in range(kernels.slot_count(o))]
-        new = [np.ones(elements, np.float32) for _ in slots]
+        slots = [paged(zeros + 1) for _ in range(kernels.slot_count(o))]
+        new = [paged(zeros) for _ in slots]
+        past = kernels.beyond_cache(o, elements)
         steps = [kernels.SegmentStep(0, elements, 1e-3)]
-        step = partial(kernels.apply, o, steps, w, slots, g, dtype, out, new)
+        step = partial(kernels.apply, o, steps, w, slots, g, dtype, out, new, nontemporal=past)
         if not step():
             raise SystemExit(f"{name} gave a result that is not finite")
         moved = (8 * (1 + len(slots)) + ITEMSIZE[dtype]) * elements

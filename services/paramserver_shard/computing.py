@@ -32,6 +32,13 @@ def task_elements(task: Task) -> int:
     return size
 
 
+def beyond_cache(tasks: Sequence[Task]) -> bool:
+    """Whether what the tasks make is better written past the caches, for they touch more than stays there."""
+    updates = [task for task in tasks if isinstance(task, UpdateTask)]
+    elements = sum([task.state.values.size for task in updates])
+    return bool(updates) and kernels.beyond_cache(updates[0].optimizer, elements)
+
+
 def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:
     """Memory for the values that each task makes; None where that of the gradient spent before it will do, or none is
     free.
@@ -47,9 +54,10 @@ def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 |
 
 
 def compute(
-    tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+    tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None, *, past: bool = False
 ) -> tuple[TaskResult, ...]:
     """The result of each task, in its one of `places`, which are from `rooms`; taken now where there are none.
+    `past`: written past the caches.
 
     Of what a task refers to, only a gradient that may be spent is written: its memory takes the next task's result, so
     that a push of a whole model needs no third copy of it.
@@ -61,7 +69,7 @@ def compute(
         if place is None and spare is not None:
             place = pool.again(spare, size)
         values = pool.take(size, shared=True, after=task.state.values) if place is None else place
-        results.append(_update(task, pool, values) if isinstance(task, UpdateTask) else _assign(task, values))
+        results.append(_update(task, pool, values, past) if isinstance(task, UpdateTask) else _assign(task, values))
         spare = _spent(task)
     return tuple(results)
 
@@ -71,7 +79,7 @@ def _spent(task: Task) -> AnyArray | None:
     return task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
 
 
-def _update(task: UpdateTask, pool: BufferPool, values: F32) -> TaskResult:
+def _update(task: UpdateTask, pool: BufferPool, values: F32, past: bool) -> TaskResult:
     state, size = task.state, task.state.values.size
     gradient: AnyArray
     if task.direct is not None:
@@ -82,7 +90,8 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32) -> TaskResult:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     slots = tuple([pool.take(size) for _ in state.slots])
     crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # it is in the cache for what follows
-    if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, slots):
+    step = task.optimizer, task.steps, state.values, state.slots
+    if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=past):
         return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)
 

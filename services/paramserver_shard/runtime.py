@@ -53,7 +53,7 @@ from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute, rooms, shares, task_elements
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, beyond_cache, compute, rooms, shares, task_elements
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
@@ -253,8 +253,8 @@ class Runtime:
             return
         chunks = shares(due.tasks, self.threads)
         places = rooms(chunks, self.pool)
-        pairs = zip(chunks, places, strict=True)
-        work = [self.submit(partial(compute, chunk, self.pool, mine)) for chunk, mine in pairs]
+        run = partial(compute, pool=self.pool, past=beyond_cache(due.tasks))
+        work = [self.submit(partial(run, chunk, places=mine)) for chunk, mine in zip(chunks, places, strict=True)]
         self._spawn(self._applied(due.job, work))
 
     def _apply_here(self, due: Apply) -> None:

@@ -172,6 +172,34 @@ def test_the_new_values_may_take_the_gradient_s_own_buffer(o: OptimizerSpec) -> 
     same([g, *slots], expected)
 
 
+@every_optimizer
+@pytest.mark.parametrize("first", [0, 5], ids=["at the start", "in between"])
+def test_written_past_the_caches_the_bytes_are_the_same(o: OptimizerSpec, first: int) -> None:
+    """Wherever a parameter begins, also where an array does not begin a line, and not a byte beside it is written."""
+    size = 5000
+    w, g, slots = vector(0, size), vector(1, size), state(o, size)
+    steps = [SegmentStep(0, first, 0.1, active=False), SegmentStep(first, 4099, 0.1), SegmentStep(4099, size, 0.2)]
+    _, expected = run(o, steps, w, slots, g)
+
+    for aside in (0, 3):
+        room = [np.full(size + 64, 7e7, F) for _ in expected]
+        at = [-(a.ctypes.data // 4) % 16 + aside for a in room]
+        out = [a[i : i + size] for a, i in zip(room, at, strict=True)]
+        assert kernels.apply(o, steps, w, slots, g, "float32", out[0], out[1:], nontemporal=True)
+
+        same(out, expected)
+        assert all((a[:i] == 7e7).all() and (a[i + size :] == 7e7).all() for a, i in zip(room, at, strict=True))
+
+
+def test_what_is_beyond_the_caches_counts_the_state() -> None:
+    """Adam goes through more than twice of what plain SGD does."""
+    sgd, adam = OptimizerSpec("sgd"), OptimizerSpec("adam")
+
+    assert kernels.beyond_cache(adam, 2_500_000)
+    assert not kernels.beyond_cache(sgd, 2_500_000)
+    assert kernels.beyond_cache(sgd, 25_000_000)
+
+
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 

@@ -4,6 +4,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+from mmap import mmap
 from pathlib import Path
 
 import numpy as np
@@ -57,8 +58,10 @@ def everything() -> list[bytes | float | bool]:
     for name, (dtype, grad) in itertools.product(NAMES, grads.items()):
         o = OptimizerSpec(name, momentum=0.9 if name in ("momentum", "nesterov", "rmsprop") else 0.0)
         slots = [np.abs(w) + np.float32(i) for i in range(kernels.slot_count(o))]
-        out = [np.full(SIZE, 7e7, np.float32) for _ in range(1 + len(slots))]
-        found += [kernels.apply(o, STEPS, w, slots, grad, dtype, out[0], out[1:]), *(a.tobytes() for a in out)]
+        for past in (False, True):
+            out = [np.frombuffer(mmap(-1, 4 * SIZE), np.float32) for _ in range(1 + len(slots))]
+            finite = kernels.apply(o, STEPS, w, slots, grad, dtype, out[0], out[1:], nontemporal=past)
+            found += [finite, *(a.tobytes() for a in out)]
     mean = np.empty(SIZE, np.float32)
     kernels.mean([(g, dtype, 0.5) for dtype, g in grads.items()], 3.0, mean)
     kernels.accumulate(mean, grads["float64"], "float64", 0.25)

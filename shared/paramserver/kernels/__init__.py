@@ -2,6 +2,8 @@
 
     apply(optimizer, steps, w, slots, grad, dtype, w_out, slots_out) -> bool
         one optimizer step, out of place, over a whole partition
+    beyond_cache(optimizer, elements) -> bool
+        whether what it makes is better written past the caches
     mean(parts, divisor, out, start=0)       weighted sum of gradients in the order given, divided
     accumulate(out, grad, dtype, weight)     out += weight * grad
     all_finite(a, dtype=None) -> bool        no NaN, no infinity
@@ -18,13 +20,14 @@ of a wrong shape or type are our own bug and raise ValueError before anything is
 """
 
 from paramserver.core.optimizer import SegmentStep, initial_slots, slot_count, slot_names
-from paramserver.kernels.calls import accumulate, all_finite, apply, mean, norm2, warm_up
+from paramserver.kernels.calls import accumulate, all_finite, apply, beyond_cache, mean, norm2, warm_up
 
 __all__ = [
     "SegmentStep",
     "accumulate",
     "all_finite",
     "apply",
+    "beyond_cache",
     "initial_slots",
     "mean",
     "norm2",

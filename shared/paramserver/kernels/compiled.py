@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core.imputils import impl_ret_borrowed
-from numba.extending import intrinsic
 
 from paramserver.kernels.codes import (
     ADAGRAD,
@@ -34,6 +32,7 @@ from paramserver.kernels.codes import (
     B,
     C,
 )
+from paramserver.kernels.intrinsics import LINE_BYTES, fence, piece, put_past
 from paramserver.kernels.jit import entry as _jit
 from paramserver.kernels.jit import part as _part
 
@@ -49,16 +48,6 @@ _numbers = types.Array(types.float64, 1, "C")
 
 _INF_BITS = np.uint32(0x7F800000)
 _ABS_BITS = np.uint32(0x7FFFFFFF)
-
-_borrowed: Any = impl_ret_borrowed
-
-
-def _retyped(typing_context: Any, scratch: Any) -> Any:
-    """Scratch as the type that gradients have, so that each step function is compiled for one type."""
-    return _in32(scratch), lambda context, builder, signature, args: _borrowed(context, builder, _in32, args[0])
-
-
-_input: Any = intrinsic(_retyped)
 
 
 @_part
@@ -163,151 +152,198 @@ def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
             g[i] = g[i] + decay * w[i]
 
 
-# The step functions return the largest `_size` that they wrote, of what does not show in another.  Each makes something
-# infinite or NaN of a gradient that is.
+@_part
+def _put(a: Any, i: int, x: Any) -> None:
+    a[i] = x
 
 
 @_part
-def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
-    """torch's SGD without momentum; decay is in g already, here and below."""
-    worst = np.uint32(0)
-    for i in range(g.size):
-        out[i] = w[i] - lr * g[i]
-        worst = max(worst, _size(out[i]))
-    return worst
+def _put_past(a: Any, i: int, x: Any) -> None:
+    put_past(a, i, x)
 
 
 @_part
-def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
-    """torch's SGD with momentum, dampening 0."""
-    worst = np.uint32(0)
-    for i in range(g.size):
-        buf = mu * m[i] + g[i]
-        new = w[i] - lr * buf
-        m_out[i] = buf
-        out[i] = new
-        worst = max(worst, _size(new))
-    return worst
+def _in_lines(a: Any) -> Any:
+    return a.size == 0 or a.ctypes.data % LINE_BYTES == 0
 
 
-@_part
-def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
-    """torch's SGD with nesterov=True."""
-    worst = np.uint32(0)
-    for i in range(g.size):
-        buf = mu * m[i] + g[i]
-        new = w[i] - lr * (g[i] + mu * buf)
-        m_out[i] = buf
-        out[i] = new
-        worst = max(worst, _size(new))
-    return worst
+def _block_step(put: Any) -> Any:
+    """The step of one block, whose results are written with `put`."""
+
+    # The functions return the largest `_size` that they wrote, of what does not show in another.  Each makes something
+    # infinite or NaN of a gradient that is.
+
+    @_part
+    def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
+        """torch's SGD without momentum; decay is in g already, here and below."""
+        worst = np.uint32(0)
+        for i in range(g.size):
+            new = w[i] - lr * g[i]
+            put(out, i, new)
+            worst = max(worst, _size(new))
+        return worst
+
+    @_part
+    def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
+        """torch's SGD with momentum, dampening 0."""
+        worst = np.uint32(0)
+        for i in range(g.size):
+            buf = mu * m[i] + g[i]
+            new = w[i] - lr * buf
+            put(m_out, i, buf)
+            put(out, i, new)
+            worst = max(worst, _size(new))
+        return worst
+
+    @_part
+    def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
+        """torch's SGD with nesterov=True."""
+        worst = np.uint32(0)
+        for i in range(g.size):
+            buf = mu * m[i] + g[i]
+            new = w[i] - lr * (g[i] + mu * buf)
+            put(m_out, i, buf)
+            put(out, i, new)
+            worst = max(worst, _size(new))
+        return worst
+
+    @_part
+    def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> Any:
+        """Adagrad (Duchi et al. 2011) as torch has it; lr holds lr_decay."""
+        worst = np.uint32(0)
+        for i in range(g.size):
+            total = s[i] + g[i] * g[i]
+            new = w[i] - lr * (g[i] / (np.sqrt(total) + eps))
+            put(s_out, i, total)
+            put(out, i, new)
+            worst = max(worst, max(_size(total), _size(new)))
+        return worst
+
+    @_part
+    def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
+        """rmsprop's running mean square into s_out, and the root + eps that divides the gradient into `root`."""
+        worst = np.uint32(0)
+        for i in range(g.size):
+            square = alpha * s[i] + rest * (g[i] * g[i])
+            put(s_out, i, square)
+            root[i] = np.sqrt(square) + eps
+            worst = max(worst, _size(square))
+        return worst
+
+    @_part
+    def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
+        """The same, centred: the running mean's square is taken off."""
+        worst = np.uint32(0)
+        zero = np.float32(0.0)
+        for i in range(g.size):
+            square = alpha * s[i] + rest * (g[i] * g[i])
+            mean = alpha * a[i] + rest * g[i]
+            put(s_out, i, square)
+            put(a_out, i, mean)
+            # Rounding can bring the difference of near equals just below zero.
+            spread = square - mean * mean
+            root[i] = np.sqrt(spread if spread > zero else zero) + eps
+            worst = max(worst, max(_size(square), _size(mean)))
+        return worst
+
+    @_part
+    def _divided(w: Any, g: Any, root: Any, out: Any, lr: Any) -> Any:
+        worst = np.uint32(0)
+        for i in range(g.size):
+            new = w[i] - lr * (g[i] / root[i])
+            put(out, i, new)
+            worst = max(worst, _size(new))
+        return worst
+
+    @_part
+    def _divide(g: Any, root: Any) -> None:
+        for i in range(g.size):
+            root[i] = g[i] / root[i]
+
+    @_part
+    def _adam(
+        w: Any, m: Any, v: Any, g: Any, out: Any, m_out: Any, v_out: Any,
+        b1: Any, r1: Any, b2: Any, r2: Any, eps: Any, size: Any, grow: Any, keep: Any,
+    ) -> Any:  # fmt: skip
+        """size = lr / (1 - beta1^t), grow = 1 / sqrt(1 - beta2^t), keep = 1 - lr * decoupled weight decay."""
+        worst = np.uint32(0)
+        for i in range(g.size):
+            first = b1 * m[i] + r1 * g[i]
+            second = b2 * v[i] + r2 * (g[i] * g[i])
+            new = keep * w[i] - size * (first / (np.sqrt(second) * grow + eps))
+            put(m_out, i, first)
+            put(v_out, i, second)
+            put(out, i, new)
+            worst = max(worst, max(_size(second), _size(new)))
+        return worst
+
+    @_part
+    def _ftrl(
+        w: Any, z: Any, n: Any, g: Any, out: Any, z_out: Any, n_out: Any, alpha: Any, beta: Any, l1: Any, l2: Any
+    ) -> Any:
+        """Per-coordinate FTRL-Proximal (McMahan et al. 2013, algorithm 1)."""
+        worst = np.uint32(0)
+        zero = np.float32(0.0)
+        for i in range(g.size):
+            after = n[i] + g[i] * g[i]
+            root = np.sqrt(after)
+            sigma = (root - np.sqrt(n[i])) / alpha
+            linear = z[i] + g[i] - sigma * w[i]
+            shrunk = max(abs(linear) - l1, zero)
+            size = shrunk / ((beta + root) / alpha + l2)
+            new = -size if linear > zero else size
+            put(z_out, i, linear)
+            put(n_out, i, after)
+            put(out, i, new)
+            worst = max(worst, max(_size(linear), max(_size(after), _size(new))))
+        return worst
+
+    @_part
+    def _sum(w: Any, g: Any, out: Any) -> Any:
+        worst = np.uint32(0)
+        for i in range(g.size):
+            new = w[i] + g[i]
+            put(out, i, new)
+            worst = max(worst, _size(new))
+        return worst
+
+    @_part
+    def _stepped(
+        kind: int, w: Any, s0: Any, s1: Any, s2: Any, g: Any, out: Any, o0: Any, o1: Any, o2: Any,
+        roots: Any, h0: Any, h1: Any, h2: Any, h3: Any, h4: Any, a: Any, b: Any, c: Any,
+    ) -> Any:  # fmt: skip
+        """One block; returns the largest `_size` of what was computed."""
+        if kind == SGD:
+            return _sgd(w, g, out, a)
+        if kind == MOMENTUM:
+            return _momentum(w, s0, g, out, o0, a, h0)
+        if kind == NESTEROV:
+            return _nesterov(w, s0, g, out, o0, a, h0)
+        if kind == ADAGRAD:
+            return _adagrad(w, s0, g, out, o0, a, h0)
+        if kind == ADAM:
+            return _adam(w, s0, s1, g, out, o0, o1, h0, h1, h2, h3, h4, a, b, c)
+        if kind == FTRL:
+            return _ftrl(w, s0, s1, g, out, o0, o1, a, h0, h1, h2)
+        if kind != RMSPROP:
+            return _sum(w, g, out)
+        root = piece(roots, 0, g.size, out)
+        # h: alpha, 1 - alpha, eps, momentum, centred
+        if h4 != np.float32(0.0):
+            worst = _variance(s0, s1, g, o0, o1, root, h0, h1, h2)
+        else:
+            worst = _mean_square(s0, g, o0, root, h0, h1, h2)
+        if h3 == np.float32(0.0):
+            return max(worst, _divided(w, g, root, out, a))
+        _divide(g, root)
+        last, o_last = (s2, o2) if h4 != np.float32(0.0) else (s1, o1)
+        return max(worst, _momentum(w, last, piece(root, 0, g.size, g), out, o_last, a, h3))
+
+    return _stepped
 
 
-@_part
-def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> Any:
-    """Adagrad (Duchi et al. 2011) as torch has it; lr holds lr_decay."""
-    worst = np.uint32(0)
-    for i in range(g.size):
-        total = s[i] + g[i] * g[i]
-        new = w[i] - lr * (g[i] / (np.sqrt(total) + eps))
-        s_out[i] = total
-        out[i] = new
-        worst = max(worst, max(_size(total), _size(new)))
-    return worst
-
-
-@_part
-def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
-    """rmsprop's running mean square into s_out, and the root + eps that divides the gradient into `root`."""
-    worst = np.uint32(0)
-    for i in range(g.size):
-        square = alpha * s[i] + rest * (g[i] * g[i])
-        s_out[i] = square
-        root[i] = np.sqrt(square) + eps
-        worst = max(worst, _size(square))
-    return worst
-
-
-@_part
-def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
-    """The same, centred: the running mean's square is taken off."""
-    worst = np.uint32(0)
-    zero = np.float32(0.0)
-    for i in range(g.size):
-        square = alpha * s[i] + rest * (g[i] * g[i])
-        mean = alpha * a[i] + rest * g[i]
-        s_out[i] = square
-        a_out[i] = mean
-        # Rounding can bring the difference of near equals just below zero.
-        spread = square - mean * mean
-        root[i] = np.sqrt(spread if spread > zero else zero) + eps
-        worst = max(worst, max(_size(square), _size(mean)))
-    return worst
-
-
-@_part
-def _divided(w: Any, g: Any, root: Any, out: Any, lr: Any) -> Any:
-    worst = np.uint32(0)
-    for i in range(g.size):
-        new = w[i] - lr * (g[i] / root[i])
-        out[i] = new
-        worst = max(worst, _size(new))
-    return worst
-
-
-@_part
-def _divide(g: Any, root: Any) -> None:
-    for i in range(g.size):
-        root[i] = g[i] / root[i]
-
-
-@_part
-def _adam(
-    w: Any, m: Any, v: Any, g: Any, out: Any, m_out: Any, v_out: Any,
-    b1: Any, r1: Any, b2: Any, r2: Any, eps: Any, size: Any, grow: Any, keep: Any,
-) -> Any:  # fmt: skip
-    """size = lr / (1 - beta1^t), grow = 1 / sqrt(1 - beta2^t), keep = 1 - lr * decoupled weight decay."""
-    worst = np.uint32(0)
-    for i in range(g.size):
-        first = b1 * m[i] + r1 * g[i]
-        second = b2 * v[i] + r2 * (g[i] * g[i])
-        new = keep * w[i] - size * (first / (np.sqrt(second) * grow + eps))
-        m_out[i] = first
-        v_out[i] = second
-        out[i] = new
-        worst = max(worst, max(_size(second), _size(new)))
-    return worst
-
-
-@_part
-def _ftrl(
-    w: Any, z: Any, n: Any, g: Any, out: Any, z_out: Any, n_out: Any, alpha: Any, beta: Any, l1: Any, l2: Any
-) -> Any:
-    """Per-coordinate FTRL-Proximal (McMahan et al. 2013, algorithm 1)."""
-    worst = np.uint32(0)
-    zero = np.float32(0.0)
-    for i in range(g.size):
-        after = n[i] + g[i] * g[i]
-        root = np.sqrt(after)
-        sigma = (root - np.sqrt(n[i])) / alpha
-        linear = z[i] + g[i] - sigma * w[i]
-        shrunk = max(abs(linear) - l1, zero)
-        size = shrunk / ((beta + root) / alpha + l2)
-        new = -size if linear > zero else size
-        z_out[i] = linear
-        n_out[i] = after
-        out[i] = new
-        worst = max(worst, max(_size(linear), max(_size(after), _size(new))))
-    return worst
-
-
-@_part
-def _sum(w: Any, g: Any, out: Any) -> Any:
-    worst = np.uint32(0)
-    for i in range(g.size):
-        out[i] = w[i] + g[i]
-        worst = max(worst, _size(out[i]))
-    return worst
+_step_block = _block_step(_put)
+_step_block_past = _block_step(_put_past)
 
 
 @_part
@@ -325,11 +361,12 @@ def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any
 @_jit
 def step(
     kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
-    g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, out: Any, o0: Any, o1: Any, o2: Any,
+    g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, out: Any, o0: Any, o1: Any, o2: Any, past: Any,
 ) -> Any:  # fmt: skip
     """One optimizer step over a partition; returns whether the gradient read and every value computed is finite.
 
-    Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.
+    Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.  `past`:
+    what is computed is written past the caches, where it is in lines.
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
@@ -337,6 +374,8 @@ def step(
     roots = np.empty(BLOCK, np.float32)
     worst = np.uint32(0)
     apart = out.ctypes.data != g32.ctypes.data  # a loop that reads and writes one place does not vectorise
+    past = past and _in_lines(out) and _in_lines(o0) and _in_lines(o1) and _in_lines(o2)
+    lanes = LINE_BYTES // 4
     at = 0
     for k in range(spans.shape[0]):
         start, stop = spans[k, 0], spans[k, 1]
@@ -347,51 +386,26 @@ def step(
         a, b, c = f(table[r, A]), f(table[r, B]), f(table[r, C])
         ready = apart and code == F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
         while start < stop:
-            end = min(start + BLOCK, stop)
-            wb, ob = w[start:end], out[start:end]
+            n = min(BLOCK - start % lanes, stop - start)  # the next one begins a line
+            wb, ob = piece(w, start, n, w), piece(out, start, n, out)
+            b0, b1, b2 = piece(s0, start, n, s0), piece(s1, start, n, s1), piece(s2, start, n, s2)
+            p0, p1, p2 = piece(o0, start, n, o0), piece(o1, start, n, o1), piece(o2, start, n, o2)
             if ready:
-                g = g32[start:end]
+                g = piece(g32, start, n, g32)
             else:
-                block = scratch[: end - start]
+                block = piece(scratch, 0, n, out)
                 worst = max(worst, _load(g32, g64, g16, g8, places, code, start, block))
                 _prepare(block, wb, scale, clip, decay)
-                g = _input(block)
-            if kind == SGD:
-                new = _sgd(wb, g, ob, a)
-            elif kind == MOMENTUM:
-                new = _momentum(wb, s0[start:end], g, ob, o0[start:end], a, h0)
-            elif kind == NESTEROV:
-                new = _nesterov(wb, s0[start:end], g, ob, o0[start:end], a, h0)
-            elif kind == ADAGRAD:
-                new = _adagrad(wb, s0[start:end], g, ob, o0[start:end], a, h0)
-            elif kind == RMSPROP:
-                root = roots[: end - start]
-                # h: alpha, 1 - alpha, eps, momentum, centred
-                if h4 != f(0.0):
-                    old = _variance(s0[start:end], s1[start:end], g, o0[start:end], o1[start:end], root, h0, h1, h2)
-                else:
-                    old = _mean_square(s0[start:end], g, o0[start:end], root, h0, h1, h2)
-                worst = max(worst, old)
-                if h3 == f(0.0):
-                    new = _divided(wb, g, root, ob, a)
-                else:
-                    _divide(g, root)
-                    if h4 != f(0.0):
-                        new = _momentum(wb, s2[start:end], _input(root), ob, o2[start:end], a, h3)
-                    else:
-                        new = _momentum(wb, s1[start:end], _input(root), ob, o1[start:end], a, h3)
-            elif kind == ADAM:
-                new = _adam(
-                    wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end],
-                    h0, h1, h2, h3, h4, a, b, c,
-                )  # fmt: skip
-            elif kind == FTRL:
-                new = _ftrl(wb, s0[start:end], s1[start:end], g, ob, o0[start:end], o1[start:end], a, h0, h1, h2)
+                g = piece(scratch, 0, n, g32)
+            if past and start % lanes == 0:
+                new = _step_block_past(kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c)
             else:
-                new = _sum(wb, g, ob)
+                new = _step_block(kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c)
             worst = max(worst, new)
-            start = end
+            start += n
     _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
+    if past:
+        fence()
     return worst < _INF_BITS
 
 
@@ -479,7 +493,7 @@ def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size:
 _grad = (_in32, _in64, _in16, _in8, _indices, types.int64)
 SIGNATURES = (
     (step, (types.int64, types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
-            _out32, _out32, _out32, _out32)),
+            _out32, _out32, _out32, _out32, types.boolean)),
     (add, (types.boolean, _out32, *_grad, types.int64, types.float64)),
     (finite, _grad),
     (squares, (*_grad, types.int64)),
