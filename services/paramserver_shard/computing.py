@@ -81,6 +81,11 @@ def _spent(task: Task) -> AnyArray | None:
 
 def _update(task: UpdateTask, pool: BufferPool, values: F32, past: bool) -> TaskResult:
     state, size = task.state, task.state.values.size
+    slots = tuple([pool.take(size) for _ in state.slots])
+    step = task.optimizer, task.steps, state.values, state.slots
+    if (parts := _alike(task)) is not None:
+        ok = kernels.apply_mean(*step, parts, task.divisor, values, slots, nontemporal=past)
+        return TaskResult(PartitionState(values, slots, task.counts) if ok else None)
     gradient: AnyArray
     if task.direct is not None:
         gradient, dtype = task.direct
@@ -88,12 +93,20 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, past: bool) -> Task
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    slots = tuple([pool.take(size) for _ in state.slots])
     crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # it is in the cache for what follows
-    step = task.optimizer, task.steps, state.values, state.slots
     if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=past):
         return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)
+
+
+def _alike(task: UpdateTask) -> list[tuple[F32, float]] | None:
+    """The gradients of which the task is the mean, where all are of the whole partition in float32, as most are."""
+    if task.direct is not None or len(task.pieces) != 1:
+        return None
+    (piece,) = task.pieces
+    whole = piece.stop - piece.start == task.state.values.size
+    parts = [(data, weight) for data, dtype, weight in piece.parts if whole and dtype == "float32"]
+    return parts if len(parts) == len(piece.parts) else None
 
 
 def _assign(task: AssignTask, values: F32) -> TaskResult:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -325,6 +326,47 @@ def test_arguments_that_do_not_fit_raise_before_anything_is_written(change: dict
 
     assert not call["w_out"].any()
     assert not call["slots_out"][0].any()
+
+
+@every_optimizer
+@pytest.mark.parametrize("past", [False, True], ids=["", "past the caches"])
+def test_a_step_by_a_mean_is_the_mean_and_then_the_step(o: OptimizerSpec, past: bool) -> None:
+    """To the last bit, whatever the weights, the divisor and the order are, also of a gradient at an odd address."""
+    w, slots = vector(0), state(o)
+    raw = np.zeros(4 * SIZE + 1, np.uint8)[1:]
+    raw[:] = vector(3).view(np.uint8)
+    parts = [(vector(1), 0.3), (vector(2), 1.0), (raw.view(F), 2.5)]
+    steps = [SegmentStep(0, 2001, 0.1, 0.01, 3, 0.5), SegmentStep(2500, SIZE, 0.05)]
+    for held in (parts, parts[::-1], parts[:1]):
+        gradient = np.empty(SIZE, F)
+        kernels.mean([(g, "float32", weight) for g, weight in held], 1.7, gradient)
+        _, expected = run(o, steps, w, slots, gradient)
+        out = [np.frombuffer(mmap(-1, 4 * SIZE), F) for _ in expected]
+
+        assert kernels.apply_mean(o, steps, w, slots, held, 1.7, out[0], out[1:], nontemporal=past)
+
+        same(out, expected)
+
+
+def test_a_mean_that_is_not_finite_is_seen_by_the_step() -> None:
+    """Of gradients that are finite each for itself."""
+    w, parts = vector(0, 8), [(np.full(8, 3e38, F), 1.0)] * 2
+    sgd, steps = OptimizerSpec("sgd"), [SegmentStep(0, 8, 0.0)]
+
+    assert not kernels.apply_mean(sgd, steps, w, (), parts, 1.0, np.empty(8, F), ())
+
+
+@pytest.mark.parametrize(
+    ("parts", "divisor"), [([], 1.0), ([(vector(0, 8), 1.0)], 0.0), ([(vector(0, 8), 1.0), (vector(0, 9), 1.0)], 1.0)]
+)
+def test_a_step_by_a_mean_needs_parts_of_its_length(parts: list[tuple[F32, float]], divisor: float) -> None:
+    """And a divisor that is positive; else nothing is written."""
+    out = np.zeros(8, F)
+
+    with pytest.raises(ValueError, match=r"mean needs|lengths"):
+        kernels.apply_mean(OptimizerSpec("sgd"), [SegmentStep(0, 8, 0.1)], vector(0, 8), (), parts, divisor, out, ())
+
+    assert not out.any()
 
 
 BIG = (1 << 16) + 777  # mean works through blocks of 65,536

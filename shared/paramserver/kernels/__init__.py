@@ -2,6 +2,8 @@
 
     apply(optimizer, steps, w, slots, grad, dtype, w_out, slots_out) -> bool
         one optimizer step, out of place, over a whole partition
+    apply_mean(optimizer, steps, w, slots, parts, divisor, w_out, slots_out) -> bool
+        the same with the mean of float32 gradients
     beyond_cache(optimizer, elements) -> bool
         whether what it makes is better written past the caches
     mean(parts, divisor, out, start=0)       weighted sum of gradients in the order given, divided
@@ -20,13 +22,14 @@ of a wrong shape or type are our own bug and raise ValueError before anything is
 """
 
 from paramserver.core.optimizer import SegmentStep, initial_slots, slot_count, slot_names
-from paramserver.kernels.calls import accumulate, all_finite, apply, beyond_cache, mean, norm2, warm_up
+from paramserver.kernels.calls import accumulate, all_finite, apply, apply_mean, beyond_cache, mean, norm2, warm_up
 
 __all__ = [
     "SegmentStep",
     "accumulate",
     "all_finite",
     "apply",
+    "apply_mean",
     "beyond_cache",
     "initial_slots",
     "mean",

@@ -59,8 +59,11 @@ def _pointers(numba_types: Any) -> dict[str, Any]:
     f = p(t.float32)
     tables = (p(t.float64), p(t.int64), t.int64, p(t.float64), t.int64)
     slots = (f, t.int64) * 3
+    mean = (p(t.int64), t.int64, p(t.float64))
     return {
-        "step": t.boolean(t.int64, t.int64, *tables, f, *slots, *grad, f, f, f, f, t.int64, t.boolean),
+        "step": t.boolean(
+            t.int64, t.int64, *tables, f, *slots, *grad, *mean, f, f, f, f, t.int64, t.boolean,
+        ),
         "add": t.void(t.boolean, f, t.int64, *grad, t.int64, t.float64),
         "finite": t.boolean(*grad),
         "squares": t.float64(*grad, t.int64),
@@ -94,12 +97,13 @@ def _entries() -> dict[str, Any]:
 
     def step(  # type: ignore[no-untyped-def]
         kind, slots, h, spans, n_spans, table, n_rows, w, s0, n0, s1, n1, s2, n2,
-        g32, a, g64, b, g16, c, g8, d, at, e, code, out, o0, o1, o2, n, past,
+        g32, a, g64, b, g16, c, g8, d, at, e, code, parts, n_parts, weights, out, o0, o1, o2, n, past,
     ):  # fmt: skip
         return c_step(
             kind, slots, carray(h, 5), carray(spans, (n_spans, 3)), carray(table, (n_rows, columns)), carray(w, n),
             carray(s0, n0), carray(s1, n1), carray(s2, n2), carray(g32, a), carray(g64, b), carray(g16, c),
-            carray(g8, d), carray(at, e), code, carray(out, n), carray(o0, n0), carray(o1, n1), carray(o2, n2), past,
+            carray(g8, d), carray(at, e), code, carray(parts, n_parts), carray(weights, n_parts + 1),
+            carray(out, n), carray(o0, n0), carray(o1, n1), carray(o2, n2), past,
         )  # fmt: skip
 
     def add(first, out, n, g32, a, g64, b, g16, c, g8, d, at, e, code, start, weight):  # type: ignore[no-untyped-def]

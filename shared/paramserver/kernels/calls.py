@@ -48,6 +48,8 @@ _NONE64 = np.empty(0, np.float64)
 _NONE16 = np.empty(0, np.uint16)
 _NONE8 = np.empty(0, np.int8)
 _NONE_AT = np.empty(0, np.uint32)
+_NO_PARTS = np.empty(0, np.int64)
+_NO_WEIGHTS = np.ones(1)
 _MEAN_BLOCK = 1 << 16
 """Elements of the running sum that `mean` keeps in the second-level cache while it goes through the parts."""
 CACHE_BYTES: Final = 48 << 20
@@ -74,6 +76,8 @@ def warm_up() -> None:
 
 
 Views = tuple[F32, npt.NDArray[np.float64], npt.NDArray[np.uint16], npt.NDArray[np.int8], npt.NDArray[np.uint32], int]
+
+_MEAN: Final[Views] = (_NONE32, _NONE64, _NONE16, _NONE8, _NONE_AT, codes.MEAN_CODE)
 
 
 def int8_views(a: AnyArray) -> tuple[F32, npt.NDArray[np.int8]]:
@@ -236,18 +240,59 @@ def apply(
     Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are
     then garbage.  Raises ValueError for arrays or steps that do not fit.
     """
-    views, size = _views(grad, dtype), w.size
+    views = _views(grad, dtype)
+    _check_length(grad, views, dtype, w.size)
+    return _step(optimizer, steps, w, slots, views, _NO_PARTS, _NO_WEIGHTS, w_out, slots_out, nontemporal)
+
+
+def apply_mean(
+    optimizer: OptimizerSpec,
+    steps: Sequence[SegmentStep],
+    w: F32,
+    slots: Sequence[F32],
+    parts: Sequence[tuple[F32, float]],
+    divisor: float,
+    w_out: F32,
+    slots_out: Sequence[F32],
+    *,
+    nontemporal: bool = False,
+) -> bool:
+    """The same with what `mean` makes of these (float32 gradient, weight), which is never written down as a whole.
+
+    Raises ValueError as both do.  Outputs and gradients are apart.
+    """
+    if not parts or not divisor > 0.0:
+        raise ValueError("a mean needs at least one part and a positive divisor")
+    for grad, _ in parts:
+        _check_length(grad, _views(grad, "float32"), "float32", w.size)
+    addresses = np.array([grad.__array_interface__["data"][0] for grad, _ in parts], np.int64)
+    weights = np.array([*[weight for _, weight in parts], divisor], np.float64)
+    return _step(optimizer, steps, w, slots, _MEAN, addresses, weights, w_out, slots_out, nontemporal)
+
+
+def _step(
+    optimizer: OptimizerSpec,
+    steps: Sequence[SegmentStep],
+    w: F32,
+    slots: Sequence[F32],
+    views: Views,
+    parts: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.float64],
+    w_out: F32,
+    slots_out: Sequence[F32],
+    nontemporal: bool,
+) -> bool:
+    size = w.size
     count, spans, table, constants = _tables(optimizer, tuple(steps), size)
     if len(slots) != count or len(slots_out) != count:
         raise ValueError(f"{optimizer.name} has {count} slots, not {len(slots)} and {len(slots_out)}")
-    _check_length(grad, views, dtype, size)
     for a in (w_out, *slots, *slots_out):
         if a.size != size:
             raise ValueError(f"lengths differ: the values have {size} elements, another array {a.size}")
     rest = (_NONE32,) * (3 - count)
     ok = loops.step(
         _KINDS[optimizer.name], count, constants, spans, table, w, *slots, *rest,
-        *views, w_out, *slots_out, *rest, nontemporal,
+        *views, parts, weights, w_out, *slots_out, *rest, nontemporal,
     )  # fmt: skip
     return bool(ok)
 

@@ -4,7 +4,8 @@ BLOCK = 2048
 """Elements of one block."""
 
 # Codes of a gradient: elements of a dtype, or an encoded partition (docs/codecs.md), decoded block by block.
-F32_CODE, F64_CODE, F16_CODE, BF16_CODE, INT8_CODE, TOPK_CODE = range(6)
+# The last one is a step's alone: the mean of several gradients, made block by block.
+F32_CODE, F64_CODE, F16_CODE, BF16_CODE, INT8_CODE, TOPK_CODE, MEAN_CODE = range(7)
 
 INT8_BLOCK = 256
 """Elements that share one scale of the int8 codec."""

@@ -20,14 +20,13 @@ from paramserver.kernels.codes import (
     F32_CODE,
     F64_CODE,
     FTRL,
-    INT8_BLOCK,
     INT8_CODE,
+    MEAN_CODE,
     MOMENTUM,
     NESTEROV,
     RMSPROP,
     SCALE,
     SGD,
-    TOPK_CODE,
     A,
     B,
     C,
@@ -35,6 +34,7 @@ from paramserver.kernels.codes import (
 from paramserver.kernels.intrinsics import LINE_BYTES, fence, piece, put_past
 from paramserver.kernels.jit import entry as _jit
 from paramserver.kernels.jit import part as _part
+from paramserver.kernels.loads import add_to, load, load_mean, size_of
 
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _in64 = types.Array(types.float64, 1, "C", readonly=True, aligned=False)
@@ -45,97 +45,9 @@ OUT = _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _spans = types.Array(types.int64, 2, "C")
 _table = types.Array(types.float64, 2, "C")
 _numbers = types.Array(types.float64, 1, "C")
+_addresses = types.Array(types.int64, 1, "C")
 
 _INF_BITS = np.uint32(0x7F800000)
-_ABS_BITS = np.uint32(0x7FFFFFFF)
-
-
-@_part
-def _size(x: Any) -> Any:
-    """Magnitude of a float32 as its bits, which order as the magnitudes do; NaN and infinity are the largest."""
-    return np.uint32(np.float32(x).view(np.uint32) & _ABS_BITS)
-
-
-@_part
-def _load_half(half: Any, g: Any) -> None:
-    """g[:] = float16 bits as float32, exactly (numba has no float16 on CPUs)."""
-    bits = g.view(np.uint32)
-    for i in range(half.size):
-        h = np.uint32(half[i])
-        magnitude = np.uint32(h & np.uint32(0x7FFF))
-        # A subnormal gets the exponent of 2^-14, which is taken off again below; NaN and infinity keep theirs.
-        offset = np.uint32((113 if magnitude < np.uint32(0x0400) else 112) << 23)
-        offset = np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else offset
-        bits[i] = np.uint32((magnitude << np.uint32(13)) + offset)
-    for i in range(half.size):
-        h = np.uint32(half[i])
-        value = g[i] - (np.float32(2.0**-14) if h & np.uint32(0x7C00) == np.uint32(0) else np.float32(0.0))
-        g[i] = -value if h & np.uint32(0x8000) else value
-
-
-@_part
-def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
-    """g[:] = int8 numbers from `start` on, each times the scale of its block."""
-    i = 0
-    while i < g.size:
-        block = (start + i) // INT8_BLOCK
-        stop = min(g.size, (block + 1) * INT8_BLOCK - start)
-        scale = scales[block]
-        for j in range(i, stop):
-            g[j] = scale * np.float32(q[start + j])
-        i = stop
-
-
-@_part
-def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
-    """g[:] = the elements from `start` on that are named by their ascending indices `at`, zero elsewhere."""
-    for i in range(g.size):
-        g[i] = np.float32(0.0)
-    low, high = 0, at.size
-    while low < high:
-        middle = (low + high) // 2
-        if np.int64(at[middle]) < start:
-            low = middle + 1
-        else:
-            high = middle
-    while low < at.size:
-        place = np.int64(at[low]) - start
-        if place >= g.size:
-            break
-        if place >= 0:  # always, where indices ascend; a place before the block must never be written
-            g[place] = values[low]
-        low += 1
-
-
-@_part
-def _load(g32: Any, g64: Any, g16: Any, g8: Any, at: Any, code: int, start: int, g: Any) -> Any:
-    """g[:] = the gradient from `start` on, as float32; returns the largest `_size`."""
-    n = g.size
-    worst = np.uint32(0)
-    if code == F32_CODE:
-        src = g32[start : start + n]
-        for i in range(n):
-            g[i] = src[i]
-            worst = max(worst, _size(src[i]))
-        return worst
-    if code == F64_CODE:
-        wide = g64[start : start + n]
-        for i in range(n):
-            g[i] = np.float32(wide[i])
-    elif code == F16_CODE:
-        _load_half(g16[start : start + n], g)
-    elif code == INT8_CODE:
-        _load_int8(g32, g8, start, g)
-    elif code == TOPK_CODE:
-        _load_topk(g32, at, start, g)
-    else:
-        brain = g16[start : start + n]
-        bits = g.view(np.uint32)
-        for i in range(n):
-            bits[i] = np.uint32(np.uint32(brain[i]) << np.uint32(16))
-    for i in range(n):
-        worst = max(worst, _size(g[i]))
-    return worst
 
 
 @_part
@@ -170,8 +82,8 @@ def _in_lines(a: Any) -> Any:
 def _block_step(put: Any) -> Any:
     """The step of one block, whose results are written with `put`."""
 
-    # The functions return the largest `_size` that they wrote, of what does not show in another.  Each makes something
-    # infinite or NaN of a gradient that is.
+    # The functions return the largest `size_of` that they wrote, of what does not show in another.  Each makes
+    # something infinite or NaN of a gradient that is.
 
     @_part
     def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
@@ -180,7 +92,7 @@ def _block_step(put: Any) -> Any:
         for i in range(g.size):
             new = w[i] - lr * g[i]
             put(out, i, new)
-            worst = max(worst, _size(new))
+            worst = max(worst, size_of(new))
         return worst
 
     @_part
@@ -192,7 +104,7 @@ def _block_step(put: Any) -> Any:
             new = w[i] - lr * buf
             put(m_out, i, buf)
             put(out, i, new)
-            worst = max(worst, _size(new))
+            worst = max(worst, size_of(new))
         return worst
 
     @_part
@@ -204,7 +116,7 @@ def _block_step(put: Any) -> Any:
             new = w[i] - lr * (g[i] + mu * buf)
             put(m_out, i, buf)
             put(out, i, new)
-            worst = max(worst, _size(new))
+            worst = max(worst, size_of(new))
         return worst
 
     @_part
@@ -216,7 +128,7 @@ def _block_step(put: Any) -> Any:
             new = w[i] - lr * (g[i] / (np.sqrt(total) + eps))
             put(s_out, i, total)
             put(out, i, new)
-            worst = max(worst, max(_size(total), _size(new)))
+            worst = max(worst, max(size_of(total), size_of(new)))
         return worst
 
     @_part
@@ -227,7 +139,7 @@ def _block_step(put: Any) -> Any:
             square = alpha * s[i] + rest * (g[i] * g[i])
             put(s_out, i, square)
             root[i] = np.sqrt(square) + eps
-            worst = max(worst, _size(square))
+            worst = max(worst, size_of(square))
         return worst
 
     @_part
@@ -243,7 +155,7 @@ def _block_step(put: Any) -> Any:
             # Rounding can bring the difference of near equals just below zero.
             spread = square - mean * mean
             root[i] = np.sqrt(spread if spread > zero else zero) + eps
-            worst = max(worst, max(_size(square), _size(mean)))
+            worst = max(worst, max(size_of(square), size_of(mean)))
         return worst
 
     @_part
@@ -252,7 +164,7 @@ def _block_step(put: Any) -> Any:
         for i in range(g.size):
             new = w[i] - lr * (g[i] / root[i])
             put(out, i, new)
-            worst = max(worst, _size(new))
+            worst = max(worst, size_of(new))
         return worst
 
     @_part
@@ -274,7 +186,7 @@ def _block_step(put: Any) -> Any:
             put(m_out, i, first)
             put(v_out, i, second)
             put(out, i, new)
-            worst = max(worst, max(_size(second), _size(new)))
+            worst = max(worst, max(size_of(second), size_of(new)))
         return worst
 
     @_part
@@ -295,7 +207,7 @@ def _block_step(put: Any) -> Any:
             put(z_out, i, linear)
             put(n_out, i, after)
             put(out, i, new)
-            worst = max(worst, max(_size(linear), max(_size(after), _size(new))))
+            worst = max(worst, max(size_of(linear), max(size_of(after), size_of(new))))
         return worst
 
     @_part
@@ -304,7 +216,7 @@ def _block_step(put: Any) -> Any:
         for i in range(g.size):
             new = w[i] + g[i]
             put(out, i, new)
-            worst = max(worst, _size(new))
+            worst = max(worst, size_of(new))
         return worst
 
     @_part
@@ -312,7 +224,7 @@ def _block_step(put: Any) -> Any:
         kind: int, w: Any, s0: Any, s1: Any, s2: Any, g: Any, out: Any, o0: Any, o1: Any, o2: Any,
         roots: Any, h0: Any, h1: Any, h2: Any, h3: Any, h4: Any, a: Any, b: Any, c: Any,
     ) -> Any:  # fmt: skip
-        """One block; returns the largest `_size` of what was computed."""
+        """One block; returns the largest `size_of` of what was computed."""
         if kind == SGD:
             return _sgd(w, g, out, a)
         if kind == MOMENTUM:
@@ -361,12 +273,13 @@ def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any
 @_jit
 def step(
     kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
-    g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, out: Any, o0: Any, o1: Any, o2: Any, past: Any,
+    g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, parts: Any, weights: Any,
+    out: Any, o0: Any, o1: Any, o2: Any, past: Any,
 ) -> Any:  # fmt: skip
     """One optimizer step over a partition; returns whether the gradient read and every value computed is finite.
 
     Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.  `past`:
-    what is computed is written past the caches, where it is in lines.
+    what is computed is written past the caches, where it is in lines.  `parts` and `weights`: see `load_mean`.
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
@@ -394,7 +307,10 @@ def step(
                 g = piece(g32, start, n, g32)
             else:
                 block = piece(scratch, 0, n, out)
-                worst = max(worst, _load(g32, g64, g16, g8, places, code, start, block))
+                if code == MEAN_CODE:
+                    worst = max(worst, load_mean(parts, weights, start, g32, block))
+                else:
+                    worst = max(worst, load(g32, g64, g16, g8, places, code, start, block))
                 _prepare(block, wb, scale, clip, decay)
                 g = piece(scratch, 0, n, g32)
             if past and start % lanes == 0:
@@ -409,16 +325,6 @@ def step(
     return worst < _INF_BITS
 
 
-@_part
-def _add(first: Any, g: Any, factor: Any, out: Any) -> None:
-    if first:
-        for i in range(g.size):
-            out[i] = factor * g[i]
-    else:
-        for i in range(g.size):
-            out[i] = out[i] + factor * g[i]
-
-
 @_jit
 def add(
     first: Any, out: Any, g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, start: int, weight: float
@@ -426,15 +332,15 @@ def add(
     """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns in place of adding."""
     factor = np.float32(weight)
     if code == F32_CODE:
-        _add(first, g32[start : start + out.size], factor, out)
+        add_to(first, g32[start : start + out.size], factor, out)
         return
     scratch = np.empty(BLOCK, np.float32)
     at = 0
     while at < out.size:
         end = min(at + BLOCK, out.size)
         g = scratch[: end - at]
-        _load(g32, g64, g16, g8, places, code, start + at, g)
-        _add(first, g, factor, out[at:end])
+        load(g32, g64, g16, g8, places, code, start + at, g)
+        add_to(first, g, factor, out[at:end])
         at = end
 
 
@@ -444,7 +350,7 @@ def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any
     if code == F32_CODE or code >= INT8_CODE:
         worst = np.uint32(0)
         for i in range(g32.size):
-            worst = max(worst, _size(g32[i]))
+            worst = max(worst, size_of(g32[i]))
         return worst < _INF_BITS
     elif code == F64_CODE:
         bits = g64.view(np.uint64)
@@ -474,7 +380,7 @@ def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size:
                 lanes[(i - at) & 15] += g64[i] * g64[i]
         else:
             g = scratch[: end - at]
-            _load(g32, g64, g16, g8, places, code, at, g)
+            load(g32, g64, g16, g8, places, code, at, g)
             whole = g.size // 16 * 16
             for i in range(0, whole, 16):
                 for k in range(16):
@@ -493,7 +399,7 @@ def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size:
 _grad = (_in32, _in64, _in16, _in8, _indices, types.int64)
 SIGNATURES = (
     (step, (types.int64, types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
-            _out32, _out32, _out32, _out32, types.boolean)),
+            _addresses, _numbers, _out32, _out32, _out32, _out32, types.boolean)),
     (add, (types.boolean, _out32, *_grad, types.int64, types.float64)),
     (finite, _grad),
     (squares, (*_grad, types.int64)),

@@ -24,6 +24,17 @@ def _uncounted(typing_context: Any, array: Any, start: Any, size: Any, model: An
     return model(array, types.intp, types.intp, model), generate
 
 
+def _uncounted_at(typing_context: Any, address: Any, start: Any, size: Any, model: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made = context.make_array(model)(context, builder)
+        first = builder.gep(builder.inttoptr(args[0], made.data.type), [args[1]])
+        item_bytes = context.get_constant(types.intp, model.dtype.bitwidth // 8)
+        _arrays.populate_array(made, first, [args[2]], [item_bytes], item_bytes, None)
+        return made._getvalue()
+
+    return model(types.intp, types.intp, types.intp, model), generate
+
+
 def _past(typing_context: Any, array: Any, at: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -45,6 +56,9 @@ def _seen(typing_context: Any) -> Any:
 piece: Any = intrinsic(_uncounted)
 """piece(array, start, size, model): array[start : start + size] of the type of `model`, so that a loop is compiled for
 one type.  It keeps no memory alive: counting who does is a locked instruction, which waits for all stores before it."""
+
+piece_at: Any = intrinsic(_uncounted_at)
+"""piece_at(address, start, size, model): the same of the array that begins at that address."""
 
 put_past: Any = intrinsic(_past)
 """put_past(array, at, value): array[at] = value, without reading the line it lies in or keeping it in the cache

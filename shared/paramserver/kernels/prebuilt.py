@@ -25,7 +25,10 @@ LEVELS: Final[dict[str, dict[str, frozenset[str]]]] = {
 _I, _D, _P = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _GRAD = [_P, _I] * 5 + [_I]
 ENTRIES: Final[dict[str, tuple[Any, list[Any]]]] = {
-    "step": (ctypes.c_bool, [_I, _I, _P, _P, _I, _P, _I, _P, *[_P, _I] * 3, *_GRAD, *[_P] * 4, _I, ctypes.c_bool]),
+    "step": (
+        ctypes.c_bool,
+        [_I, _I, _P, _P, _I, _P, _I, _P, *[_P, _I] * 3, *_GRAD, _P, _I, _P, *[_P] * 4, _I, ctypes.c_bool],
+    ),
     "add": (None, [ctypes.c_bool, _P, _I, *_GRAD, _I, _D]),
     "finite": (ctypes.c_bool, _GRAD),
     "squares": (_D, [*_GRAD, _I]),
@@ -37,7 +40,16 @@ ENTRIES: Final[dict[str, tuple[Any, list[Any]]]] = {
 
 def digest() -> str:
     """Of the source that a library is made from, this file included, for both sides of a call are in it."""
-    names = ("build.py", "codes.py", "compiled.py", "intrinsics.py", "jit.py", "prebuilt.py", "socket_loops.py")
+    names = (
+        "build.py",
+        "codes.py",
+        "compiled.py",
+        "intrinsics.py",
+        "jit.py",
+        "loads.py",
+        "prebuilt.py",
+        "socket_loops.py",
+    )
     text = b"".join(Path(__file__).with_name(name).read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -74,9 +86,9 @@ def _functions(library: ctypes.CDLL) -> SimpleNamespace:
     c_step, c_add, c_finite, c_squares, c_put, c_take = (calls[name] for name in ENTRIES)
 
     def step(kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, *rest: Any) -> bool:
-        s0, s1, s2, *grad, out, o0, o1, o2, past = rest
+        s0, s1, s2, *grad, parts, weights, out, o0, o1, o2, past = rest
         slots_in = (_at(s0), s0.size, _at(s1), s1.size, _at(s2), s2.size)
-        outputs = (_at(out), _at(o0), _at(o1), _at(o2), out.size, past)
+        outputs = (_at(parts), parts.size, _at(weights), _at(out), _at(o0), _at(o1), _at(o2), out.size, past)
         numbers = (_at(h), _at(spans), len(spans), _at(table), len(table))
         return bool(c_step(kind, slots, *numbers, _at(w), *slots_in, *_flat(grad), *outputs))
 

@@ -1,0 +1,126 @@
+"""Gradients of every dtype and codec, a block at a time, as float32: what the compiled entry points read through."""
+
+from typing import Any
+
+import numpy as np
+
+from paramserver.kernels.codes import F16_CODE, F32_CODE, F64_CODE, INT8_BLOCK, INT8_CODE, TOPK_CODE
+from paramserver.kernels.intrinsics import piece_at
+from paramserver.kernels.jit import part as _part
+
+_ABS_BITS = np.uint32(0x7FFFFFFF)
+
+
+@_part
+def size_of(x: Any) -> Any:
+    """Magnitude of a float32 as its bits, which order as the magnitudes do; NaN and infinity are the largest."""
+    return np.uint32(np.float32(x).view(np.uint32) & _ABS_BITS)
+
+
+@_part
+def _load_half(half: Any, g: Any) -> None:
+    """g[:] = float16 bits as float32, exactly (numba has no float16 on CPUs)."""
+    bits = g.view(np.uint32)
+    for i in range(half.size):
+        h = np.uint32(half[i])
+        magnitude = np.uint32(h & np.uint32(0x7FFF))
+        # A subnormal gets the exponent of 2^-14, which is taken off again below; NaN and infinity keep theirs.
+        offset = np.uint32((113 if magnitude < np.uint32(0x0400) else 112) << 23)
+        offset = np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else offset
+        bits[i] = np.uint32((magnitude << np.uint32(13)) + offset)
+    for i in range(half.size):
+        h = np.uint32(half[i])
+        value = g[i] - (np.float32(2.0**-14) if h & np.uint32(0x7C00) == np.uint32(0) else np.float32(0.0))
+        g[i] = -value if h & np.uint32(0x8000) else value
+
+
+@_part
+def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
+    """g[:] = int8 numbers from `start` on, each times the scale of its block."""
+    i = 0
+    while i < g.size:
+        block = (start + i) // INT8_BLOCK
+        stop = min(g.size, (block + 1) * INT8_BLOCK - start)
+        scale = scales[block]
+        for j in range(i, stop):
+            g[j] = scale * np.float32(q[start + j])
+        i = stop
+
+
+@_part
+def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
+    """g[:] = the elements from `start` on that are named by their ascending indices `at`, zero elsewhere."""
+    for i in range(g.size):
+        g[i] = np.float32(0.0)
+    low, high = 0, at.size
+    while low < high:
+        middle = (low + high) // 2
+        if np.int64(at[middle]) < start:
+            low = middle + 1
+        else:
+            high = middle
+    while low < at.size:
+        place = np.int64(at[low]) - start
+        if place >= g.size:
+            break
+        if place >= 0:  # always, where indices ascend; a place before the block must never be written
+            g[place] = values[low]
+        low += 1
+
+
+@_part
+def load(g32: Any, g64: Any, g16: Any, g8: Any, at: Any, code: int, start: int, g: Any) -> Any:
+    """g[:] = the gradient from `start` on, as float32; returns the largest `size_of`."""
+    n = g.size
+    worst = np.uint32(0)
+    if code == F32_CODE:
+        src = g32[start : start + n]
+        for i in range(n):
+            g[i] = src[i]
+            worst = max(worst, size_of(src[i]))
+        return worst
+    if code == F64_CODE:
+        wide = g64[start : start + n]
+        for i in range(n):
+            g[i] = np.float32(wide[i])
+    elif code == F16_CODE:
+        _load_half(g16[start : start + n], g)
+    elif code == INT8_CODE:
+        _load_int8(g32, g8, start, g)
+    elif code == TOPK_CODE:
+        _load_topk(g32, at, start, g)
+    else:
+        brain = g16[start : start + n]
+        bits = g.view(np.uint32)
+        for i in range(n):
+            bits[i] = np.uint32(np.uint32(brain[i]) << np.uint32(16))
+    for i in range(n):
+        worst = max(worst, size_of(g[i]))
+    return worst
+
+
+@_part
+def add_to(first: Any, g: Any, factor: Any, out: Any) -> None:
+    """out (+)= factor * g; `first` assigns in place of adding."""
+    if first:
+        for i in range(g.size):
+            out[i] = factor * g[i]
+    else:
+        for i in range(g.size):
+            out[i] = out[i] + factor * g[i]
+
+
+@_part
+def load_mean(parts: Any, weights: Any, start: int, model: Any, g: Any) -> Any:
+    """g[:] = the sum, in their order, of the float32 gradients at the addresses `parts`, each times its one of
+    `weights`, over the last of these, from `start` on; returns the largest `size_of`.  `model` is of their type."""
+    for k in range(parts.size):
+        add_to(k == 0, piece_at(parts[k], start, g.size, model), np.float32(weights[k]), g)
+    divisor = np.float32(weights[parts.size])
+    if divisor != np.float32(1.0):
+        for i in range(g.size):
+            g[i] = g[i] / divisor
+    worst = np.uint32(0)
+    for i in range(g.size):
+        worst = max(worst, size_of(g[i]))
+    return worst
