@@ -28,8 +28,9 @@ INLINE_BYTES_MAX: Final = 512 << 10
 """What is larger is checked in a thread, besides the event loop's reading; below, its hand-over costs as much."""
 INLINE_UNPACK_BYTES_MAX: Final = 64 << 10
 """The same where a second stage is undone, which takes about a millisecond for each MiB."""
-BLOCK_BYTES: Final = 512 << 10
-"""What is checked at a time: it stays in the cache from one look at it to the next."""
+BLOCK_BYTES: Final = 2 << 20
+"""What is checked at a time: most parts whole, for between two looks the interpreter's lock is asked for, which costs more
+than that a look finds it in the third-level cache; what is larger stays there."""
 
 
 class Threads(Protocol):
