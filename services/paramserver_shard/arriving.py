@@ -29,8 +29,8 @@ INLINE_BYTES_MAX: Final = 512 << 10
 INLINE_UNPACK_BYTES_MAX: Final = 64 << 10
 """The same where a second stage is undone, which takes about a millisecond for each MiB."""
 BLOCK_BYTES: Final = 2 << 20
-"""What is checked at a time: most parts whole, for between two looks the interpreter's lock is asked for, which costs more
-than that a look finds it in the third-level cache; what is larger stays there."""
+"""What is checked at a time: most parts whole, for between two looks the interpreter's lock is asked for, which costs
+more than it does to look at what is in the third-level cache."""
 
 
 class Threads(Protocol):
@@ -66,9 +66,13 @@ class Arriving:
         self._apart = frame.slot is None and apart(sizes)
         self._made: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
 
-    def check(self, index: int, data: AnyArray) -> None:
-        """That part is here, as uint8; called for each in order.  Raises RequestError where it is small and bad."""
-        self._check([(index, data)])
+    def check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
+        """These parts, each with its index, are here, as uint8; called until all are, in order.
+
+        Raises RequestError where they are small and bad.
+        """
+        for share in shares(pieces, self._threads.threads):
+            self._check(share)
 
     def take(self, body: AnyArray) -> None:
         """All parts are here, end to end."""
@@ -77,8 +81,7 @@ class Arriving:
         for index, size in enumerate(self.sizes):
             pieces.append((index, body[at : at + size]))
             at += size
-        for share in shares(pieces, self._threads.threads):
-            self._check(share)
+        self.check(pieces)
 
     def _check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
         if self._later and all([self._is_later(index) for index, _ in pieces]):

@@ -1,6 +1,6 @@
 """Framed requests as they arrive: their bodies go into pooled memory, part by part, read straight into it.
 
-A part is handed on as soon as it is whole, so that it is checked while the next ones are still on their way.  A body
+What parts are whole is handed on at once, so that they are checked while the next ones are still on their way.  A body
 that breaks off, or is longer or shorter than its header says, is refused without a trace.
 """
 
@@ -18,8 +18,8 @@ from paramserver_node.stream import BODY, Arrival
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.inflight import account
 
-Ready = Callable[[int, AnyArray], None]
-"""Takes (index, bytes) of a part that is whole."""
+Ready = Callable[[Sequence[tuple[int, AnyArray]]], None]
+"""Takes (index, bytes) of each part that is whole since the last call, in order."""
 
 
 def apart(sizes: Sequence[int]) -> bool:
@@ -85,10 +85,12 @@ class Body:
         self._hand_on()
 
     def _hand_on(self) -> None:
+        whole: list[tuple[int, AnyArray]] = []
         while self._index < len(self.parts) and self._at >= (size := self.parts[self._index].size):
-            if self._ready is not None:
-                self._ready(self._index, self.parts[self._index])
+            whole.append((self._index, self.parts[self._index]))
             self._index, self._at = self._index + 1, self._at - size
+        if whole and self._ready is not None:
+            self._ready(whole)
 
 
 T = TypeVar("T")

@@ -1,5 +1,6 @@
 """What is looked at in a push while it arrives."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -41,8 +42,8 @@ async def test_a_push_that_came_before_its_partition_has_a_checksum(fields: dict
     frame = PushFrame("m", [PushPart(0, None, None)], worker="a", epoch=1, seq=1, **fields)
     gradient = np.ones(4, np.float32)
 
-    arriving = Arriving(known, frame, False, [gradient.nbytes], cast(Threads, None))
-    arriving.check(0, gradient.view(np.uint8))
+    arriving = Arriving(known, frame, False, [gradient.nbytes], cast(Threads, SimpleNamespace(threads=2)))
+    arriving.check([(0, gradient.view(np.uint8))])
     (part,) = await arriving.parts()
 
     assert part.crc == slice_crc("float32", ((0, 4),), gradient)
