@@ -75,7 +75,8 @@ async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
 
 
 async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
-    """Reads the state, then decides.  Raises Deposed, or Resigned when told to stop; CorruptState from the reading."""
+    """Reads the state, then decides.  Raises Deposed, or Resigned when told to stop; CorruptState from the reading, and
+    whatever bug has left something half decided."""
     store = StateStore(redis, lease)
     crash_point("scheduler.lease_taken")
     documents = await store.open()

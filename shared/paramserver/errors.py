@@ -16,7 +16,8 @@ PsError
 A node answers a PsError as RFC 9457 problem details and a client raises the same class again from them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -220,6 +221,17 @@ def as_problem(error: Exception) -> PsError:
     found = problem("internal", "paramserver has a bug; the node's log has more")
     found.__cause__ = error
     return found
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """A request is only looked at here: what nobody foresaw has changed nothing, and is told to it as a bug of ours."""
+    try:
+        yield
+    except PsError:
+        raise
+    except Exception as error:
+        raise as_problem(error) from error
 
 
 def combined(errors: list[PsError]) -> PsError:

@@ -239,13 +239,6 @@ class Cluster:
         """Another effect, after everything stored."""
         self._late.append(effect)
 
-    @property
-    def changed(self) -> bool:
-        """Whether the event that is being handled has brought about anything so far."""
-        stored = self._fields or self._tokens or self._fences or self._map_changed
-        told = self._models_changed or self._rosters_changed or self._published or self._early or self._late
-        return bool(stored or told or self.touched or self.unfinished)
-
     def effects(self) -> list[Effect]:
         """What the events since the last call brought about, in the order in which it is to be performed."""
         out: list[Effect] = list(self._early)

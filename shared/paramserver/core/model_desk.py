@@ -22,7 +22,7 @@ from paramserver.core.shard_desk import ShardDesk
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timeline import begin_sync
 from paramserver.core.waiter import Waiter
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, looking, problem
 
 
 class ModelDesk:
@@ -34,7 +34,8 @@ class ModelDesk:
         self.runs = runs
 
     def create(self, e: CreateModel, now: float) -> None:
-        spec = ModelSpec.parse(e.spec)
+        with looking():
+            spec = ModelSpec.parse(e.spec)
         model = self.c.models.get(spec.name)
         if model is not None:
             self._create_again(e, spec, model, now)
@@ -108,7 +109,8 @@ class ModelDesk:
 
     def patch(self, e: PatchModel, now: float) -> None:
         model = self.c.model(e.model)
-        spec = model.spec.patched(e.patch)
+        with looking():
+            spec = model.spec.patched(e.patch)
         if spec != model.spec:
             was_sync = model.gate.sync
             if spec.consistency.mode == "sync" and model.ending_sync:

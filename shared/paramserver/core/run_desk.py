@@ -11,7 +11,7 @@ from paramserver.core.models import Model
 from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.series import check_metrics
-from paramserver.errors import problem
+from paramserver.errors import looking, problem
 
 SAVE_TIME_S: Final = 15.0
 """How much of a run's counted time a killed scheduler may lose."""
@@ -34,8 +34,9 @@ class RunDesk:
         return found
 
     def create(self, e: CreateRun, now: float) -> None:
-        check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
-        stop = StopRule.check(e.stop)
+        with looking():
+            check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
+            stop = StopRule.check(e.stop)
         if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
         model = self.c.model(e.model)
@@ -73,9 +74,10 @@ class RunDesk:
         run = self.find(e.run)
         if e.state is not None and e.state not in ("paused", "running", "stopped"):
             raise problem("invalid_field", "state: must be paused, running or stopped", where="state")
-        if e.workers is not None:
-            check_run(run.entry, e.workers, {}, 0, 0)
-        stop = StopRule.check(e.stop) if e.stop is not None else run.stop
+        with looking():
+            if e.workers is not None:
+                check_run(run.entry, e.workers, {}, 0, 0)
+            stop = StopRule.check(e.stop) if e.stop is not None else run.stop
         if run.ended and (e.state != run.state or e.workers is not None or e.stop is not None):
             raise problem("conflict", f"run '{run.id}' is {run.state} already", hint="create a new run")
         run.stop = stop
@@ -183,7 +185,8 @@ class RunDesk:
 
     def heartbeat(self, e: PoolHeartbeat, now: float) -> None:
         member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
-        metrics = check_metrics({} if e.metrics is None else e.metrics)
+        with looking():
+            metrics = check_metrics({} if e.metrics is None else e.metrics)
         member.heard_s = now
         member.metrics = metrics
         self.c.answer(e.request, self.assignment(member))

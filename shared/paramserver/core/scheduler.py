@@ -19,7 +19,7 @@ from paramserver.core.run_desk import RunDesk
 from paramserver.core.shard_desk import ShardDesk
 from paramserver.core.task_desk import TaskDesk
 from paramserver.core.worker_desk import WorkerDesk
-from paramserver.errors import as_problem
+from paramserver.errors import PsError
 
 ROUNDS_MAX = 16
 PAUSE_S = limits.LEASE_S / 2
@@ -87,18 +87,18 @@ class SchedulerCore:
         return cls(restore(documents, now, term, unix_s), now)
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
-        """What that event brings about, to be performed in order.  Refusals become replies, also that of a request that
-        meets a bug of ours before it has changed anything; after it, or without a request, the bug is raised and this
-        core is of no more use.
+        """What that event brings about, to be performed in order.  Refusals become replies, bugs of ours that a request
+        meets while it is only looked at among them.  Whatever else is raised has left something half decided: this core
+        is of no more use.
         """
         if now - self._now > PAUSE_S:
             self._c.prolong(now - self._now)
         self._now = now
         try:
             self._desk[type(event)](event, now)
-        except Exception as error:
-            e, request = as_problem(error), getattr(event, "request", None)
-            if request is None or (e is not error and self._c.changed):
+        except PsError as e:
+            request = getattr(event, "request", None)
+            if request is None:
                 raise
             # Where the model went back to is only told once that is stored.
             (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(request, e)

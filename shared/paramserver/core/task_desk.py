@@ -14,7 +14,7 @@ from paramserver.core.series import check_metrics
 from paramserver.core.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
 from paramserver.core.waiter import Waiter, no_member
 from paramserver.core.worker_desk import WorkerDesk
-from paramserver.errors import problem
+from paramserver.errors import looking, problem
 
 DATASETS_MAX: Final = 256
 EVALUATIONS_MAX: Final = 8
@@ -30,7 +30,8 @@ class TaskDesk:
 
     def register(self, e: RegisterDataset, now: float) -> None:
         model = self.c.model(e.model)
-        spec = DatasetSpec.check(e.dataset, e.size, e.task_size, e.ranges, e.uri, e.assignment, e.passes)
+        with looking():
+            spec = DatasetSpec.check(e.dataset, e.size, e.task_size, e.ranges, e.uri, e.assignment, e.passes)
         old = model.datasets.get(spec.name)
         if old is not None and old.spec != spec:
             raise problem(
@@ -89,8 +90,9 @@ class TaskDesk:
 
     def task_done(self, e: TaskDone, now: float) -> None:
         model = self.c.model(e.model)
-        metrics = check_metrics(e.metrics)
-        name, numbers = parse_task(e.task)
+        with looking():
+            metrics = check_metrics(e.metrics)
+            name, numbers = parse_task(e.task)
         worker = self.workers.heard(model, e.worker, e.epoch, now)
         clock: int | None = worker.done
         if name == EVALUATE and len(numbers) == 1:

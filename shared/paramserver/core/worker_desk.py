@@ -21,7 +21,7 @@ from paramserver.core.scheduler_io import (
 )
 from paramserver.core.series import check_metrics
 from paramserver.core.waiter import Waiter, no_member
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, looking, problem
 
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
 COMMITS_PER_EVENT: Final = 64
@@ -175,8 +175,9 @@ class WorkerDesk:
     def heartbeat(self, e: WorkerHeartbeat, now: float) -> None:
         model = self.c.model(e.model)
         worker = self.heard(model, e.worker, e.epoch, now)  # It lives, whatever is wrong with what it says besides.
-        metrics = check_metrics(e.metrics)
-        check_document(e.state, "state")
+        with looking():
+            metrics = check_metrics(e.metrics)
+            check_document(e.state, "state")
         if e.state is not None and e.state != worker.state:
             worker.state = e.state
             self.c.save_worker(model, worker)
@@ -222,7 +223,8 @@ class WorkerDesk:
 
     def metrics(self, e: ReportMetrics, now: float) -> None:
         model = self.c.model(e.model)
-        metrics = check_metrics(e.metrics)
+        with looking():
+            metrics = check_metrics(e.metrics)
         if e.clock is not None:
             _count(e.clock, "clock")
         name = e.worker if e.worker in model.roster.workers else ""

@@ -1,0 +1,77 @@
+"""Failures that nobody foresaw: met while a request is looked at, they are its alone; met later, nothing goes on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paramserver.core import run_desk, worker_desk
+from paramserver.core import scheduler_io as io
+from paramserver.core.gate import Gate
+from paramserver.core.models import Model
+from paramserver.core.spec import ModelSpec
+from paramserver.core.tasks import Dataset, DatasetSpec
+from paramserver.errors import InternalError
+
+from .scheduling import SPEC, Driver
+
+
+class Bug(Exception):
+    """What nobody foresaw."""
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    """Stands for code of ours."""
+    raise Bug
+
+
+def register(n: int) -> io.Event:
+    return io.RegisterDataset(n, "m", "train", 100, 10)
+
+
+LOOKS: list[tuple[Any, str, Callable[[int], io.Event]]] = [
+    (ModelSpec, "parse", lambda n: io.CreateModel(n, SPEC | {"name": "other"}, "x")),
+    (ModelSpec, "patched", lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}})),
+    (run_desk, "check_run", lambda n: io.CreateRun(n, "m", "digits")),
+    (DatasetSpec, "check", register),
+    (worker_desk, "check_metrics", lambda n: io.ReportMetrics(n, "m", {"loss": 1.0})),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "make"), LOOKS, ids=[name for _, name, _ in LOOKS])
+def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_refused_alone(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, make: Callable[[int], io.Event]
+) -> None:
+    """It is told that we have one, which the log can tell, and nothing has changed: the same again is done."""
+    d = Driver()
+    d.model()
+    before = dict(d.hash)
+    with monkeypatch.context() as broken:
+        broken.setattr(where, name, fails)
+        with pytest.raises(InternalError) as met:
+            d.ask(make)
+
+    assert isinstance(met.value.__cause__, Bug)
+    assert d.hash == before
+    d.send(make)
+
+
+LATER: list[tuple[Any, str, io.Event]] = [
+    (Gate, "change", io.PatchModel(1000, "m", {"consistency": {"mode": "buffered"}})),
+    (Dataset, "release", io.LeaveWorker(1000, "m", "m/a")),
+    (Model, "forget", io.RequestGone(1000)),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "event"), LATER, ids=[name for _, name, _ in LATER])
+def test_a_bug_that_may_have_left_something_half_decided_is_not_kept_quiet(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, event: io.Event
+) -> None:
+    """Also before anything was to be stored: the process is to end (see `Runtime.send`)."""
+    d = Driver()
+    d.model()
+    d.join("a")
+    d.ask(register)
+    monkeypatch.setattr(where, name, fails)
+    with pytest.raises(Bug):
+        d.core.handle(event, d.now)
