@@ -411,6 +411,18 @@ def test_a_push_that_some_shards_have_is_in_doubt(shards: Shards, now: Now, clus
     assert len(shards.pushes) == 1
 
 
+def test_a_push_that_was_accepted_but_is_not_yet_kept_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """An error that tells what became of the push comes after it: it is applied, and its storing may be yet to come."""
+    done = {"state": "applied", "duplicate": False, "version": 1}
+
+    def not_kept(request: Request) -> Outcome:
+        kept = request.path != "/push"
+        return shards(request) if kept else refusal("storage_unavailable", push=done)
+
+    with pytest.raises(InDoubt, match="said the shard"):
+        drive(transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()), not_kept, now)
+
+
 def test_a_cluster_that_never_answers_is_unavailable(now: Now, cluster: Cluster) -> None:
     """The last failure is raised when the deadline is near, never later."""
     started = now.s

@@ -30,7 +30,7 @@ class Backoff:
 
     def pause(self, error: PsError) -> Pause:
         """The pause before the next try; raises the call's final error if the deadline would pass first."""
-        self.in_doubt = self.in_doubt or isinstance(error, InDoubt)
+        self.in_doubt = self.in_doubt or may_be_done(error)
         ceiling = min(LONGEST_S, FIRST_S * 2.0**self._tries)
         self._tries += 1
         wait_s = self._rng.uniform(0.0, ceiling)
@@ -51,6 +51,11 @@ class Backoff:
 def passes(error: PsError) -> bool:
     """Whether the same request may succeed a little later."""
     return isinstance(error, Unavailable)
+
+
+def may_be_done(error: PsError) -> bool:
+    """Whether what was asked for may have been done: the answer is lost, or tells what became of the push."""
+    return isinstance(error, InDoubt) or "push" in error.members
 
 
 def judged(outcome: Outcome) -> Response | PsError:

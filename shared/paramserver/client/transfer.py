@@ -37,7 +37,7 @@ from paramserver.client.frames import (
 )
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed, summed
-from paramserver.client.retry import Backoff, judged, passes
+from paramserver.client.retry import Backoff, judged, may_be_done, passes
 from paramserver.client.same_host import Leased, Slot
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
@@ -112,7 +112,7 @@ class Transfer:
             raise refused
         if failures:
             done = outgoing is not None and bool(good)  # of a push, on some partitions
-            self._backoff.in_doubt = self._backoff.in_doubt or done or any(isinstance(f, InDoubt) for f in failures)
+            self._backoff.in_doubt = self._backoff.in_doubt or done or any(map(may_be_done, failures))
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
             self._moved += 1
             if not moved_once:  # a first 421 is answered at once with a fresh map; everything else waits
