@@ -14,7 +14,7 @@ import paramserver as ps
 from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.display import console
 from paramserver_node import tokens
-from paramserver_node.settings import FILE, ClientSettings, SchedulerSettings, ShardSettings, redacted
+from paramserver_node.settings import FILE, ClientSettings, SchedulerSettings, ShardSettings, WorkerSettings, redacted
 
 Url = Annotated[str | None, typer.Option("--url", help="The cluster; default: PARAMSERVER_URL.", show_default=False)]
 StateDirOption = Annotated[
@@ -89,6 +89,7 @@ def config(as_json: Json = False) -> None:
         "client": client_settings({}),
         "scheduler": SchedulerSettings.sources({}, os.environ, Path.cwd() / FILE),
         "shard": ShardSettings.sources({}, os.environ, Path.cwd() / FILE),
+        "worker": WorkerSettings.sources({}, os.environ, Path.cwd() / FILE),
     }
     rows = [
         {"part": part, "name": name, "value": _printable(name, value), "origin": origin}

@@ -1,8 +1,8 @@
 """Settings of every service: a flag wins over the environment (`PARAMSERVER_…`), that over `paramserver.toml`.
 
-The file's top level holds for every service, a table for one: `[scheduler]`, `[shard]`, `[worker]`, `[client]`,
-`[cluster]`.  `PARAMSERVER_…_FILE` names a file that holds the value, so that a secret is neither in the environment nor
-on a command line.
+The file's top level holds for every service, a table for one: `[scheduler]`, `[shard]`, `[worker]`, `[client]`.
+`PARAMSERVER_…_FILE` names a file that holds the value, so that a secret is neither in the environment nor on a command
+line.  `docs/settings.md` lists them, held by a test.
 """
 
 import difflib
@@ -126,7 +126,6 @@ class ShardSettings(NodeSettings):
     scheduler: str = "http://127.0.0.1:8700"
     """URL of the scheduler; several separated by commas."""
     redis: str = "redis://127.0.0.1:6379/0"
-    state_dir: str = ".paramserver"
     advertise: str = ""
     """URLs under which workers and shards reach it, separated by commas; default as for a scheduler."""
     snapshot_mib_per_s: float = 64.0
@@ -146,6 +145,11 @@ class WorkerSettings(Settings):
     section = "worker"
 
     url: str = "http://127.0.0.1:8700"
+    """Where the cluster is; several separated by commas, for fail-over."""
+    token: str = ""
+    """Sent as a bearer token.  Best in a file, or in the environment."""
+    ca: str = ""
+    """File of certificates (PEM) that are trusted besides the system's."""
     name: str = ""
     """Name in the pool; default: host name and process id."""
     allow: str = "paramserver.examples"
@@ -154,7 +158,7 @@ class WorkerSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings(Settings):
-    """Settings of psctl's calls to a cluster, and of the SDK."""
+    """Settings of psctl's calls to a cluster."""
 
     section = "client"
 
@@ -170,25 +174,11 @@ class ClientSettings(Settings):
     """File of certificates (PEM) that are trusted besides the system's."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterSettings(Settings):
-    """Settings of `psctl up`."""
-
-    section = "cluster"
-
-    shards: int = 2
-    workers: int = 0
-    redis: str = ""
-    """URL of a Redis; default: one of its own."""
-    state_dir: str = ".paramserver"
-
-
 SERVICES: Final[tuple[type[Settings], ...]] = (
     SchedulerSettings,
     ShardSettings,
     WorkerSettings,
     ClientSettings,
-    ClusterSettings,
 )
 
 

@@ -16,7 +16,7 @@ import typer
 import paramserver as ps
 from paramserver.errors import PsError, Unavailable
 from paramserver_node import log as node_log
-from paramserver_node.settings import ClientSettings
+from paramserver_node.settings import WorkerSettings
 from paramserver_worker import entry as entries
 from paramserver_worker.pool import PoolMember
 
@@ -28,14 +28,13 @@ EPILOG = """Examples:
 
   paramserver-worker mypackage.train:train --model m   # runs one function once, outside any run
 """
-DEFAULT_ALLOW = ["paramserver.examples"]
 RETRY_S = 1.0
 HOST_CHARS = 48
 
 app = typer.Typer(add_completion=False)
 
 
-def connect(settings: ClientSettings) -> ps.Client:
+def connect(settings: WorkerSettings) -> ps.Client:
     """A client of the cluster, waiting for as long as it is not up yet."""
     told = False
     while True:
@@ -89,16 +88,18 @@ def worker(
     """Run training functions: places in runs that the cluster gives out, or one function by name."""
     signal.signal(signal.SIGTERM, _end)
     try:
-        settings = ClientSettings.load({"url": url, "log_level": log_level})
+        flags = {"url": url, "name": name, "allow": allow or None, "log_level": log_level}
+        settings = WorkerSettings.load(flags)
         node_log.setup(settings.log_level)
+        allowed = [prefix.strip() for prefix in settings.allow.split(",")]
         if entry is not None:
             if model is None:
                 raise typer.BadParameter("is needed with an entry", param_hint="--model")
             module = entry.partition(":")[0]
-            function = entries.load(entry, [*(allow or []), module])
+            function = entries.load(entry, [*allowed, module])
             entries.run(connect(settings), function, _parsed(arg or []), model=model, place={})
             return
-        member = PoolMember(connect(settings), name or default_name(), allow or DEFAULT_ALLOW)
+        member = PoolMember(connect(settings), settings.name or default_name(), allowed)
         try:
             member.work()
         finally:

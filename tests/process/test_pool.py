@@ -1,7 +1,9 @@
 """Processes of the worker pool join it, or say why they cannot."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,24 @@ def test_a_name_that_is_not_allowed_ends_the_worker(shared_cluster: Cluster) -> 
     assert done.returncode == 1
     assert "is not allowed" in done.stderr
     assert "unreachable" not in done.stderr
+
+
+def test_a_worker_takes_its_settings_from_the_environment_and_the_file(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """A run of a module that only `paramserver.toml` allows is given to the worker that a variable names."""
+    (tmp_path / "paramserver.toml").write_text('[worker]\nallow = ["somewhere.else", "paramserver.examples"]\n')
+    env = os.environ | {"PARAMSERVER_URL": shared_cluster.url, "PARAMSERVER_NAME": "of-the-environment"}
+    worker = subprocess.Popen(WORKER, cwd=tmp_path, env=env)
+    try:
+        with ps.connect(shared_cluster.url) as client:
+
+            def joined() -> bool:
+                members = client.request("GET", "/pool")["items"]
+                return any(
+                    m["member"] == "of-the-environment" and m["allow"] == ["somewhere.else", "paramserver.examples"]
+                    for m in members
+                )
+
+            eventually(joined, what="the member")
+    finally:
+        worker.terminate()
+        worker.wait(30)
