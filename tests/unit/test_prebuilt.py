@@ -62,9 +62,9 @@ def everything() -> list[bytes | float | bool]:
             out = [np.frombuffer(mmap(-1, 4 * SIZE), np.float32) for _ in range(1 + len(slots))]
             finite = kernels.apply(o, STEPS, w, slots, grad, dtype, out[0], out[1:], nontemporal=past)
             found += [finite, *(a.tobytes() for a in out)]
-        means = [(grads["float32"], 0.5), (w, 2.0)]
-        finite = kernels.apply_mean(o, STEPS, w, slots, means, 3.0, out[0], out[1:])
-        found += [finite, *(a.tobytes() for a in out)]
+            means = [(grads["float32"], 0.5), (w, 2.0)]
+            finite = kernels.apply_mean(o, STEPS, w, slots, means, 3.0, out[0], out[1:], nontemporal=past)
+            found += [finite, *(a.tobytes() for a in out)]
     mean = np.empty(SIZE, np.float32)
     kernels.mean([(g, dtype, 0.5) for dtype, g in grads.items()], 3.0, mean)
     kernels.accumulate(mean, grads["float64"], "float64", 0.25)
