@@ -1,6 +1,7 @@
 """The kernels as a library of their own: the same bytes as numba's, and never one of another source."""
 
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ STEPS = [SegmentStep(0, 1000, 0.1), SegmentStep(1500, SIZE, 0.05, 0.01, 3, 0.5, 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the libraries of this machine's kind of processor."""
-    if not all(map(shutil.which, ("cc", "nm"))):
+    if not all(map(shutil.which, ("cc", "nm", "objdump"))):
         pytest.skip("needs a C compiler and binutils: apt install gcc libc6-dev")
     target = tmp_path_factory.mktemp("prebuilt")
     subprocess.run([sys.executable, "-m", "paramserver.kernels.build", str(target)], check=True, timeout=280)
@@ -93,6 +94,15 @@ def test_every_library_gives_the_bytes_that_numba_gives(folder: Path, monkeypatc
 
         assert everything() == expected, level
     prebuilt.load.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_library_can_write_past_the_caches(folder: Path) -> None:
+    """The stores are whole vectors: results would be the same without them, and large updates slower by half."""
+    for library in folder.iterdir():
+        text = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+        assert len(re.findall(r"\bv?movntp[sd]\b.*[xyz]mm|\bstnp\b", text)) > 10, library.name
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from paramserver import limits
-from paramserver.client.calls import Call, Deadline
+from paramserver.client.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.client.pushed import Pushed
-from paramserver.client.streaming import BUCKET_BYTES, AsyncPushStream, Pieces, PushStream
+from paramserver.client.streaming import BUCKET_BYTES, AsyncPushStream, Pieces, PushStream, Stream
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import NotFoundError, RequestError
+from paramserver.errors import InDoubt, NotFoundError, PsError, RequestError, Unreachable, problem
+from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .sharding import Now, drive
 from .test_client_session import GRAD, Node, deadline, opened
@@ -152,3 +153,47 @@ async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseExc
 
     with pytest.raises(own):
         await fail()
+
+
+class TwoLayers(Node):
+    """One of two parameters, each a partition of its own; what was pushed when `fails` came is never answered."""
+
+    def __init__(self, fails: PsError, after: int) -> None:
+        super().__init__("async")
+        params = {"a": {"shape": [4]}, "b": {"shape": [4]}}
+        self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": 2})
+        self.fails, self.after = fails, after
+
+    def __call__(self, request: Request) -> Outcome:
+        if request.path == "/push" and len(self.pushes) == self.after:
+            return self.fails
+        outcome = super().__call__(request)
+        if request.path == "/push":
+            parts = [(p.partition, 1, 1, 0) for p in self.pushes[-1].parts]
+            reply = PushReply("applied", False, 1, 0, 1, self.timeline, parts)
+            return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))
+        return outcome
+
+    def document(self) -> dict[str, Any]:
+        return super().document() | {"partitions": [{"index": i, "shard": "a"} for i in (0, 1)]}
+
+
+@pytest.mark.parametrize(("after", "raised"), [(0, Unreachable), (1, InDoubt)])
+def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: type[PsError]) -> None:
+    """Though it is certain that the next piece arrived nowhere: in another push the first one would count twice."""
+    node = TwoLayers(problem("unreachable", "cannot reach it"), after)
+    session = opened(node)
+    stream = Stream(session, {})
+    now = Now()
+    drive(stream.open(Deadline.after(5.0, now)), node, now)
+
+    def sent(*names: str) -> None:
+        for name in names:
+            stream.put(name, np.ones(4, np.float32))
+            drive(stream.send(Deadline.after(5.0, now)), node, now)
+
+    with pytest.raises(PsError) as met:
+        sent("a", "b")
+
+    assert type(met.value) is raised
+    assert len(node.pushes) == after

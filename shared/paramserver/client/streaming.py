@@ -18,7 +18,7 @@ from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.session import Session
 from paramserver.core.layout import Layout
 from paramserver.core.selection import unknown
-from paramserver.errors import problem
+from paramserver.errors import InDoubt, Unavailable, problem
 
 T = TypeVar("T")
 BUCKET_BYTES: Final = 4 << 20
@@ -105,9 +105,15 @@ class Stream:
         if not partitions:
             return False
         if self._terms is not None:
-            done = yield from self._session.deliver(
-                self._terms, grads, deadline, partitions=partitions, **self._values_options()
-            )
+            try:
+                done = yield from self._session.deliver(
+                    self._terms, grads, deadline, partitions=partitions, **self._values_options()
+                )
+            except Unavailable as error:
+                if self._done and not isinstance(error, InDoubt):
+                    what = f"a part of the push was accepted, this one was not: {error.detail}"
+                    raise problem("in_doubt", what, hint=error.hint) from error
+                raise
             self._done.append(done)
             if done.state == "dropped":
                 self._terms = None  # nor is anything that comes after
