@@ -85,12 +85,9 @@ def config(as_json: Json = False) -> None:
 
     psctl config
     """
-    parts: dict[str, dict[str, tuple[Any, str]]] = {
-        "client": client_settings({}),
-        "scheduler": SchedulerSettings.sources({}, os.environ, Path.cwd() / FILE),
-        "shard": ShardSettings.sources({}, os.environ, Path.cwd() / FILE),
-        "worker": WorkerSettings.sources({}, os.environ, Path.cwd() / FILE),
-    }
+    parts: dict[str, dict[str, tuple[Any, str]]] = {"client": client_settings({})}
+    for service in (SchedulerSettings, ShardSettings, WorkerSettings):
+        parts[service.section] = service.sources({}, os.environ, Path.cwd() / FILE)
     rows = [
         {"part": part, "name": name, "value": _printable(name, value), "origin": origin}
         for part, settings in parts.items()

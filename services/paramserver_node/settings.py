@@ -34,12 +34,10 @@ _BOOLS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every service takes."""
+    """Where the settings of a program come from."""
 
     section: ClassVar[str] = ""
-    """The table of `paramserver.toml` that is this service's own."""
-
-    log_level: str = "INFO"
+    """The table of `paramserver.toml` that is this program's own."""
 
     @classmethod
     def sources(cls, flags: Mapping[str, Any], env: Mapping[str, str], file: Path) -> dict[str, tuple[Any, str]]:
@@ -79,6 +77,7 @@ class Settings:
 class NodeSettings(Settings):
     """What schedulers and shards take: where they listen, and whom they let in."""
 
+    log_level: str = "INFO"
     host: str = "127.0.0.1"
     secret: str = ""
     """Key that tokens are made with, the same for every node; a second line is accepted too.  Best in a file."""
@@ -139,10 +138,8 @@ class ShardSettings(NodeSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettings(Settings):
-    """Settings of `paramserver-worker`."""
-
-    section = "worker"
+class CallerSettings(Settings):
+    """What programs take that call a cluster."""
 
     url: str = "http://127.0.0.1:8700"
     """Where the cluster is; several separated by commas, for fail-over."""
@@ -150,6 +147,15 @@ class WorkerSettings(Settings):
     """Sent as a bearer token.  Best in a file, or in the environment."""
     ca: str = ""
     """File of certificates (PEM) that are trusted besides the system's."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings(CallerSettings):
+    """Settings of `paramserver-worker`."""
+
+    section = "worker"
+
+    log_level: str = "INFO"
     name: str = ""
     """Name in the pool; default: host name and process id."""
     allow: str = "paramserver.examples"
@@ -157,21 +163,15 @@ class WorkerSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class ClientSettings(Settings):
+class ClientSettings(CallerSettings):
     """Settings of psctl's calls to a cluster."""
 
     section = "client"
 
-    url: str = "http://127.0.0.1:8700"
-    """Where the cluster is; several separated by commas, for fail-over."""
     timeout_s: float = 30.0
     state_dir: str = ".paramserver"
-    token: str = ""
-    """Sent as a bearer token.  Best in a file, or in the environment."""
     secret: str = ""
     """The nodes' secret, where it is at hand: psctl makes its own token with it."""
-    ca: str = ""
-    """File of certificates (PEM) that are trusted besides the system's."""
 
 
 SERVICES: Final[tuple[type[Settings], ...]] = (

@@ -88,17 +88,16 @@ def worker(
     """Run training functions: places in runs that the cluster gives out, or one function by name."""
     signal.signal(signal.SIGTERM, _end)
     try:
-        flags = {"url": url, "name": name, "allow": allow or None, "log_level": log_level}
-        settings = WorkerSettings.load(flags)
+        settings = WorkerSettings.load({"url": url, "name": name, "allow": allow or None, "log_level": log_level})
         node_log.setup(settings.log_level)
-        allowed = [prefix.strip() for prefix in settings.allow.split(",")]
         if entry is not None:
             if model is None:
                 raise typer.BadParameter("is needed with an entry", param_hint="--model")
             module = entry.partition(":")[0]
-            function = entries.load(entry, [*allowed, module])
+            function = entries.load(entry, [module])
             entries.run(connect(settings), function, _parsed(arg or []), model=model, place={})
             return
+        allowed = [prefix.strip() for prefix in settings.allow.split(",")]
         member = PoolMember(connect(settings), settings.name or default_name(), allowed)
         try:
             member.work()

@@ -54,7 +54,7 @@ def passes(error: PsError) -> bool:
 
 
 def may_be_done(error: PsError) -> bool:
-    """Whether what was asked for may have been done: the answer is lost, or tells what became of the push."""
+    """Whether what was asked for may have been done: the answer is lost, or says that a push was accepted before."""
     return isinstance(error, InDoubt) or "push" in error.members
 
 

@@ -220,8 +220,8 @@ def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:
         pushed = None if sink.reply is None else sink.reply.push
         over = pushed is not None and (pushed.state == "applied" or pushed.released)
     if not over and 400 <= outcome.status < 500:
-        error = error_of(outcome)  # one that tells of the push came after it had been accepted
-        over = error.code != "slot_gone" and "push" not in error.members
+        error = error_of(outcome)
+        over = error.code != "slot_gone" and not may_be_done(error)
     return over
 
 
