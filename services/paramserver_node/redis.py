@@ -1,8 +1,8 @@
 """Redis, as every service uses it: with timeouts, without hidden retries, failing as `storage_unavailable`."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final, Literal, TypeAlias
 
 from redis.asyncio import Redis
@@ -13,8 +13,12 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import problem
+from paramserver.limits import MIB
 
 TIMEOUT_S: Final = 5.0
+"""How long Redis may be silent; for what is large see `patience`."""
+PACE_BYTES_PER_S: Final = 4 * MIB
+"""The least that Redis takes or gives: a slow disk or network that brings so much is not one that is gone."""
 AWAY: Final = (RedisConnectionError, RedisTimeoutError, OSError)
 """What a Redis that is not there raises; anything else it raises is an answer."""
 
@@ -26,15 +30,29 @@ FSYNC_HINT: Final = (
 )
 
 
-def connect(url: str, *, timeout_s: float = TIMEOUT_S) -> Redis:
-    """A client of the Redis at `url`; it connects when first used."""
+def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
+    """A client of the Redis at `url`; it connects when first used.
+
+    `timeout_s`: for each write and each answer; None: whoever uses it has `patience`.
+    """
     return Redis.from_url(  # type: ignore[no-any-return, unused-ignore]
         url,
         socket_timeout=timeout_s,
-        socket_connect_timeout=min(timeout_s, 2.0),
+        socket_connect_timeout=2.0 if timeout_s is None else min(timeout_s, 2.0),
         retry=Retry(NoBackoff(), 0),
         health_check_interval=0,
     )
+
+
+@asynccontextmanager
+async def patience(size_bytes: int) -> AsyncIterator[None]:
+    """A block in which so many bytes go to Redis or come from it; raises TimeoutError when they are too slow."""
+    within_s = TIMEOUT_S + size_bytes / PACE_BYTES_PER_S
+    try:
+        async with asyncio.timeout(within_s):
+            yield
+    except TimeoutError:
+        raise TimeoutError(f"{size_bytes} bytes took longer than {within_s:.3g} s") from None
 
 
 @contextmanager

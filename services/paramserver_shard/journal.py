@@ -21,8 +21,9 @@ from zlib_ng import zlib_ng
 
 from paramserver.core.journal import JournalEntry
 from paramserver.errors import PsError, problem
-from paramserver.limits import JOURNAL_SCRIPT_BYTES, MIB
+from paramserver.limits import JOURNAL_SCRIPT_BYTES, MIB, PARTITION_BYTES_MAX
 from paramserver.types import AnyArray, PartitionKey, Token
+from paramserver_node import redis as node_redis
 from paramserver_shard.scripts import Script, ScriptRunner
 
 FORMAT: Final = "1.1"
@@ -30,6 +31,9 @@ FORMAT: Final = "1.1"
 _INLINE_BYTES: Final = 1 * MIB
 """Up to so many bytes are summed on the event loop itself."""
 _PAGE_BYTES: Final = 16 * MIB
+_PAGE_ENTRIES_MAX: Final = 1024
+_PAGE_GROWTH: Final = 4
+"""How many times as many entries the next page may have: those after small ones may be large."""
 
 _Page = Sequence[tuple[bytes, dict[bytes, bytes]]]
 
@@ -93,6 +97,7 @@ class Journal:
     """Writes and reads the streams.  Raises RedisError or OSError when Redis does not answer; callers repeat."""
 
     def __init__(self, redis: Redis, scripts: ScriptRunner) -> None:
+        """`redis` is a client without timeouts of its own, as that of `scripts`."""
         self._redis = redis
         self._scripts = scripts
 
@@ -104,7 +109,7 @@ class Journal:
         """
         size = sum(e.nbytes for b in batches for e in b.entries)
         scripts = _encoded(batches) if size <= _INLINE_BYTES else await asyncio.to_thread(_encoded, batches)
-        results = await self._scripts.run(scripts, fsync=fsync)
+        results = await self._scripts.run(scripts, fsync=fsync, size_bytes=size)
         return [Verdict(v) for result in results for v in result]
 
     async def probe(self, *, fsync: bool) -> None:
@@ -113,7 +118,8 @@ class Journal:
 
     async def read(self, key: PartitionKey, after: int) -> list[JournalEntry]:
         """All entries above lsn `after`, each checked; raises CorruptState where one is damaged or missing."""
-        text = await self._redis.get(f"{{{key}}}:lsn")
+        async with node_redis.patience(0):
+            text = await self._redis.get(f"{{{key}}}:lsn")
         try:
             last = 0 if text is None else int(text)
         except ValueError:
@@ -121,18 +127,21 @@ class Journal:
         if last < after:
             raise _damaged(key, f"it ends at {last}, but a snapshot has {after}")
         entries: list[JournalEntry] = []
-        count = 16
+        count = 1
         while last > after + len(entries):
             start = f"({after + len(entries)}-0"
-            page: _Page = await self._redis.xrange(f"{{{key}}}:journal", min=start, count=count)  # type: ignore[assignment]
+            async with node_redis.patience(PARTITION_BYTES_MAX):  # a single entry can be of a whole partition
+                page: _Page = await self._redis.xrange(f"{{{key}}}:journal", min=start, count=count)  # type: ignore[assignment]
             if not page:
                 break
             entries += await asyncio.to_thread(_decoded_page, key, after + len(entries) + 1, page)
             size = sum(len(fields[b"d"]) for _, fields in page)
-            count = max(1, min(1000, _PAGE_BYTES * len(page) // max(1, size)))
+            count = max(1, min(_PAGE_GROWTH * count, _PAGE_ENTRIES_MAX, _PAGE_BYTES * len(page) // max(1, size)))
         if last != after + len(entries):
             raise _damaged(key, f"it ends at {after + len(entries)}, but {last} were written")
-        if await self._redis.xrange(f"{{{key}}}:journal", min=f"({last}-0", count=1):
+        async with node_redis.patience(PARTITION_BYTES_MAX):
+            more = await self._redis.xrange(f"{{{key}}}:journal", min=f"({last}-0", count=1)
+        if more:
             raise _damaged(key, f"there are entries behind the last one, {last}")
         return entries
 

@@ -128,6 +128,8 @@ class Shard:
 
     services: Services
     redis: Redis
+    bulk_redis: Redis
+    """For what may be large, and so has no timeout of its own."""
     folder: SharedFolder | None
     lending: Lending | None
 
@@ -138,6 +140,7 @@ class Shard:
         await self.services.forwarder.aclose()
         await self.services.membership.link.aclose()
         await self.redis.aclose()
+        await self.bulk_redis.aclose()
 
 
 def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | Neighbours | None = None) -> Shard:
@@ -152,11 +155,11 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
         addresses.append(folder.address)
     pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
     lending = None if folder is None or board is None else Lending(pool, BufferPool(folder=folder), board, clock)
-    redis = node_redis.connect(settings.redis)
+    redis, bulk_redis = node_redis.connect(settings.redis), node_redis.connect(settings.redis, timeout_s=None)
     link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()], shown)
-    scripts = ScriptRunner(redis)
+    scripts = ScriptRunner(bulk_redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
-    runtime = Runtime(ShardCore(look), directory, pool, store, Journal(redis, scripts), group)
+    runtime = Runtime(ShardCore(look), directory, pool, store, Journal(bulk_redis, scripts), group)
     memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.peers = membership
@@ -169,7 +172,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     arrays = ArrayService(models, exchange, names, link)
     reader, forwarder = FrameReader(pool), Forwarder(shown)
     services = Services(membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, access)
-    return Shard(services, redis, folder, lending)
+    return Shard(services, redis, bulk_redis, folder, lending)
 
 
 def shared_memory(root: str, name: str) -> tuple[SharedFolder, Board] | tuple[None, None]:

@@ -27,17 +27,20 @@ class ScriptRunner:
     """Runs scripts on one Redis."""
 
     def __init__(self, redis: Redis) -> None:
+        """`redis` is a client without timeouts of its own: scripts have as long as their bytes take."""
         self._redis = redis
         self._fsync_way: node_redis.FsyncWay | None = None
 
-    async def run(self, scripts: Sequence[Script], *, fsync: bool = False) -> list[Any]:
+    async def run(self, scripts: Sequence[Script], *, fsync: bool = False, size_bytes: int = 0) -> list[Any]:
         """What each of them returned; with `fsync` their effects are on the disk by then.
 
-        Nothing is known of their effects when it raises: RedisError or OSError when Redis does not answer or refuses,
-        TimeoutError when its disk took too long, RequestError (`not_built`) if it cannot say what is on the disk.
+        `size_bytes`: of their arguments, where that is much.  Nothing is known of their effects when it raises:
+        RedisError or OSError when Redis does not answer or refuses, TimeoutError when it or its disk took too long,
+        RequestError (`not_built`) if it cannot say what is on the disk.
         """
         try:
-            return await self._run(scripts, fsync)
+            async with node_redis.patience(size_bytes):
+                return await self._run(scripts, fsync)
         except (RedisError, OSError, PsError):
             self._fsync_way = None  # it may be another server the next time
             raise

@@ -6,11 +6,13 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from tests.chaos.proxy import Link
 
 from paramserver.core.journal import JournalEntry
 from paramserver.core.shard_io import Event, Journaled, JournalLost, JournalRefused, StorageChanged
@@ -43,7 +45,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest_asyncio.fixture
 async def redis(redis_url: str) -> AsyncIterator[Redis]:
     """An empty Redis that says who owns the partitions."""
-    client = node_redis.connect(redis_url)
+    client = node_redis.connect(redis_url, timeout_s=None)
     await client.flushall()
     await own(client, TOKEN)
     yield client
@@ -271,6 +273,39 @@ async def test_entries_wait_while_redis_is_away(redis: Redis, shard: Shard) -> N
     await shard.until(Journaled(KEY, TOKEN, 5))
     assert [e for e in shard.events if isinstance(e, StorageChanged)][-1] == StorageChanged("")
     assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2, 3, 4, 5]
+
+
+async def test_what_is_large_has_the_time_that_it_takes(
+    redis_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow way large entries are written, and read, though Redis may not be silent for so long about less."""
+    monkeypatch.setattr(node_redis, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(node_redis, "PACE_BYTES_PER_S", 256 * 1024)
+    link = Link("redis", urlsplit(redis_url).port or 0)
+    await link.start()
+    slow = node_redis.connect(f"redis://127.0.0.1:{link.port}/0", timeout_s=None)
+    shard = Shard(slow)
+    writing = asyncio.create_task(shard.writer.run())
+    try:
+        wanted = [entry(lsn, np.full(1 << 19, lsn, np.float32)) for lsn in (1, 2)]
+        await slow.ping()
+        link.delay_s = 0.02  # for each 64 KiB: 1.3 s for both, not there in half a second
+        shard.writer.add(wanted, fsync=False)
+        await shard.until(Journaled(KEY, TOKEN, 2))
+        assert not any(isinstance(e, StorageChanged) for e in shard.events)
+        assert all(map(same, await journal_of(slow).read(KEY, 0), wanted))
+        link.cut()
+        shard.writer.add([entry(3)], fsync=False)
+        async with asyncio.timeout(20):
+            while not any(isinstance(e, StorageChanged) and e.reason for e in shard.events):
+                await asyncio.sleep(0.01)
+        link.heal()
+        await shard.until(Journaled(KEY, TOKEN, 3))
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        await slow.aclose()
+        await link.stop()
 
 
 async def test_an_owner_that_was_replaced_is_told(redis: Redis, shard: Shard) -> None:
