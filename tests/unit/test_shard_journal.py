@@ -1,9 +1,7 @@
-"""Acknowledgement levels: who is answered when, what is journaled, and what a Redis that fails does to it."""
+"""Acknowledgement levels: who is answered when, and what is journaled."""
 
 import random
-from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -13,82 +11,16 @@ from paramserver.core.shard_io import (
     Contribution,
     Journal,
     Journaled,
-    JournalEntry,
-    JournalLost,
     JournalRefused,
-    PushDone,
     PushReceived,
     RosterChanged,
     SetReceived,
-    SnapshotFailed,
-    StorageChanged,
     StoreSnapshot,
 )
-from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf, look, push_part
-from paramserver.types import F32, PushId
+from paramserver.types import PushId
 
-WORKERS = ("r/w0", "r/w1")
-ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
-
-
-def spec(partitions: int = 1, ack: str = "journaled", **fields: Any) -> ModelSpec:
-    return ModelSpec.parse(
-        {
-            "name": "m",
-            "params": {"w": {"shape": [4 * partitions]}},
-            "optimizer": {"name": "sum"},
-            "partitions": partitions,
-            "ack": ack,
-        }
-        | fields
-    )
-
-
-def ones(value: float = 1.0) -> F32:
-    return np.full(4, value, np.float32)
-
-
-def refused(driver: ShardDriver, request: int) -> PsError:
-    outcome = driver.replies[request]
-    assert isinstance(outcome, PsError)
-    return outcome
-
-
-def done(driver: ShardDriver, request: int) -> PushDone:
-    outcome = driver.outcome(request)
-    assert isinstance(outcome, PushDone)
-    return outcome
-
-
-def pending(driver: ShardDriver, kind: type) -> list[Any]:
-    return [e for e in driver.pending if isinstance(e, kind)]
-
-
-def entries(driver: ShardDriver) -> list[JournalEntry]:
-    return [entry for effect in pending(driver, Journal) for entry in effect.entries]
-
-
-def complete(driver: ShardDriver, kind: type) -> None:
-    """Complete the oldest effect of that kind."""
-    driver.complete(next(i for i, e in enumerate(driver.pending) if isinstance(e, kind)))
-
-
-def slow(**fields: Any) -> ShardDriver:
-    """A shard that serves `spec(**fields)` and whose effects complete when the test says so."""
-    driver = ShardDriver(eager=False)
-    driver.serve(spec(**fields), workers=ROSTER, live_workers=2)
-    driver.settle()
-    driver.advance(limits.SNAPSHOT_INTERVAL_S)
-    driver.settle()
-    return driver
-
-
-def apply(driver: ShardDriver) -> None:
-    """Let everything be computed that is under way."""
-    while any(not isinstance(e, Journal | StoreSnapshot) for e in driver.pending):
-        driver.complete(next(i for i, e in enumerate(driver.pending) if not isinstance(e, Journal | StoreSnapshot)))
+from .partitions import ROSTER, WORKERS, apply, complete, done, entries, journaled, ones, pending, refused, slow
 
 
 def test_a_push_is_applied_then_journaled_then_acknowledged() -> None:
@@ -163,21 +95,6 @@ def test_a_push_that_is_refused_after_it_was_accepted_says_so() -> None:
     assert refused(driver, request).members["push"]["state"] == "applied"
 
 
-def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
-    """Once everything is to be stored again, its answer waits for that."""
-    driver = slow()
-    first = driver.submit({0: ones()}, PushId("w", 1, 0))
-    driver.settle()
-    assert done(driver, first).state == "applied"
-    assert driver.view is not None
-
-    driver.send(replace(driver.view, owned={0: 2}, renewed={0: 1}))
-    again = driver.submit({0: ones()}, PushId("w", 1, 0))
-    assert again not in driver.replies
-    driver.settle()
-    assert done(driver, again).duplicate
-
-
 def test_a_push_waits_for_every_partition_it_touches() -> None:
     """The watermark of one of two is not enough."""
     driver = slow(partitions=2)
@@ -211,14 +128,14 @@ def test_a_crash_loses_nothing_that_was_acknowledged() -> None:
     """The next owner has what was journaled, its windows and its version, and takes again what was not."""
     shelf = SnapshotShelf()
     driver = ShardDriver(shelf)
-    driver.serve(spec())
+    driver.serve(journaled())
     driver.push({0: ones(1.0)}, PushId("w", 1, 0))
     driver.push({0: ones(2.0)}, None, key="k")
     driver.eager = False
     driver.submit({0: ones(4.0)}, PushId("w", 1, 1))
 
     after = ShardDriver(shelf)
-    after.serve(spec(), owned={0: 2}, source="snapshot")
+    after.serve(journaled(), owned={0: 2}, source="snapshot")
 
     assert after.values() == [3.0] * 4
     assert after.pull(0).version == 2
@@ -232,7 +149,7 @@ def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
     """The journal is kept from the older of two snapshots on; a damaged newest one costs nothing."""
     shelf = SnapshotShelf()
     driver = ShardDriver(shelf)
-    driver.serve(spec(optimizer={"name": "adam", "lr": 0.1}))
+    driver.serve(journaled(optimizer={"name": "adam", "lr": 0.1}))
     for i in range(4):
         driver.push({0: ones(i)}, PushId("w", 1, i))
         driver.advance(limits.SNAPSHOT_INTERVAL_S)
@@ -242,7 +159,7 @@ def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
 
     shelf.damaged = True
     after = ShardDriver(shelf)
-    after.serve(spec(optimizer={"name": "adam", "lr": 0.1}), owned={0: 2}, source="snapshot")
+    after.serve(journaled(optimizer={"name": "adam", "lr": 0.1}), owned={0: 2}, source="snapshot")
 
     ours, theirs = (d.pull(0).parts[0].state for d in (after, driver))
     assert ours.values.tobytes() == theirs.values.tobytes()
@@ -252,7 +169,7 @@ def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
 def test_what_is_buffered_is_journaled_and_the_flush_says_when_it_was_applied() -> None:
     """Held parts survive a crash, and so does the moment at which they became one step."""
     shelf = SnapshotShelf()
-    buffered = spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
+    buffered = journaled(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
     driver = ShardDriver(shelf)
     driver.serve(buffered)
     for i, value in enumerate((1.0, 3.0, 10.0)):
@@ -271,7 +188,7 @@ def test_what_is_buffered_is_journaled_and_the_flush_says_when_it_was_applied() 
 def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
     """Staged parts are journaled before their ack, so the next owner takes the commit that the leader has decided."""
     shelf = SnapshotShelf()
-    sync = spec(optimizer={"name": "adam", "lr": 0.1}, consistency={"mode": "sync"})
+    sync = journaled(optimizer={"name": "adam", "lr": 0.1}, consistency={"mode": "sync"})
     driver, straight = ShardDriver(shelf), ShardDriver()
     for d in (driver, straight):
         d.serve(sync, workers=ROSTER, live_workers=2)
@@ -298,12 +215,12 @@ def test_assignments_are_journaled_from_the_first_upload_on() -> None:
     """What was uploaded before the model was ready survives its owner, at version 0."""
     shelf = SnapshotShelf()
     driver = ShardDriver(shelf)
-    view = driver.serve(spec(), ready=False)
+    view = driver.serve(journaled(), ready=False)
     driver.send(SetReceived(90, "m", (AssignPart(0, ones(5.0), "float32", True),)))
     assert done(driver, 90).durable_version == 0
 
     after = ShardDriver(shelf)
-    after.serve(spec(), owned={0: 2}, source="snapshot", ready=False)
+    after.serve(journaled(), owned={0: 2}, source="snapshot", ready=False)
     after.send(replace(view, owned={0: 2}, ready=True))
     after.send(SetReceived(91, "m", (AssignPart(0, ones(6.0)[:2], "float32", True, ((1, 3),)),)))
 
@@ -353,44 +270,6 @@ def test_a_model_in_sync_gives_its_own_level_and_no_more() -> None:
     assert not done(driver, less).duplicate
 
 
-def test_while_redis_is_away_new_pushes_are_refused_and_waiting_ones_give_up_in_time() -> None:
-    """503 at once, nothing applied; who waits hears 503 after a while, and its push is a duplicate later."""
-    driver = slow()
-    waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
-    apply(driver)
-
-    driver.send(StorageChanged("no Redis"))
-    new = driver.submit({0: ones()}, PushId("w", 1, 1))
-    again = driver.submit({0: ones()}, PushId("w", 1, 0))
-    assert {refused(driver, r).code for r in (new, again)} == {"storage_unavailable"}
-    assert refused(driver, new).retry_after_s
-    driver.advance(limits.JOURNAL_WAIT_S - 0.1)
-    assert waiting not in driver.replies
-    driver.advance(0.1)
-    assert refused(driver, waiting).code == "storage_unavailable"
-    assert driver.core.waiting == 0
-
-    driver.send(StorageChanged(""))
-    back = driver.submit({0: ones()}, PushId("w", 1, 0))
-    complete(driver, Journal)
-    assert done(driver, back).duplicate
-    assert driver.values() == [1.0] * 4
-
-
-def test_a_redis_that_cannot_sync_refuses_that_level_alone() -> None:
-    """`fsynced` hears 503 and is never downgraded; `journaled` goes on."""
-    driver = slow()
-    driver.send(StorageChanged("", "appendonly is off"))
-
-    more = driver.submit({0: ones()}, PushId("w", 1, 0), ack="fsynced")
-    own = driver.submit({0: ones()}, PushId("w", 1, 1))
-    apply(driver)
-    complete(driver, Journal)
-
-    assert (refused(driver, more).code, refused(driver, more).detail) == ("storage_unavailable", "appendonly is off")
-    assert done(driver, own).version == 1
-
-
 def test_at_level_fsynced_entries_and_snapshots_are_to_be_on_disk() -> None:
     """Every effect says so."""
     driver = slow(ack="fsynced")
@@ -401,59 +280,6 @@ def test_at_level_fsynced_entries_and_snapshots_are_to_be_on_disk() -> None:
 
     assert [j.fsync for j in pending(driver, Journal)] == [True]
     assert [s.fsync for s in pending(driver, StoreSnapshot)] == [True]
-
-
-def test_an_owner_that_was_replaced_in_redis_serves_no_longer() -> None:
-    """Waiting replies hear 421, so do new requests, whatever the feed still says; a newer token is taken up."""
-    driver = slow()
-    assert driver.view is not None
-    waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
-    apply(driver)
-    (entry,) = entries(driver)
-
-    driver.send(JournalRefused(entry.key, entry.token))
-    new = driver.submit({0: ones()}, PushId("w", 1, 1))
-    driver.send(driver.view)
-    stale = driver.submit({0: ones()}, PushId("w", 1, 1))
-
-    assert {refused(driver, r).code for r in (waiting, new, stale)} == {"wrong_owner"}
-    driver.pending.clear()
-    driver.send(replace(driver.view, owned={0: 2}, source="snapshot"))
-    driver.settle()
-    assert driver.values() == [0.0] * 4
-    assert driver.core.durability.queued_bytes == 0
-
-
-def test_a_running_job_of_a_replaced_owner_is_answered_too() -> None:
-    """Its result is not made visible, and its push hears 421."""
-    driver = slow()
-    request = driver.submit({0: ones()}, PushId("w", 1, 0))
-    key = driver.core.models["m"].partitions[0].key
-
-    driver.send(JournalRefused(key, 1))
-    driver.settle()
-
-    assert refused(driver, request).code == "wrong_owner"
-
-
-def test_what_waits_to_be_journaled_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound pushes hear 503; room is made when entries become durable."""
-    driver = slow()
-    first = driver.submit({0: ones()}, PushId("w", 1, 0))
-    apply(driver)
-    (entry,) = entries(driver)
-    assert driver.core.durability.queued_bytes == entry.nbytes
-    monkeypatch.setattr(limits, "JOURNAL_QUEUE_BYTES_MAX", entry.nbytes)
-
-    second = driver.submit({0: ones()}, PushId("w", 1, 1))
-    assert refused(driver, second).code == "queue_full"
-    complete(driver, Journal)
-    third = driver.submit({0: ones()}, PushId("w", 1, 1))
-    apply(driver)
-    complete(driver, Journal)
-
-    assert [done(driver, r).version for r in (first, third)] == [1, 2]
-    assert driver.core.durability.queued_bytes == 0
 
 
 def test_much_journal_is_snapshotted_before_the_interval_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,35 +295,10 @@ def test_much_journal_is_snapshotted_before_the_interval_is_over(monkeypatch: py
     assert 1000 / entries(driver)[0].nbytes <= snapshot.capture.version <= 5
 
 
-def test_a_journal_that_lost_entries_goes_on_from_a_snapshot() -> None:
-    """Till it is stored, no journaled entry counts: what would load them would find the hole."""
-    driver = slow()
-    first = driver.submit({0: ones()}, PushId("w", 1, 0))
-    apply(driver)
-    key = driver.core.models["m"].partitions[0].key
-
-    for _ in range(2):
-        driver.send(JournalLost(key, 1))
-    (snapshot,) = pending(driver, StoreSnapshot)
-    assert snapshot.urgent
-    second = driver.submit({0: ones()}, PushId("w", 1, 1))
-    apply(driver)
-    driver.send(Journaled(key, 1, 3))
-    assert not {first, second} & driver.replies.keys()
-    driver.pending.clear()
-    driver.send(SnapshotFailed(key, 1, 1, urgent=True))
-    driver.advance(1.0)
-    (snapshot,) = pending(driver, StoreSnapshot)
-    assert (snapshot.capture.lsn, snapshot.urgent) == (3, True)
-    complete(driver, StoreSnapshot)
-
-    assert [done(driver, r).durable_version for r in (first, second)] == [2, 2]
-
-
 def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_too() -> None:
     """The version and what is staged are the same for the next owner: a late part kept by `fold`, then its end."""
     shelf = SnapshotShelf()
-    sync = spec(consistency={"mode": "sync", "late": "fold"})
+    sync = journaled(consistency={"mode": "sync", "late": "fold"})
     driver = ShardDriver(shelf)
     driver.serve(sync, workers=ROSTER, live_workers=2)
     driver.commit(0)
@@ -518,7 +319,7 @@ def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_
 def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
     """In random order within the window each push counts once, and every answer quotes its first version."""
     driver = ShardDriver(checked=False)
-    driver.serve(spec(ack="applied"))
+    driver.serve(journaled(ack="applied"))
     rng = random.Random(7)
     versions: dict[int, int] = {}
     part = look(push_part(0, ones(), 4))
@@ -539,7 +340,7 @@ def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
 def test_the_memory_of_windows_is_told() -> None:
     """24 bytes per seq, and at most 64 of them per worker and partition: 1,536 bytes."""
     driver = ShardDriver()
-    driver.serve(spec(ack="applied", partitions=2))
+    driver.serve(journaled(ack="applied", partitions=2))
     for i in range(200):
         driver.push({0: ones()}, PushId("w", 1, i))
 

@@ -1,0 +1,84 @@
+"""What tests of a shard's partitions have in common: a model that adds up what it gets, and what came of it."""
+
+from typing import Any
+
+import numpy as np
+
+from paramserver import limits
+from paramserver.core.shard_io import Journal, JournalEntry, PushDone, StoreSnapshot
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError
+from paramserver.testing.shard_driver import ShardDriver
+from paramserver.types import F32
+
+WORKERS = ("r/w0", "r/w1")
+ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
+
+
+def spec(partitions: int = 1, ack: str = "applied", **fields: Any) -> ModelSpec:
+    """Partitions of four elements, all zeros."""
+    return ModelSpec.parse(
+        {
+            "name": "m",
+            "params": {"w": {"shape": [4 * partitions]}},
+            "optimizer": {"name": "sum"},
+            "partitions": partitions,
+            "ack": ack,
+        }
+        | fields
+    )
+
+
+def ones(value: float = 1.0) -> F32:
+    """A gradient of one partition."""
+    return np.full(4, value, np.float32)
+
+
+def refused(driver: ShardDriver, request: int) -> PsError:
+    """What that request was refused with."""
+    outcome = driver.replies[request]
+    assert isinstance(outcome, PsError)
+    return outcome
+
+
+def done(driver: ShardDriver, request: int) -> PushDone:
+    """What came of that push."""
+    outcome = driver.outcome(request)
+    assert isinstance(outcome, PushDone)
+    return outcome
+
+
+def pending(driver: ShardDriver, kind: type) -> list[Any]:
+    """The effects of that kind that nobody has completed."""
+    return [e for e in driver.pending if isinstance(e, kind)]
+
+
+def complete(driver: ShardDriver, kind: type) -> None:
+    """Complete the oldest effect of that kind."""
+    driver.complete(next(i for i, e in enumerate(driver.pending) if isinstance(e, kind)))
+
+
+def entries(driver: ShardDriver) -> list[JournalEntry]:
+    """What is on its way to journals."""
+    return [entry for effect in pending(driver, Journal) for entry in effect.entries]
+
+
+def journaled(partitions: int = 1, ack: str = "journaled", **fields: Any) -> ModelSpec:
+    """`spec` of a model that keeps a journal."""
+    return spec(partitions, ack, **fields)
+
+
+def slow(**fields: Any) -> ShardDriver:
+    """A shard that serves `journaled(**fields)` and whose effects complete when the test says so."""
+    driver = ShardDriver(eager=False)
+    driver.serve(journaled(**fields), workers=ROSTER, live_workers=2)
+    driver.settle()
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+    driver.settle()
+    return driver
+
+
+def apply(driver: ShardDriver) -> None:
+    """Let everything be computed that is under way."""
+    while any(not isinstance(e, Journal | StoreSnapshot) for e in driver.pending):
+        driver.complete(next(i for i, e in enumerate(driver.pending) if not isinstance(e, Journal | StoreSnapshot)))

@@ -1,0 +1,239 @@
+"""Pushes and pulls of the client where shards move, die, refuse or keep silent; they are answered by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paramserver.client import transfer
+from paramserver.client.calls import Deadline, Outcome, Request
+from paramserver.client.cluster import Cluster
+from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, Unavailable, problem
+from paramserver.wire.frame import PullReply, encode_header
+
+from .sharding import A, B, Now, Shards, drive, grads, refusal, terms
+
+
+@pytest.fixture
+def shards() -> Shards:
+    return Shards()
+
+
+@pytest.fixture
+def now() -> Now:
+    return Now()
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(("http://given:1",))
+
+
+def expected() -> Any:
+    return np.arange(64, dtype=np.float32) + np.r_[np.ones(50), np.full(14, 2.0)].astype(np.float32)
+
+
+def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """The retry carries the same push id, so it is a duplicate; the reply says only whether all parts were."""
+    shards.lost_once("/push")
+
+    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert shards.flat.tolist() == expected().tolist()
+    assert not done.duplicate
+    assert len({(f.push_id, f.norm) for f in shards.pushes}) == 1
+
+
+def test_a_moved_partition_is_followed_at_once(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """421 makes the client fetch the map and send only what is not done, without waiting."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.owners, shards.map_epoch = ["b", "b", "a", "b"], 2
+    started = now.s
+
+    done = drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert done.version == 1
+    assert shards.flat.tolist() == expected().tolist()
+    assert now.s == started
+    assert sum(path == "/models/m" for _, path in shards.log) == 2
+
+
+def test_shards_that_do_not_answer_are_reached_by_the_url(
+    shards: Shards, now: Now, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a direct way everything goes to the URL given, in one frame without a map epoch, and one line says so."""
+    shards.answering = set()
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(1)), shards, now)
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(2)), shards, now)
+
+    assert [(to, path) for to, path in shards.log if path == "/push"] == [(None, "/push")] * 2
+    assert all(f.map_epoch is None and len(f.parts) == 4 for f in shards.pushes)
+    assert sum("route.proxied" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_nearer_address_that_was_silent_is_tried_again(
+    shards: Shards, now: Now, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the shard answers over the network: a socket that a busy machine opened late is found within seconds."""
+    near = f"unix://{tmp_path}/socket"
+    plain = Shards.document
+    monkeypatch.setattr(
+        Shards,
+        "document",
+        lambda self: plain(self) | {"shards": {"a": {"addresses": [A, near]}, "b": {"addresses": [B]}}},
+    )
+    held = drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(held, 0) == A
+    shards.answering.add(near)
+    now.s += 4.0
+    drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(held, 0) == A
+    now.s += 2.0
+    drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(held, 0) == near
+
+
+def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """An address that did not answer is tried again some seconds later."""
+    shards.answering = {A}
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.answering, now.s = {A, B}, now.s + 10
+    shards.log.clear()
+
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert {to for to, path in shards.log if path == "/pull"} == {A, B}
+
+
+def test_a_busy_shard_is_waited_for_as_long_as_it_says(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """503 with Retry-After is tried again, not before that time."""
+    started = now.s
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.wrong_once(
+        "/push",
+        refusal(
+            "loading",
+        ),
+    )
+
+    drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert now.s - started >= 0.5
+    assert shards.flat.tolist() == expected().tolist()
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [("rolled_back", FencedError), ("worker_required", ConflictError), ("outside_window", ConflictError)],
+)
+def test_refusals_are_raised_at_once(
+    shards: Shards, now: Now, cluster: Cluster, code: str, raised: type[PsError]
+) -> None:
+    """What trying again cannot change reaches the caller with its members."""
+    shards.wrong_once("/push", refusal(code, timeline=4))
+
+    with pytest.raises(raised) as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert e.value.members["timeline"] == 4
+
+
+def test_the_deadline_ends_a_call_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """If an attempt may have been done, the error says so even when later ones could not even connect."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.lost_once("/push")
+
+    def down(request: Request) -> Outcome:
+        if any(path == "/push" for _, path in shards.log):
+            return problem("unreachable", "cannot reach it")
+        return shards(request)
+
+    with pytest.raises(InDoubt):
+        drive(transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()), down, now)
+
+
+@pytest.mark.parametrize("way", [transfer.push, transfer.pushpull])
+def test_a_push_that_some_shards_have_is_in_doubt(shards: Shards, now: Now, cluster: Cluster, way: Any) -> None:
+    """Though it is certain that the others have nothing: sent once more as another push it would count twice here."""
+
+    def one_is_away(request: Request) -> Outcome:
+        away = request.to == B and request.path.startswith("/push")
+        return problem("unreachable", "cannot reach it") if away else shards(request)
+
+    with pytest.raises(InDoubt):
+        drive(way(cluster, "m", Deadline.after(5, now), grads(), terms()), one_is_away, now)
+
+    assert len(shards.pushes) == 1
+
+
+def test_a_push_that_was_accepted_but_is_not_yet_kept_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """An error that tells what became of the push comes after it: it is applied, and its storing may be yet to come."""
+    done = {"state": "applied", "duplicate": False, "version": 1}
+
+    def not_kept(request: Request) -> Outcome:
+        kept = request.path != "/push"
+        return shards(request) if kept else refusal("storage_unavailable", push=done)
+
+    with pytest.raises(InDoubt, match="said the shard"):
+        drive(transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()), not_kept, now)
+
+
+def test_a_cluster_that_never_answers_is_unavailable(now: Now, cluster: Cluster) -> None:
+    """The last failure is raised when the deadline is near, never later."""
+    started = now.s
+
+    with pytest.raises(Unavailable, match="cannot reach"):
+        drive(
+            transfer.pull(cluster, "m", Deadline.after(5, now)),
+            lambda _: problem("unreachable", "cannot reach it"),
+            now,
+        )
+
+    assert 1.0 < now.s - started <= 5.0
+
+
+def test_a_cut_answer_is_pulled_again(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A body that ends early is not taken for the values; the retry overwrites all of it."""
+
+    def cut(request: Request) -> Outcome | None:
+        if request.path != "/pull" or request.sink is None:
+            return None
+        request.sink.begin()
+        reply = PullReply("m", 7, 0, 0, 9, "float32", [(0, 0, 9), (2, 0, 9)])
+        request.sink.feed(memoryview(encode_header(reply) + b"\xff" * 60))
+        try:
+            request.sink.end()
+        except PsError as e:
+            return e
+        raise AssertionError("a short body was accepted")
+
+    shards.trouble.append(cut)
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert p.flat.tolist() == list(range(64))
+
+
+def test_a_model_created_anew_is_noticed(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """409 model_replaced is raised, and the next call fetches the new map."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.wrong_once("/push", refusal("model_replaced"))
+    with pytest.raises(FencedError):
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    shards.log.clear()
+
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert (None, "/models/m") in shards.log
+
+
+def test_a_pull_never_mixes_timelines(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """While a model is rolled back, the parts of the shard that has not heard of it are pulled again."""
+    shards.timelines = {A: [3], B: [2, 2, 3]}
+
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert p.origin.timeline == 3
+    assert [to for to, path in shards.log if path == "/pull"].count(B) == 3
+    assert [to for to, path in shards.log if path == "/pull"].count(A) == 1

@@ -1,0 +1,149 @@
+"""What a Redis that is away, slow, emptied or another's does to a shard that journals."""
+
+import pytest
+from msgspec.structs import replace
+
+from paramserver import limits
+from paramserver.core.shard_io import (
+    Journal,
+    Journaled,
+    JournalLost,
+    JournalRefused,
+    SnapshotFailed,
+    StorageChanged,
+    StoreSnapshot,
+)
+from paramserver.types import PushId
+
+from .partitions import apply, complete, done, entries, ones, pending, refused, slow
+
+
+def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
+    """Once everything is to be stored again, its answer waits for that."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    driver.settle()
+    assert done(driver, first).state == "applied"
+    assert driver.view is not None
+
+    driver.send(replace(driver.view, owned={0: 2}, renewed={0: 1}))
+    again = driver.submit({0: ones()}, PushId("w", 1, 0))
+    assert again not in driver.replies
+    driver.settle()
+    assert done(driver, again).duplicate
+
+
+def test_while_redis_is_away_new_pushes_are_refused_and_waiting_ones_give_up_in_time() -> None:
+    """503 at once, nothing applied; who waits hears 503 after a while, and its push is a duplicate later."""
+    driver = slow()
+    waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+
+    driver.send(StorageChanged("no Redis"))
+    new = driver.submit({0: ones()}, PushId("w", 1, 1))
+    again = driver.submit({0: ones()}, PushId("w", 1, 0))
+    assert {refused(driver, r).code for r in (new, again)} == {"storage_unavailable"}
+    assert refused(driver, new).retry_after_s
+    driver.advance(limits.JOURNAL_WAIT_S - 0.1)
+    assert waiting not in driver.replies
+    driver.advance(0.1)
+    assert refused(driver, waiting).code == "storage_unavailable"
+    assert driver.core.waiting == 0
+
+    driver.send(StorageChanged(""))
+    back = driver.submit({0: ones()}, PushId("w", 1, 0))
+    complete(driver, Journal)
+    assert done(driver, back).duplicate
+    assert driver.values() == [1.0] * 4
+
+
+def test_a_redis_that_cannot_sync_refuses_that_level_alone() -> None:
+    """`fsynced` hears 503 and is never downgraded; `journaled` goes on."""
+    driver = slow()
+    driver.send(StorageChanged("", "appendonly is off"))
+
+    more = driver.submit({0: ones()}, PushId("w", 1, 0), ack="fsynced")
+    own = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    complete(driver, Journal)
+
+    assert (refused(driver, more).code, refused(driver, more).detail) == ("storage_unavailable", "appendonly is off")
+    assert done(driver, own).version == 1
+
+
+def test_an_owner_that_was_replaced_in_redis_serves_no_longer() -> None:
+    """Waiting replies hear 421, so do new requests, whatever the feed still says; a newer token is taken up."""
+    driver = slow()
+    assert driver.view is not None
+    waiting = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    (entry,) = entries(driver)
+
+    driver.send(JournalRefused(entry.key, entry.token))
+    new = driver.submit({0: ones()}, PushId("w", 1, 1))
+    driver.send(driver.view)
+    stale = driver.submit({0: ones()}, PushId("w", 1, 1))
+
+    assert {refused(driver, r).code for r in (waiting, new, stale)} == {"wrong_owner"}
+    driver.pending.clear()
+    driver.send(replace(driver.view, owned={0: 2}, source="snapshot"))
+    driver.settle()
+    assert driver.values() == [0.0] * 4
+    assert driver.core.durability.queued_bytes == 0
+
+
+def test_a_running_job_of_a_replaced_owner_is_answered_too() -> None:
+    """Its result is not made visible, and its push hears 421."""
+    driver = slow()
+    request = driver.submit({0: ones()}, PushId("w", 1, 0))
+    key = driver.core.models["m"].partitions[0].key
+
+    driver.send(JournalRefused(key, 1))
+    driver.settle()
+
+    assert refused(driver, request).code == "wrong_owner"
+
+
+def test_what_waits_to_be_journaled_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound pushes hear 503; room is made when entries become durable."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    (entry,) = entries(driver)
+    assert driver.core.durability.queued_bytes == entry.nbytes
+    monkeypatch.setattr(limits, "JOURNAL_QUEUE_BYTES_MAX", entry.nbytes)
+
+    second = driver.submit({0: ones()}, PushId("w", 1, 1))
+    assert refused(driver, second).code == "queue_full"
+    complete(driver, Journal)
+    third = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    complete(driver, Journal)
+
+    assert [done(driver, r).version for r in (first, third)] == [1, 2]
+    assert driver.core.durability.queued_bytes == 0
+
+
+def test_a_journal_that_lost_entries_goes_on_from_a_snapshot() -> None:
+    """Till it is stored, no journaled entry counts: what would load them would find the hole."""
+    driver = slow()
+    first = driver.submit({0: ones()}, PushId("w", 1, 0))
+    apply(driver)
+    key = driver.core.models["m"].partitions[0].key
+
+    for _ in range(2):
+        driver.send(JournalLost(key, 1))
+    (snapshot,) = pending(driver, StoreSnapshot)
+    assert snapshot.urgent
+    second = driver.submit({0: ones()}, PushId("w", 1, 1))
+    apply(driver)
+    driver.send(Journaled(key, 1, 3))
+    assert not {first, second} & driver.replies.keys()
+    driver.pending.clear()
+    driver.send(SnapshotFailed(key, 1, 1, urgent=True))
+    driver.advance(1.0)
+    (snapshot,) = pending(driver, StoreSnapshot)
+    assert (snapshot.capture.lsn, snapshot.urgent) == (3, True)
+    complete(driver, StoreSnapshot)
+
+    assert [done(driver, r).durable_version for r in (first, second)] == [2, 2]

@@ -1,0 +1,224 @@
+"""Owners that are given newer tokens: what they keep in memory, and store again."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from paramserver.core.shard_io import (
+    Apply,
+    AssignPart,
+    Contribution,
+    Journal,
+    Journaled,
+    JournalLost,
+    JournalRefused,
+    LoadPartition,
+    ModelView,
+    SetReceived,
+    SnapshotStored,
+    StoreSnapshot,
+)
+from paramserver.errors import PsError
+from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.types import ModelKey, PartitionKey, PushId
+
+from .partitions import ROSTER, WORKERS, complete, done, ones, spec
+
+LEVELS = ("applied", "journaled")
+KEY = PartitionKey(ModelKey("m", 1), 0)
+
+
+def view(driver: ShardDriver) -> ModelView:
+    assert driver.view is not None
+    return driver.view
+
+
+def wish(driver: ShardDriver, *indices: int, number: int = 1) -> None:
+    """The leader wants these partitions handed over; without any, it calls the moves off."""
+    driver.send(replace(view(driver), release=dict.fromkeys(indices, number)))
+
+
+def released(driver: ShardDriver) -> list[tuple[int, ...]]:
+    return [row[2:] for row in driver.core.released()]
+
+
+def successor(driver: ShardDriver, **changes: Any) -> ShardDriver:
+    """The shard that gets the partitions next, which the old owner then loses."""
+    after = ShardDriver(driver.store)
+    owned = {i: 2 for i in range(view(driver).spec.partitions)}
+    after.send(replace(view(driver), owned=owned, source="snapshot", release={}, **changes))
+    driver.send(replace(view(driver), owned={}, release={}))
+    return after
+
+
+@pytest.mark.parametrize("ack", LEVELS)
+def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> None:
+    """Redis was emptied: values, windows and what runs stay; replies of before wait for the new snapshot."""
+    driver = ShardDriver()
+    driver.serve(spec(ack=ack))
+    driver.push({0: ones()}, PushId("w", 1, 0))
+    driver.eager = False
+    waiting = driver.submit({0: ones(2.0)}, PushId("w", 1, 1))
+    complete(driver, Apply)
+    running = driver.submit({0: ones(4.0)}, PushId("w", 1, 2))
+    driver.store = SnapshotShelf()
+    driver.pending = [e for e in driver.pending if isinstance(e, Apply)]
+
+    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, source="snapshot"))
+
+    (snapshot,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
+    assert (snapshot.urgent, snapshot.capture.token, snapshot.capture.version) == (True, 9, 2)
+    assert [row[3:6] for row in driver.core.partitions()] == [(9, 2, 0)]
+    complete(driver, Apply)
+    if ack == "journaled":
+        (journal,) = (e for e in driver.pending if isinstance(e, Journal))
+        assert [(e.token, e.lsn) for e in journal.entries] == [(9, 4)]
+        driver.send(Journaled(KEY, 9, 4))
+        assert not {waiting, running} & driver.replies.keys()
+    complete(driver, StoreSnapshot)
+    assert done(driver, waiting).version == 2
+    assert done(driver, running).incarnation == 9
+    driver.settle()
+
+    after = ShardDriver(driver.store)
+    after.serve(spec(ack=ack), owned={0: 10}, source="snapshot")
+    assert after.values() == ([7.0] * 4 if ack == "journaled" else [3.0] * 4)
+    assert after.push({0: ones()}, PushId("w", 1, 0)).duplicate
+
+
+def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
+    """Memory counts only for who holds the token that is renewed, or a later one."""
+    driver = ShardDriver()
+    driver.serve(spec(), owned={0: 5})
+    driver.push({0: ones()}, PushId("w", 1, 0))
+    for token, renewed, value in ((6, {0: 5}, 1.0), (7, {0: 2}, 1.0), (8, {0: 8}, 0.0), (9, {}, 0.0)):
+        driver.store = SnapshotShelf()
+        driver.eager = False
+        driver.send(replace(view(driver), owned={0: token}, renewed=renewed, source="snapshot"))
+        driver.pending = [e for e in driver.pending if isinstance(e, LoadPartition)]
+        driver.settle()
+        driver.eager = True
+        assert driver.values() == [value] * 4, token
+
+
+def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
+    """What Redis lost of a recovery's target is in memory still."""
+    driver = ShardDriver()
+    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver.commit(0, cut=True)
+    driver.commit(1)
+    driver.store = SnapshotShelf()
+
+    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, clock=2))
+    driver.advance(0.1)
+
+    assert [row[3:] for row in driver.core.cuts()] == [(9, 1)]
+    assert driver.store.cuts[KEY, 1].token == 9
+    assert driver.pull(0).version == 2
+
+
+def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothing() -> None:
+    """Parts of it may be among what is lost; wishes that come and go meanwhile change nothing about the next one."""
+    driver = ShardDriver()
+    driver.serve(spec(ack="journaled"))
+    driver.advance(1.0)
+    driver.eager = False
+    waiting = driver.submit({0: ones()}, PushId("w", 1, 0), ack="fsynced")
+    complete(driver, Apply)
+    (older,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
+    driver.pending.clear()
+
+    driver.send(JournalLost(KEY, 1))
+    wish(driver, 0)
+    wish(driver)
+    driver.send(SnapshotStored(KEY, 1, older.capture.version, older.urgent))
+    assert waiting not in driver.replies
+    (whole,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
+    assert whole.urgent
+    complete(driver, StoreSnapshot)
+    driver.advance(2.0)
+    driver.settle()
+
+    assert done(driver, waiting).durable_version == 1
+
+
+def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() -> None:
+    """It counts as released again only under its new token."""
+    driver = ShardDriver()
+    driver.serve(spec())
+    driver.push({0: ones()}, PushId("w", 1, 0))
+    wish(driver, 0)
+    assert released(driver) == [(0, 1, 1, 1)]
+    driver.eager = False
+
+    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}))
+    assert released(driver) == []
+    driver.settle()
+
+    assert released(driver) == [(0, 9, 1, 1)]
+
+
+def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still() -> None:
+    """The new token is in Redis before the owner hears of it: what it is refused for is its own renewal."""
+    driver = ShardDriver()
+    driver.serve(spec(ack="journaled"))
+    driver.push({0: ones()}, PushId("w", 1, 0))
+    driver.store = SnapshotShelf()
+
+    driver.send(JournalRefused(KEY, 1))
+    with pytest.raises(PsError) as caught:
+        driver.push({0: ones()}, PushId("w", 1, 1))
+    assert caught.value.code == "wrong_owner"
+    driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, source="snapshot"))
+
+    assert driver.push({0: ones()}, PushId("w", 1, 0)).duplicate
+    assert not driver.push({0: ones()}, PushId("w", 1, 1)).duplicate
+    assert driver.values() == [2.0] * 4
+    assert driver.store.kept[KEY][0].token == 9
+
+
+def kept(**fields: Any) -> tuple[ShardDriver, int]:
+    """A journaled shard with one push, whose ownership was refused: Redis has forgotten it."""
+    driver = ShardDriver()
+    driver.serve(spec(ack="journaled", **fields), workers=ROSTER)
+    return driver, driver.submit({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0 if "consistency" in fields else None)
+
+
+def renew(driver: ShardDriver, **fields: Any) -> None:
+    """The leader tells that the refused ownership is this shard's under a new token."""
+    driver.send(replace(view(driver), owned={0: 2}, renewed={0: 1}, **fields))
+
+
+def test_what_was_kept_is_flushed_when_it_is_due() -> None:
+    """The time came while it was nobody's."""
+    driver, _ = kept(consistency={"mode": "buffered", "count": 4, "interval_ms": 1000})
+    driver.send(JournalRefused(KEY, 1))
+    driver.advance(2.0)
+    renew(driver)
+    driver.advance(0.1)
+    assert driver.values() == [1.0] * 4
+    assert driver.core.held_bytes == 0
+
+
+def test_what_was_kept_learns_of_settings_that_changed_meanwhile() -> None:
+    """They are those of its model."""
+    driver, _ = kept()
+    driver.send(JournalRefused(KEY, 1))
+    driver.patch({"optimizer": {"name": "sgd", "lr": 5.0}})
+    renew(driver)
+    driver.push({0: ones()}, PushId(WORKERS[0], 1, 1))
+    assert driver.values() == [-4.0] * 4
+
+
+def test_what_was_kept_takes_the_commit_that_waited() -> None:
+    """It stood in line behind an assignment when the ownership was refused."""
+    driver, _ = kept(consistency={"mode": "sync"})
+    driver.eager = False
+    driver.send(SetReceived(driver.request(), "m", (AssignPart(0, ones(), "float32", True),)))
+    driver.commit(0, Contribution(WORKERS[0], 1, 0, 0))
+    driver.send(JournalRefused(KEY, 1))
+    renew(driver)
+    driver.eager = True
+    driver.settle()
+    assert driver.core.models["m"].partitions[0].clock == 1
