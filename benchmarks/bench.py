@@ -161,11 +161,16 @@ def about() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "cpu": model or platform.machine(),
         "memory": f"{int(memory) / 2**20:.0f} GiB",
-        "system": platform.platform(),
+        "system": system(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "commit": commit.stdout.strip() or "unknown",
     }
+
+
+def system() -> str:
+    """The operating system and its version, without what is of this build of it alone."""
+    return f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"
 
 
 def command() -> str:

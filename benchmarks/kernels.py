@@ -97,7 +97,7 @@ def machine() -> dict[str, Any]:
     return {
         "machine": platform.machine(),
         "cpu": str(import_module("llvmlite.binding").get_host_cpu_name()),
-        "system": platform.platform(),
+        "system": platform.system(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,

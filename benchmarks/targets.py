@@ -8,8 +8,8 @@ from benchmarks.tables import Row, number, table
 
 Rows = Mapping[tuple[str, str], Row]
 PS_LITE = {"w1-0.4mb": 1499.0}
-"""Rounds per second of C++ ps-lite (upstream 15b8adf, TCP), recorded earlier on the same class of machine, not in a
-run with ours."""
+"""Rounds per second of C++ ps-lite (upstream 15b8adf, TCP), recorded earlier on another machine with two processors,
+not in a run with ours."""
 
 
 def rounds(row: Row) -> float:

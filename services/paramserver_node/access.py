@@ -1,7 +1,7 @@
 """Who may come in: a node on loopback is open, any other shows the way to the caller's token.
 
-The mark of a route (`@role`) says who may use it; a path without a mark takes any token, so a route that somebody
-forgot to classify is never open.
+The mark of a route (`@role`) says who may use it.  A route that somebody forgot to mark takes an admin's token, and a
+path without a route any token.
 """
 
 import ipaddress

@@ -8,7 +8,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import paramserver as ps
 
 from .cluster import Cluster
 
@@ -75,6 +78,22 @@ def test_the_python_example_runs_as_printed(shared_cluster: Cluster) -> None:
 
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 20
+
+
+def test_three_lines_of_numpy_read_a_parameter(shared_cluster: Cluster) -> None:
+    """The block without the client reads what a model has."""
+    with ps.connect(shared_cluster.url) as client:
+        wanted = client.create_model("own", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}).pull()["w"]
+    program = block("numpy").replace("http://127.0.0.1:8700", shared_cluster.url).replace("/demo/", "/own/")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{program}\nprint(w.tolist())"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == wanted.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_the_cluster_lines_start_and_stop_one(tmp_path: Path) -> None:
