@@ -18,7 +18,7 @@ from paramserver.errors import PsError, Unavailable
 from paramserver_node import log as node_log
 from paramserver_node.settings import WorkerSettings
 from paramserver_worker import entry as entries
-from paramserver_worker.pool import PoolMember
+from paramserver_worker.pool import PoolMember, Terminated
 
 EPILOG = """Examples:
 
@@ -70,7 +70,7 @@ def default_name() -> str:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # unwinds through the session, which leaves the model
+    raise Terminated(128 + number)  # unwinds through the session, which leaves the model
 
 
 @app.command(epilog=EPILOG)

@@ -31,6 +31,10 @@ TRACEBACK_CHARS = 8000
 CALL_TIMEOUT_S = 5.0
 
 
+class Terminated(SystemExit):
+    """Raised where the process was told to stop, unlike the SystemExit of a training function that calls sys.exit()."""
+
+
 class PoolMember:
     """One worker process, from joining the pool to leaving it."""
 
@@ -91,8 +95,12 @@ class PoolMember:
             try:
                 function = entry.load(place["entry"], self._allow)
                 entry.run(self._client, function, place.get("args") or {}, model=place["model"], place=place)
+            except Terminated:
+                raise
+            except SystemExit as e:  # the function's own way to end
+                error = None if e.code in (None, 0) else f"{place['entry']} ended with sys.exit({e.code!r})"
             except PsError as e:
-                error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}" if e.__traceback__ else str(e)
+                error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}"
             except Exception:
                 error = traceback.format_exc()[-TRACEBACK_CHARS:]
         if error is None:

@@ -63,3 +63,26 @@ def test_a_worker_takes_its_settings_from_the_environment_and_the_file(shared_cl
     finally:
         worker.terminate()
         worker.wait(30)
+
+
+@pytest.mark.parametrize(("code", "state", "says"), [(0, "finished", None), (3, "failed", "sys.exit(3)")])
+def test_a_training_function_may_end_by_exiting(
+    shared_cluster: Cluster, tmp_path: Path, code: int, state: str, says: str | None
+) -> None:
+    """As a script does: with 0 it is done, with anything else it has failed; the worker stays in the pool."""
+    package = f"exits_{code}"
+    (tmp_path / f"{package}.py").write_text(f"import sys\n\ndef train(worker):\n    sys.exit({code})\n")
+    env = os.environ | {"PARAMSERVER_URL": shared_cluster.url, "PYTHONPATH": str(tmp_path)}
+    worker = subprocess.Popen([*WORKER, "--name", package, "--allow", package], env=env)
+    try:
+        with ps.connect(shared_cluster.url) as client:
+            client.create_model(package, {"w": (4,)})
+            run = client.create_run(package, f"{package}:train")["id"]
+            eventually(lambda: client.get_run(run)["state"] in ("finished", "failed"), what="the end of the run")
+            found = client.get_run(run)
+            assert found["state"] == state
+            assert (says or "") in str(found)
+            assert worker.poll() is None
+    finally:
+        worker.terminate()
+        worker.wait(30)
