@@ -181,6 +181,16 @@ def test_a_slot_taken_back_is_replaced(model: Model, monkeypatch: pytest.MonkeyP
     assert (model.pull().flat == 2.0).all()
 
 
+def test_a_closed_client_answers_no_pull_by_itself(cluster: Nodes) -> None:
+    """Though the values at hand are the present ones still."""
+    with ps.connect(cluster.url) as client:
+        model = made(client)
+        model.pull()
+        assert client.cluster.present._models[model.name].found
+    with pytest.raises(ps.ConflictError, match="closed"):
+        model.pull()
+
+
 def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Model) -> None:
     """Clients that come and go, one after the other, write into the same memory."""
 

@@ -69,3 +69,12 @@ def test_one_that_fell_silent_is_not_asked_first_again() -> None:
 def test_only_a_node_without_a_leader_sends_one_on(outcome: Response, further: bool) -> None:
     """What the leader itself refused, or may have done, is not asked of another at once."""
     assert Addresses([A, B]).heard(A, outcome) is further
+
+
+def test_one_that_fell_silent_may_be_forgotten_already() -> None:
+    """Another thread has heard meanwhile that it is no scheduler any more."""
+    addresses = Addresses([A])
+    addresses.heard(A, answer(f"{A},{B}"))
+    addresses.heard(A, answer(f"{A}"))
+    assert not addresses.heard(B, problem("in_doubt", "no answer"))
+    assert addresses.order() == [A]

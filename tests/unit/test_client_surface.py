@@ -90,6 +90,7 @@ def test_params_may_be_arrays_shapes_or_more() -> None:
             "h": np.zeros(4, np.float16),
             "s": (10,),
             "n": 7,
+            "i": np.int64(3),
             "e": (),
             "x": ps.Param((4, 4), init={"kind": "normal", "std": 0.1}, lr_scale=0.5, trainable=False),
             "d": ps.Param(np.zeros(2), dtype="float64"),
@@ -102,7 +103,8 @@ def test_params_may_be_arrays_shapes_or_more() -> None:
 
     assert {n: (p["shape"], p.get("dtype"), p["init"]["kind"]) for n, p in body["params"].items()} == {
         "a": ([2, 3], "float32", "upload"), "h": ([4], "float16", "upload"), "s": ([10], "float32", "zeros"),
-        "n": ([7], "float32", "zeros"), "e": ([], "float32", "zeros"), "x": ([4, 4], "float32", "normal"),
+        "n": ([7], "float32", "zeros"), "i": ([3], "float32", "zeros"),
+        "e": ([], "float32", "zeros"), "x": ([4, 4], "float32", "normal"),
         "d": ([2], "float64", "upload"), "j": ([3], None, "constant"),
     }  # fmt: skip
     assert sorted(uploads) == ["a", "d", "h"]

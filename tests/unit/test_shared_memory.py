@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from paramserver import limits
 from paramserver.client.board import BoardView
+from paramserver.client.same_host import Leased, SameHost
 from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, Window, Windows, writable
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
@@ -414,3 +416,48 @@ def test_the_board_of_a_process_that_has_ended_confirms_nothing(tmp_path: Path) 
 def test_without_a_board_nothing_is_confirmed(tmp_path: Path) -> None:
     """Of a folder that is gone a client knows nothing, and asks."""
     assert not BoardView(str(tmp_path / "gone")).confirms(1)
+
+
+def test_values_can_be_read_to_the_very_end_of_a_process(tmp_path: Path) -> None:
+    """By what runs last of all, when everything is being taken down; it ended with a segmentation fault."""
+    file = tmp_path / "values"
+    file.write_bytes(np.arange(1024, dtype=np.float32).tobytes())
+    program = f"""
+import atexit
+atexit.register(lambda: print(values.sum()))
+from paramserver.client.windows import Window
+values = Window([({str(file)!r}, 4096)]).values()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "523776.0"), done.stderr
+
+
+def test_leases_that_are_over_are_told_once_by_whoever_asks_first() -> None:
+    """Two threads of a client may ask at one moment, and one finds nothing where it had just seen something."""
+    same_host = SameHost()
+    address = "unix:///x/socket"
+    told: list[int] = []
+    wrong: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(3000):
+                told.extend(same_host.released(address))
+        except Exception as e:
+            wrong.append(e)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for number in range(3000):
+            same_host.done([Leased(address, number, ())])
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    told.extend(same_host.released(address))
+    assert not wrong
+    assert sorted(told) == list(range(3000))

@@ -17,7 +17,7 @@ from paramserver.errors import InDoubt, NotFoundError, PsError, RequestError, Un
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .sharding import Now, drive
-from .test_client_session import GRAD, Node, deadline, opened
+from .test_client_session import GRAD, Node, deadline, no, opened
 
 
 def layout(partitions: int, **sizes: int) -> Layout:
@@ -197,3 +197,14 @@ def test_a_push_of_which_a_piece_was_accepted_is_in_doubt(after: int, raised: ty
 
     assert type(met.value) is raised
     assert len(node.pushes) == after
+
+
+def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
+    """Or the worker could push nothing any more, 63 pushes later."""
+    node = Node("async")
+    session = opened(node)
+    node.script["/push"] = [no("rolled_back", timeline=1, clock=0)]
+
+    assert filled(PushStream(lambda call: drive(call, node), deadline, session), GRAD["w"]).state == "dropped"
+    for _ in range(limits.WINDOW + 1):
+        assert drive(session.push(GRAD, Deadline.after(0.0)), node).state == "applied"

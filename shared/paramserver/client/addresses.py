@@ -43,9 +43,12 @@ class Addresses:
                 return True
         elif isinstance(outcome, Unreachable):
             return True
-        order = self.order()
-        # One that fell silent may stay so: the next request begins with another.
-        self._first = order[(order.index(url) + 1) % len(order)] if isinstance(outcome, InDoubt) else url
+        if not isinstance(outcome, InDoubt):
+            self._first = url
+        else:  # one that fell silent may stay so: the next request begins with another
+            order = self.order()
+            at = order.index(url) if url in order else -1  # another thread may have heard that it is none any more
+            self._first = order[(at + 1) % len(order)]
         return False
 
     def _learn(self, url: str, header: str) -> None:

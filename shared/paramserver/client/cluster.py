@@ -156,6 +156,7 @@ class Cluster:
 
     def leave(self) -> Call[None]:
         """Give back what shards on this machine lent; without an answer they take it back by themselves later."""
+        self.present.drop()
         give_back(self.same_host)
         slots = self.same_host.returned()
         if slots:

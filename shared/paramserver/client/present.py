@@ -43,6 +43,11 @@ class Present:
         self._lock = threading.Lock()
         self._models: OrderedDict[str, _Model] = OrderedDict()
 
+    def drop(self) -> None:
+        """Nothing is held any more: its client is closed."""
+        with self._lock:
+            self._models.clear()
+
     def of(self, model: str, generation: int, timeline: int | None, min_version: int) -> tuple[Held, Origin] | None:
         """What a pull of all of that model would bring now; None where only a request can tell."""
         with self._lock:

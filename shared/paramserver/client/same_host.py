@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -98,8 +99,9 @@ class SameHost:
         """Leases of that shard that are over, to be told with the next request; each is returned once."""
         shard = self._shards.get(address or "")
         out: list[int] = []
-        while shard is not None and shard.over:
-            out.append(shard.over.popleft())
+        with suppress(IndexError):  # another thread may have taken the last one
+            while shard is not None:
+                out.append(shard.over.popleft())
         return tuple(out)
 
     def slot(self, address: str, size_bytes: int) -> Slot | None:

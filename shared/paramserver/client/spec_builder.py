@@ -114,7 +114,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
     p = value if isinstance(value, Param) else Param(value)
     out: dict[str, Any] = {}
     if _is_shape(p.value):
-        out["shape"] = [int(n) for n in ((p.value,) if isinstance(p.value, int) else p.value)]
+        out["shape"] = [int(n) for n in ((p.value,) if isinstance(p.value, int | np.integer) else p.value)]
         out["dtype"] = p.dtype or "float32"
         init = p.init if p.init is not None else "zeros"
         out["init"] = {"kind": init} if isinstance(init, str) else _document(f"params.{name}.init", init)

@@ -116,7 +116,7 @@ class Stream:
                 raise
             self._done.append(done)
             if done.state == "dropped":
-                self._terms = None  # nor is anything that comes after
+                self.give_up()  # nor is anything that comes after
         return True
 
     def close(self) -> Pushed:

@@ -58,7 +58,8 @@ class Window:
         size = sum(size for _, size in pieces)
         start = _mapped(None, size, _PROT_NONE, _PRIVATE, -1)
         memory = (ctypes.c_char * size).from_address(start)
-        weakref.finalize(memory, _libc().munmap, start, size)
+        # At the end of the process arrays may be read still: by what runs then, or by threads that nobody waits for.
+        weakref.finalize(memory, _libc().munmap, start, size).atexit = False
         at = start
         flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
         for path, piece_bytes in pieces:
