@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserver.client import transfer
+from paramserver.client import control, transfer
 from paramserver.client.calls import Deadline, Outcome, Request
 from paramserver.client.cluster import Cluster
 from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, Unavailable, problem
@@ -237,3 +237,31 @@ def test_a_pull_never_mixes_timelines(shards: Shards, now: Now, cluster: Cluster
     assert p.origin.timeline == 3
     assert [to for to, path in shards.log if path == "/pull"].count(B) == 3
     assert [to for to, path in shards.log if path == "/pull"].count(A) == 1
+
+
+def test_a_pull_that_fails_after_an_accepted_push_leaves_it_in_doubt(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """Of a gradient of some parameters the values are asked for besides; who hears of nobody there would push again."""
+    shards.trouble = [lambda r: refusal("unavailable") if r.path == "/pull" else None for _ in range(1000)]
+
+    with pytest.raises(InDoubt, match="was accepted"):
+        drive(transfer.pushpull(cluster, "m", Deadline.after(5.0, now), {"b": np.ones(14)}, terms()), shards, now)
+
+    assert len(shards.pushes) > 0
+
+
+def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
+    """A run or a checkpoint that may have been begun is not begun again; one that was refused for now is."""
+    asked: list[Request] = []
+    outcomes: list[Outcome] = [refusal("unavailable"), problem("in_doubt", "no answer")]
+
+    def answer(request: Request) -> Outcome:
+        asked.append(request)
+        return outcomes.pop(0)
+
+    with pytest.raises(InDoubt):
+        drive(control.once("/runs", {}, Deadline.after(300.0, now)), answer, now)
+
+    assert [r.path for r in asked] == ["/runs", "/runs"]
+    assert asked[0].timeout_s == 300.0

@@ -281,3 +281,60 @@ def test_it_waits_at_the_shard_for_no_longer_than_its_caller_would() -> None:
     waits: list[Any] = [f.ends and f.ends[1] for f in node.pushes]
     assert 0.0 < waits[0] <= 0.5
     assert waits[1] == 2.0
+
+
+class Slow(Shard):
+    """Whose others take 40 s for each clock, and whose pulls have so long at most."""
+
+    def __init__(self, mode: str, now: Now) -> None:
+        super().__init__(mode)
+        self.released, self._now = False, now
+        self.pulls_have_s: list[float] = []
+
+    def __call__(self, request: Request) -> Outcome:
+        if request.path == CLOCK:
+            self._now.s += 40.0
+        if request.path == "/pull":
+            self.pulls_have_s.append(request.timeout_s)
+        return super().__call__(request)
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_waiting_for_the_others_takes_nothing_from_the_pull_that_follows(mode: str) -> None:
+    """Without a timeout of its own an exchange waits for as long as it takes, then has all the time for its values."""
+    now = Now()
+    node = Slow(mode, now)
+    session, its = iterations(node)
+
+    drive(its.exchange(GRAD, {}, Deadline.after(30.0, now), None), node, now)
+
+    assert node.pulls_have_s == [30.0]
+    assert session.clock == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_values_that_cannot_be_had_leave_no_doubt_that_the_gradient_counts(mode: str) -> None:
+    """Who is only told that nobody could be reached would push it again."""
+    now = Now()
+    node = Slow(mode, now)
+    session, its = iterations(node)
+    node.script["/pull"] = [no("unavailable") for _ in range(1000)]
+
+    with pytest.raises(Unavailable) as raised:
+        drive(its.exchange(GRAD, {}, Deadline.after(30.0, now), None), node, now)
+
+    assert "another step would count" in (raised.value.hint or "")
+    assert session.clock == 1
+
+
+def test_values_that_are_not_copied_cannot_be_written_to() -> None:
+    """Wherever they come from; and there is no place to copy them to."""
+    node = Shard("async")
+    _, its = iterations(node)
+
+    values = drive(its.exchange(GRAD, {}, deadline(), None, view=True), node)
+
+    assert not values["w"].flags.writeable
+    with pytest.raises(RequestError, match="exclude"):
+        drive(its.exchange(GRAD, {}, deadline(), None, view=True, out=values), node)
+    assert len(node.pushes) == 1

@@ -152,7 +152,7 @@ class AsyncClient:
     ) -> dict[str, Any]:
         """See `Client.create_run`."""
         body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
-        return dict(await self.run(control.send("POST", "/runs", body, self.deadline(timeout))))
+        return dict(await self.run(control.once("/runs", body, self.deadline(timeout))))
 
     async def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """The runs that are kept, newest first."""
@@ -333,7 +333,7 @@ class AsyncModel:
 
     async def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Have the cluster write a checkpoint below its own state directory; its document."""
-        return dict(await self._send("checkpoints", {} if name is None else {"name": name}, timeout))
+        return dict(await self._once("checkpoints", {} if name is None else {"name": name}, timeout))
 
     async def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """The checkpoints that the cluster keeps of this model."""
@@ -341,10 +341,14 @@ class AsyncModel:
 
     async def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
         """Set the model to a checkpoint that the cluster keeps."""
-        await self._send("restore", {"checkpoint": checkpoint}, timeout)
+        await self._once("restore", {"checkpoint": checkpoint}, timeout)
 
     async def _listed(self, noun: str, timeout: float | None) -> list[dict[str, Any]]:
         call = control.listed(model_path(self.name, noun), self._client.deadline(timeout))
+        return await self._client.run(call)
+
+    async def _once(self, noun: str, body: Any, timeout: float | None) -> Any:
+        call = control.once(model_path(self.name, noun), body, self._client.deadline(timeout))
         return await self._client.run(call)
 
     async def _send(self, noun: str, body: Any, timeout: float | None) -> Any:

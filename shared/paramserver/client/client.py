@@ -161,7 +161,7 @@ class Client:
     ) -> dict[str, Any]:
         """Start one training of a model with workers of the pool; the run's document."""
         body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
-        return dict(self.run(control.send("POST", "/runs", body, self.deadline(timeout))))
+        return dict(self.run(control.once("/runs", body, self.deadline(timeout))))
 
     def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """The runs that are kept, newest first."""

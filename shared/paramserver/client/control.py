@@ -145,8 +145,24 @@ def fetch(path: str, deadline: Deadline) -> Call[Any]:
 
 
 def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
-    """The JSON value that a control request is answered with."""
+    """The JSON value that a control request is answered with, which is sent again until it is."""
     return (yield from control(json_request(method, path, body), deadline))
+
+
+def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
+    """The JSON value of a POST that takes its time and does something anew each time: a checkpoint, a run.
+
+    Where it may have been done it is not sent again: raises InDoubt.
+    """
+    backoff = Backoff(deadline)
+    while True:
+        (outcome,) = yield [deadline.bound(json_request("POST", path, body))]
+        result = judged(outcome)
+        if not isinstance(result, PsError):
+            return json_of(result)
+        if not passes(result) or isinstance(result, InDoubt):
+            raise result
+        yield backoff.pause(result)
 
 
 def listed(path: str, deadline: Deadline) -> Call[list[Any]]:

@@ -17,9 +17,10 @@ from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
-from paramserver.errors import Unavailable, from_document, problem
+from paramserver.errors import PsError, Unavailable, from_document, problem
 
 PUSHED: Final = "the gradient is pushed: worker.clock() goes on waiting, another step would count it twice"
+DONE: Final = "the iteration is done: worker.pull() brings the values, another step would count its gradient twice"
 
 
 class Iterations:
@@ -82,21 +83,39 @@ class Iterations:
     ) -> Call[Params]:
         """Push, clock, report, and the values to go on from."""
         s, told = self._session, numbers_of(metrics)
+        if view and out is not None:
+            raise problem("invalid_field", "out= and copy=False exclude each other")
         if s.mode == "ssp":  # the values are wanted as they are when the others have come so far
             yield from s.check_out(out, deadline)
-            yield from self.step(grads, told, deadline, patience_s, **options)
-            return (yield from s.pull(deadline, out=out, view=view))
+            done = yield from self.step(grads, told, deadline, patience_s, **options)
+            return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         found = yield from self._exchange(grads, deadline, self._ends_s(deadline, patience_s), out, view, **options)
         if found is not None:
-            done, values = found
+            pushed, values = found
             s.reports.note(s.clock, told)
-            released = done.released or s.mode not in ("ssp", "sync")
+            released = pushed.released or s.mode not in ("ssp", "sync")
             yield from self._finish(deadline, patience_s, (clock + 1, epoch, timeline) if released else None)
             if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
                 s.goes_on_from(values, epoch, timeline)
-                return values
-        return (yield from s.pull(deadline, out=out, view=view))
+                return values.frozen() if view else values
+        return (yield from self._pull(deadline, patience_s, out, view, done=found is not None))
+
+    def _pull(
+        self, deadline: Deadline, patience_s: float | None, out: Params | None, view: bool, *, done: bool
+    ) -> Call[Params]:
+        """The values after an iteration; where waiting for the others had no end, with a deadline of their own.
+
+        An error says whether the iteration is `done`, for then the caller may not push its gradient again.
+        """
+        s = self._session
+        if patience_s is None:
+            deadline = Deadline.after(s.silence_s, deadline.clock)
+        try:
+            values = yield from s.pull(deadline, out=out, view=view)
+            return values.frozen() if view else values
+        except Unavailable as e:
+            raise (_hinting(e, DONE) if done else e) from e.__cause__
 
     def _finish(
         self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None
@@ -112,8 +131,7 @@ class Iterations:
                 until = deadline if patience_s is not None else None
                 yield from self._session.go_on(*released, until=until)
         except Unavailable as e:
-            hint = f"{e.hint}; {PUSHED}" if e.hint else PUSHED
-            raise from_document({**e.document(), "hint": hint}) from e
+            raise _hinting(e, PUSHED) from e
 
     def _exchange(
         self,
@@ -146,3 +164,8 @@ class Iterations:
         if self._session.mode != "sync":
             return None
         return max(0.0, min(POLL_S, deadline.left_s() / 2, POLL_S if patience_s is None else patience_s / 2))
+
+
+def _hinting(error: PsError, hint: str) -> PsError:
+    """The same error with that hint besides its own."""
+    return from_document({**error.document(), "hint": f"{error.hint}; {hint}" if error.hint else hint})

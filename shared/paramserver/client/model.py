@@ -247,7 +247,7 @@ class Model:
         """Have the cluster write a checkpoint below its own state directory; its document."""
         path = model_path(self.name, "checkpoints")
         body = {} if name is None else {"name": name}
-        return dict(self._client.run(control.send("POST", path, body, self._client.deadline(timeout))))
+        return dict(self._client.run(control.once(path, body, self._client.deadline(timeout))))
 
     def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """The checkpoints that the cluster keeps of this model."""
@@ -257,7 +257,7 @@ class Model:
         """Set the model to a checkpoint that the cluster keeps: its name, `latest` or `best`."""
         path = model_path(self.name, "restore")
         body = {"checkpoint": checkpoint}
-        self._client.run(control.send("POST", path, body, self._client.deadline(timeout)))
+        self._client.run(control.once(path, body, self._client.deadline(timeout)))
 
     def _listed(self, noun: str, timeout: float | None) -> list[dict[str, Any]]:
         return self._client.run(control.listed(model_path(self.name, noun), self._client.deadline(timeout)))

@@ -371,8 +371,20 @@ def pushpull(
     options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec}
     pushed, params = yield from exchange(cluster, model, deadline, grads, terms, out=out, **options)
     if params is None:
-        params = yield from pull(cluster, model, deadline, out=out)
+        params = yield from after_push(pull(cluster, model, deadline, out=out))
     return pushed, params
+
+
+def after_push(pulling: Call[Params]) -> Call[Params]:
+    """What a pull brings that is asked for besides a push which was accepted; raises InDoubt where it fails, for who is
+    told that nobody could be reached would push again."""
+    try:
+        return (yield from pulling)
+    except Unavailable as e:
+        if isinstance(e, InDoubt):
+            raise
+        detail = f"the push was accepted, the pull after it failed: {e.detail}"
+        raise problem("in_doubt", detail, hint=e.hint) from e
 
 
 def exchange(
