@@ -1,6 +1,7 @@
 """A worker's session as pure calls: joins, clocks, rollbacks, lost leases and reports, answered by hand."""
 
 import json
+import threading
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.session import Session
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import NotFoundError, Unavailable, problem
+from paramserver.errors import ConflictError, FencedError, NotFoundError, Unavailable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import drive
@@ -455,3 +456,88 @@ def test_numbers_stay_within_the_window() -> None:
 
     numbers.settle(taken[0])
     assert drive(numbers.take(deadline()), Node()).seq == 65
+
+
+def test_a_worker_whose_name_another_has_taken_gives_way() -> None:
+    """Two that joined again each time would fence each other for ever."""
+    node = Node("async")
+    session = opened(node)
+    node.script["/push"] = [no("fenced", epoch=2)]
+
+    with pytest.raises(FencedError, match="another worker"):
+        drive(session.push(GRAD, deadline()), node)
+
+    assert session.status == "stop"
+    assert len(node.bodies("/models/m/workers")) == 1
+
+
+def test_a_worker_that_asked_twice_to_join_takes_no_later_epoch_for_another_ones() -> None:
+    """What it sent first may have arrived last."""
+    node = Node("async")
+    node.script["/models/m/workers"] = [problem("in_doubt", "no answer")]
+    session = opened(node)
+    node.script["/push"] = [no("fenced", epoch=2)]
+
+    assert drive(session.push(GRAD, deadline()), node).state == "dropped"
+    assert drive(session.push(GRAD, deadline()), node).state == "applied"
+
+
+def test_metrics_that_nobody_has_heard_go_with_the_next_heartbeat() -> None:
+    """While a scheduler is away, what a worker reports is kept."""
+    node = Node("async")
+    session = opened(node)
+    for clock in range(3):
+        session.reports.note(clock, {"loss": float(clock)})
+    node.script["/models/m/metrics"] = [ok({"accepted": 1}), no("conflict")]
+
+    with pytest.raises(ConflictError):
+        drive(session.beat(deadline()), node)
+    drive(session.beat(deadline()), node)
+
+    heard = [b["metrics"]["loss"] for b in node.bodies("/models/m/metrics")]
+    assert heard == [0.0, 1.0, 1.0]
+    assert node.bodies(BEAT)[-1]["metrics"] == {"loss": 2.0}
+
+
+class Tensor:
+    """As one of torch that has several elements."""
+
+    def item(self) -> float:
+        """Raises what torch does."""
+        raise RuntimeError("a Tensor with 3 elements cannot be converted to Scalar")
+
+
+def test_a_state_with_a_tensor_is_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """Not in silence, as one is that is being changed at this moment."""
+    node = Node("async")
+    session = opened(node)
+    session.reports.state["best"] = Tensor()
+
+    drive(session.beat(deadline()), node)
+
+    assert "state_not_kept" in caplog.text
+    assert "3 elements" in caplog.text
+
+
+def test_a_number_is_of_the_epoch_it_was_taken_in() -> None:
+    """A heartbeat may join again between the two: a high number of a young epoch would leave no room for the next."""
+    numbers = PushNumbers("m/w0", 1)
+    lock = threading.Lock()
+
+    class Then:
+        """A lock after whose first release the epoch changes."""
+
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            if numbers.epoch == 1:
+                numbers.renew(2)
+
+    cast(Any, numbers)._lock = Then()
+
+    push_id = drive(numbers.take(deadline()), Node())
+
+    assert (push_id.epoch, push_id.seq) == (1, 1)
+    assert drive(numbers.take(deadline()), Node()).epoch == 2

@@ -227,9 +227,10 @@ class AsyncWorker(WorkerView):
             await asyncio.sleep(min(limits.HEARTBEAT_S, self._session.lease_s / 5))
             try:
                 await self._client.run(self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2))))
-            except PsError as e:
+            except Exception as e:  # whatever it is: the lease is to go on
                 if not silent:
-                    log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e)
+                    unforeseen = not isinstance(e, PsError)
+                    log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e, exc_info=unforeseen)
                 silent = True
             else:
                 silent = False

@@ -131,7 +131,7 @@ def json_bytes(data: Any) -> bytes:
     """`data` as JSON; numpy scalars and arrays are written as numbers and lists, NaN is refused (RequestError)."""
     try:
         return json.dumps(data, default=_plain, allow_nan=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, RecursionError) as e:
         raise problem("malformed", f"this cannot be sent as JSON: {e}", hint="use finite numbers and text") from None
 
 
@@ -139,7 +139,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if hasattr(value, "item"):  # a scalar tensor
-        return value.item()
+        try:
+            return value.item()
+        except (RuntimeError, ValueError) as e:
+            raise TypeError(f"{type(value).__name__}: {e}") from None
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 

@@ -24,11 +24,11 @@ class PushNumbers:
 
     def take(self, deadline: Deadline) -> Call[PushId]:
         """The next push id; waits while too many are in doubt.  Raises Unavailable at the deadline."""
-        while (seq := self._try()) is None:
+        while (push_id := self._try()) is None:
             if deadline.left_s() <= 0:
                 raise problem("queue_full", f"{limits.WINDOW} pushes of '{self.worker}' are in flight already")
             yield Pause(0.002)
-        return PushId(self.worker, self.epoch, seq)
+        return push_id
 
     def settle(self, push_id: PushId) -> None:
         """That push will not be delivered again."""
@@ -42,14 +42,14 @@ class PushNumbers:
             self.epoch, self._next = epoch, 1
             self._in_doubt.clear()
 
-    def _try(self) -> int | None:
+    def _try(self) -> PushId | None:
         with self._lock:
             seq = self._next
             if self._in_doubt and seq - min(self._in_doubt) >= limits.WINDOW:
                 return None
             self._next += 1
             self._in_doubt.add(seq)
-            return seq
+            return PushId(self.worker, self.epoch, seq)
 
 
 def private_numbers() -> PushNumbers:

@@ -9,9 +9,10 @@ import logging
 import threading
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from paramserver.client.calls import json_bytes
+from paramserver.client.calls import ATTEMPT_S, Call, Deadline, json_bytes, json_request
+from paramserver.client.cluster import control, model_path
 from paramserver.core.documents import check_document
 from paramserver.core.series import check_metrics
 from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
@@ -20,6 +21,12 @@ log = logging.getLogger("paramserver")
 
 POINTS_PER_BEAT: Final = 4
 """Metric reports of `step` that one heartbeat passes on; what lies between is thinned out."""
+POINTS_MAX: Final = 16 * POINTS_PER_BEAT
+"""Kept for the next one."""
+
+
+Noted: TypeAlias = tuple[int, dict[str, float]]
+"""The clock at which metrics were reported, and they."""
 
 
 class Reports:
@@ -29,7 +36,7 @@ class Reports:
         self.state: dict[str, Any] = {}
         """The worker's own JSON values, kept with checkpoints and given to its next incarnation."""
         self._lock = threading.Lock()
-        self._points: list[tuple[int, dict[str, float]]] = []
+        self._points: list[Noted] = []
         self._told = b""
         self._warned: set[str] = set()
 
@@ -38,10 +45,29 @@ class Reports:
         if values:
             with self._lock:
                 self._points.append((clock, values))
-                if len(self._points) > 16 * POINTS_PER_BEAT:
+                if len(self._points) > POINTS_MAX:
                     del self._points[::2]
 
-    def take(self) -> list[tuple[int, dict[str, float]]]:
+    def put_back(self, points: list[Noted]) -> None:
+        """These were taken and nobody has heard them; they go before what has come since."""
+        with self._lock:
+            self._points[:0] = points
+
+    def pass_on(self, model: str, worker: str, points: list[Noted], deadline: Deadline, but: int = 0) -> Call[None]:
+        """Send these points, the oldest first, all `but` so many; what is sent, or refused, is gone from them.
+
+        Whoever reported them does not wait for the answer any more, so a refusal is only told in the log.
+        """
+        while len(points) > but:
+            try:
+                yield from send(model, worker, points[0], deadline)
+            except PsError as e:
+                if not refused(e):
+                    raise
+                self.left_out(worker, "metrics", e)
+            del points[0]
+
+    def take(self) -> list[Noted]:
         """The metrics to be sent now, with their clocks, oldest first."""
         with self._lock:
             points, self._points = self._points, []
@@ -55,7 +81,7 @@ class Reports:
             if state == self._told or not (self.state or self._told):
                 return None
             check_document(json.loads(state), "state")
-        except RuntimeError:  # it is being changed at this moment
+        except RuntimeError:  # a dict is being changed at this moment
             return None
         except PsError as e:
             self.left_out(worker, "state", e)
@@ -103,7 +129,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return check_metrics(values)
 
 
-def document(state: bytes | None, points: list[tuple[int, dict[str, float]]]) -> dict[str, Any]:
+def document(state: bytes | None, points: list[Noted]) -> dict[str, Any]:
     """What a heartbeat says of them: the state, and the newest metrics."""
     said: dict[str, Any] = {}
     if state is not None:
@@ -111,3 +137,10 @@ def document(state: bytes | None, points: list[tuple[int, dict[str, float]]]) ->
     if points:
         said["metrics"] = points[-1][1]
     return said
+
+
+def send(model: str, worker: str, point: Noted, deadline: Deadline) -> Call[None]:
+    """Report the metrics of one clock."""
+    clock, values = point
+    body = {"metrics": values, "worker": worker, "clock": clock}
+    yield from control(json_request("POST", model_path(model, "metrics"), body, timeout_s=ATTEMPT_S), deadline)

@@ -5,7 +5,8 @@ what both change is changed in single steps.  Three things may happen to a sessi
 
 - *rolled back*: a shard died and the synchronous model is at an earlier clock again, under a higher timeline.  The
   session goes to that clock; a gradient of the old timeline is dropped; the next pull has the older values.
-- *fenced*: the worker's lease ran out.  It joins again under the same id with a higher epoch.
+- *fenced*: the worker's lease ran out.  It joins again under the same id with a higher epoch.  Where another one has
+  joined under that id meanwhile, this one gives way: two would fence each other for ever.
 - *draining*, *stop*, *paused*: what the scheduler asks for in its answers.
 """
 
@@ -26,7 +27,8 @@ from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.pushed import DROPPED, Pushed
-from paramserver.client.reports import Reports, document, numbers_of, refused
+from paramserver.client.reports import Reports, document, numbers_of, refused, send
+from paramserver.client.retry import Backoff
 from paramserver.client.tasks import Holding, Task
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
@@ -59,6 +61,8 @@ class Session:
         self.codec, self.feedback = codec, Feedback()
         self._lock = threading.Lock()
         self._joining = False
+        self._join_in_doubt = False
+        """Whether the last join was asked for several times, so that a later epoch may be this worker's own."""
         self._looked_at = 0.0
         self._pulled: tuple[int, int] | None = None
         """Epoch and timeline of the values that gradients are now computed from."""
@@ -101,15 +105,16 @@ class Session:
             body["rank"] = rank
         if self.numbers.epoch:
             body["above"] = self.numbers.epoch
-        path = model_path(self.model, "workers")
+        path, backoff = model_path(self.model, "workers"), Backoff(deadline)
         try:
-            doc = yield from control(_request("POST", path, body), deadline)
+            doc = yield from control(_request("POST", path, body), deadline, backoff)
         except PsError as e:
             if not self.joined or e.code != "conflict" or "rank" not in body:
                 raise
             del body["rank"]  # somebody else has taken it meanwhile
-            doc = yield from control(_request("POST", path, body), deadline)
+            doc = yield from control(_request("POST", path, body), deadline, backoff)
         with self._lock:
+            self._join_in_doubt = backoff.in_doubt
             if not self.worker:
                 self.numbers = PushNumbers(str(doc["worker"]), int(doc["epoch"]))
             else:
@@ -140,10 +145,10 @@ class Session:
         body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "timeline": timeline}
         state, points = self.reports.fresh_state(self.worker), self.reports.take()
         try:
-            for clock, values in points[:-1]:
-                yield from self._pass_on(values, clock, deadline)
+            yield from self.reports.pass_on(self.model, self.worker, points, deadline, but=1)
             doc = yield from self._beat(body, document(state, points), deadline)
         except PsError as e:
+            self.reports.put_back(points)
             if not self._follows(e):
                 raise
             yield from self._follow(e, epoch, timeline, deadline)
@@ -326,8 +331,9 @@ class Session:
     def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
         """A push and then the values; the clock stays."""
         yield from self.check_out(out, deadline)
-        yield from self.push(grads, deadline, **options)
-        return (yield from self.pull(deadline, out=out))
+        done = yield from self.push(grads, deadline, **options)
+        pulling = self.pull(deadline, out=out)
+        return (yield from (pulling if done.state == "dropped" else transfer.after_push(pulling)))
 
     # -------------------------------------------------------------------------------------------- clocks
 
@@ -392,11 +398,13 @@ class Session:
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
         """Send a report now, after what is kept for the next heartbeat."""
-        values = numbers_of(metrics)
-        for clock, kept in self.reports.take():
-            yield from self._pass_on(kept, clock, deadline)
+        values, kept = numbers_of(metrics), self.reports.take()
+        try:
+            yield from self.reports.pass_on(self.model, self.worker, kept, deadline)
+        finally:
+            self.reports.put_back(kept)
         if values:
-            yield from self._send_metrics(values, self.clock, deadline)
+            yield from send(self.model, self.worker, (self.clock, values), deadline)
 
     # -------------------------------------------------------------------------------------------- what happens to it
 
@@ -442,6 +450,13 @@ class Session:
         with self._lock:
             if self.numbers.epoch != epoch:
                 return
+            if int(error.members.get("epoch") or 0) > epoch and not self._join_in_doubt and not self._joining:
+                self.status = "stop"
+                raise problem(
+                    "fenced",
+                    f"another worker has joined as '{self.worker}' and takes its place",
+                    hint="give each worker a name of its own, or none",
+                ) from error
             mine, self._joining = not self._joining, True
         if not mine:
             while self._joining and deadline.left_s() > 0:
@@ -475,19 +490,6 @@ class Session:
                     "unavailable", "the run is paused", hint="psctl run resume, or client.set_run(), resumes it"
                 )
             yield Pause(0.2 if until is None else min(0.2, until.left_s()))
-
-    def _pass_on(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
-        """Send metrics that were kept: whoever reported them does not wait for the answer any more."""
-        try:
-            yield from self._send_metrics(values, clock, deadline)
-        except PsError as e:
-            if not refused(e):
-                raise
-            self.reports.left_out(self.worker, "metrics", e)
-
-    def _send_metrics(self, values: Mapping[str, Any], clock: int, deadline: Deadline) -> Call[None]:
-        body = {"metrics": values, "worker": self.worker, "clock": clock}
-        yield from control(_request("POST", model_path(self.model, "metrics"), body), deadline)
 
     def _path(self) -> str:
         return model_path(self.model, "workers") + "/" + quote(self.worker, safe="")
