@@ -27,7 +27,7 @@ from benchmarks import cost, stages
 from benchmarks.cells import CELLS, Cell, order, systems
 from benchmarks.launch import Failed, launch
 from benchmarks.tables import cell_table, loaded, number, summarized, table, write
-from benchmarks.targets import outcomes, target_table
+from benchmarks.targets import in_place, outcomes, target_table
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("W1", "W3", "W4", "W5", "cost", "stages")
@@ -202,6 +202,8 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
         figures |= {"adam_in_cache": adam[0][1], "adam_in_memory": adam[-1][1]}
     found_targets = outcomes(rows, figures, measured_only=not to_page)
     parts["targets"] = target_table(found_targets)
+    if besides := in_place(rows):
+        parts["in-place"] = target_table(besides)
     for name, text in parts.items():
         print(f"\n{text}")
         if to_page:

@@ -134,7 +134,7 @@ def _label(system: str) -> str:
     return systems()[system].label.replace("**", "")
 
 
-HOST, HTTP = "ours-same-host", "ours-http2"
+HOST, HTTP, IN_PLACE = "ours-same-host", "ours-http2", "ours-in-place"
 FLOOR_OF = {HOST: "memory", HTTP: "socket"}
 RATIOS = (
     Ratio("w1-10mb", HOST, 2.5, RIVALS),
@@ -155,6 +155,13 @@ RATIOS = (
     Ratio("w4-async", HOST, 1, RIVALS, figure=speed),
     Ratio("w4-sync", HOST, 1, RIVALS, figure=speed),
 )
+BESIDES = (
+    Ratio("w1-10mb", IN_PLACE, 2.5, RIVALS),
+    Ratio("w1-10mb-k2", IN_PLACE, 4, RIVALS),
+    Ratio("w1-100mb", IN_PLACE, 2.5, ("ray",)),
+    Ratio("w1-10mb-sync", IN_PLACE, 3, RIVALS),
+)
+"""The same, held against gradients that were computed where the shard reads them.  These are no targets."""
 BOUNDS = (
     Bound("w1-10mb", HOST, 0.13, "CPU s/GB, both sides", cpu_s_per_gb, at_most=True),
     Bound("w1-10mb", HTTP, 0.75, "CPU s/GB, both sides", cpu_s_per_gb, at_most=True),
@@ -181,6 +188,11 @@ def outcomes(rows: Rows, figures: Mapping[str, float], *, measured_only: bool = 
     """How all of them stand; perhaps only those that something was measured for."""
     every = [t.outcome(rows) for t in (*RATIOS, *BOUNDS)] + [t.outcome(figures) for t in LIMITS]
     return [o for o in every if o.mark != "not measured" or not measured_only]
+
+
+def in_place(rows: Rows) -> Sequence[Outcome]:
+    """How the same stands with gradients that were computed where the shard reads them, as far as it was measured."""
+    return [o for o in (t.outcome(rows) for t in BESIDES) if o.mark != "not measured"]
 
 
 def target_table(found: Sequence[Outcome]) -> str:

@@ -108,9 +108,9 @@ def test_every_cell_is_of_systems_that_there_are() -> None:
 
 def test_every_target_is_of_a_cell_that_measures_it() -> None:
     """Both sides of each ratio are measured in its cell, and each limit by some measurement."""
-    for t in (*targets.RATIOS, *targets.BOUNDS):
+    for t in (*targets.RATIOS, *targets.BESIDES, *targets.BOUNDS):
         assert t.ours in cell(t.cell).systems
-    for r in targets.RATIOS:
+    for r in (*targets.RATIOS, *targets.BESIDES):
         assert r.recorded or set(r.rivals) & set(cell(r.cell).systems)
         assert r.rivals == RIVALS or set(r.rivals) <= set(cell(r.cell).systems)
     source = (ROOT / "benchmarks" / "cost.py").read_text() + (ROOT / "benchmarks" / "bench.py").read_text()
@@ -264,7 +264,7 @@ def test_the_page_has_a_place_for_every_table(
         {"cost": "growth", "figures": {"error": "ValueError: no"}},
     ]
     bench.report([{"about": {}, "command": "make bench"}, *whole, {"kernels": kernels}, *costs], to_page=True)
-    assert set(written) == {"machine", "dense", "small", "digits", "optimizers", "cost", "targets"}
+    assert set(written) == {"machine", "dense", "small", "digits", "optimizers", "cost", "targets", "in-place"}
     for name in (*written, "profile"):
         assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1
     shown = copy.read_text()
