@@ -1,9 +1,11 @@
 """Runs and the worker pool, and what of the whole cluster survives a kill of the scheduler."""
 
+import json
 from typing import Any
 
 import pytest
 
+from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, CorruptState, FencedError, NotFoundError, RequestError
 
@@ -218,6 +220,39 @@ def test_runs_are_listed_newest_first() -> None:
     first = d.ask(lambda n: io.CreateRun(n, "m", "a.b:c"))["id"]
     second = d.ask(lambda n: io.CreateRun(n, "n", "a.b:c"))["id"]
     assert [r["id"] for r in d.core.read.runs()] == [second, first]
+
+
+def test_a_run_is_kept_until_its_workers_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many runs come after it, and over a kill of the scheduler; then it goes as the oldest one does."""
+    monkeypatch.setattr(limits, "RUNS_KEPT_MAX", 1)
+    d = Driver()
+    d.model()
+    run(d)
+    m = member(d, "p")
+    for id_ in ("run-1", "run-2", "run-3"):
+        d.ask(lambda n, i=id_: io.PatchRun(n, i, state="stopped"))  # type: ignore[misc]
+        run(d)
+    assert [r["id"] for r in d.core.read.runs()] == ["run-4", "run-1"]
+    d.restart()
+    assert beat(d, m)["state"] == "stop"
+    assert done(d, m)["state"] == "stopped"
+    assert beat(d, m)["run"]["id"] == "run-4"
+    d.ask(lambda n: io.PatchRun(n, "run-4", state="stopped"))
+    run(d)
+    assert [r["id"] for r in d.core.read.runs()] == ["run-5", "run-4"]
+
+
+def test_a_stored_place_in_a_run_that_is_gone_is_no_place() -> None:
+    """Older versions have stored such: the member is told of the run that waits."""
+    d = Driver()
+    d.model()
+    run(d)
+    m = member(d, "p")
+    d.hash["member:p"] = json.dumps(json.loads(d.hash["member:p"]) | {"place": ["run-0", 0]})
+    d.hash["run:run-1"] = json.dumps(json.loads(d.hash["run:run-1"]) | {"places": [[None, 0, 0, False]]})
+    d.restart()
+    assert beat(d, m)["run"]["id"] == "run-1"
+    assert json.loads(d.hash["member:p"])["place"] == ["run-1", 0]
 
 
 def test_everything_survives_a_kill_of_the_scheduler() -> None:

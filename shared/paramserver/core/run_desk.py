@@ -62,7 +62,9 @@ class RunDesk:
             saved_s=now,
         )
         self.c.runs[id_] = run
-        ended = [r for r in self.c.runs.values() if r.ended]
+        # A run whose workers have not yet reported is still what they are told about.
+        held = {m.place[0] for m in self.c.members.values() if m.place is not None}
+        ended = [r for r in self.c.runs.values() if r.ended and r.id not in held]
         for old in ended[: max(0, len(self.c.runs) - limits.RUNS_KEPT_MAX)]:
             del self.c.runs[old.id]
             self.c.drop(f"run:{old.id}")
@@ -189,6 +191,10 @@ class RunDesk:
             metrics = check_metrics({} if e.metrics is None else e.metrics)
         member.heard_s = now
         member.metrics = metrics
+        if member.place is not None and member.place[0] not in self.c.runs:
+            # Older versions forgot runs that members were still in, and stored it so.
+            self._free(member, now)
+            self.fill(now)
         self.c.answer(e.request, self.assignment(member))
 
     def assignment(self, member: Member) -> dict[str, Any]:
