@@ -1,15 +1,14 @@
 """Gives the scheduler's core its events and performs the effects, in order.
 
 One loop, no locks: routes call `ask` with an event and wait for its reply.  What the core decides becomes visible only
-once it is in Redis: effects behind a `Store` wait in a queue, and one task writes everything queued in one script
-(group commit), then lets go of the replies and documents behind it.  While Redis is away that queue stands: events that
-would decide something are refused with 503 after a short wait, while reads, heartbeats and open feeds go on.
+once it is in Redis: effects behind a `Store` wait, and one task writes everything that waits in one script (group
+commit), then lets go of the replies and documents behind it.  While Redis is away all that stands: events that would
+decide something are refused with 503 after a short wait, while reads, heartbeats and open feeds go on.
 """
 
 import asyncio
 import itertools
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
@@ -52,18 +51,33 @@ class _Waiter:
     future: asyncio.Future[Answer]
     on_reply: Callable[[Answer], None] | None
     since: float | None
-    """When an event that decides something was taken in; None for one that Redis' absence does not concern."""
+    """Since when Redis' absence concerns it: an event that decides something was taken in, or an answer waits to be
+    stored."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What one event led to and is not visible yet."""
+    """What events led to and is not visible yet: all of it is written at once."""
 
-    since: float
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    tokens: list[tuple[PartitionKey, Token | None]] = field(default_factory=list)
-    fences: list[tuple[str, int]] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[PartitionKey, Token | None] = field(default_factory=dict)
+    fences: dict[str, int] = field(default_factory=dict)
     effects: list[io.Effect] = field(default_factory=list)
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self.fields or self.tokens or self.fences)
+
+    def __bool__(self) -> bool:
+        return self.stored or bool(self.effects)
+
+    def add(self, later: "_Batch") -> None:
+        """What came after this is written with it; of a field that is in both, what it is now."""
+        self.fields.update(later.fields)
+        self.tokens.update(later.tokens)
+        self.fences.update(later.fences)
+        self.effects += later.effects
 
 
 class Jobs(Protocol):
@@ -88,7 +102,9 @@ class Runtime:
         self._store = store
         self._numbers = itertools.count(1)
         self._waiters: dict[int, _Waiter] = {}
-        self._queue: deque[_Batch] = deque()
+        self._writing = _Batch()
+        self._next = _Batch()
+        """Waits behind `_writing`; one, however many events there are, so that it has a bound while Redis is away."""
         self._queued = asyncio.Event()
         self._redis_back = asyncio.Event()
         self._redis_back.set()
@@ -154,26 +170,28 @@ class Runtime:
         self._failures.put_nowait(error)
 
     def _take(self, effects: list[io.Effect]) -> None:
-        batch = _Batch(monotonic())
+        batch = _Batch()
         for effect in effects:
             match effect:
                 case io.Store(fields):
-                    batch.fields = {**batch.fields, **fields}
+                    batch.fields.update(fields)
                 case io.SetTokens(tokens, fences):
-                    batch.tokens.extend(tokens)
-                    batch.fences.extend(fences)
+                    batch.tokens.update(tokens)
+                    batch.fences.update(fences)
                 case io.Reply(waits=False):
                     self._perform(effect)
                 case _:
                     batch.effects.append(effect)
-        stored = batch.fields or batch.tokens or batch.fences
-        if stored or self._queue:
-            if stored or batch.effects:
-                self._queue.append(batch)
-                self._queued.set()
+        if not batch.stored and not self._writing and not self._next:
+            for effect in batch.effects:
+                self._perform(effect)
             return
         for effect in batch.effects:
-            self._perform(effect)
+            waiter = self._waiters.get(effect.request) if isinstance(effect, io.Reply) else None
+            if waiter is not None and waiter.since is None:
+                waiter.since = monotonic()
+        self._next.add(batch)
+        self._queued.set()
 
     # --- effects out ---
 
@@ -260,37 +278,35 @@ class Runtime:
         while True:
             await self._queued.wait()
             self._queued.clear()
-            while self._queue:
-                await self._write(len(self._queue))
+            while self._next:
+                self._writing, self._next = self._next, _Batch()
+                if await self._written(self._writing):
+                    for effect in self._writing.effects:
+                        self._perform(effect)
+                else:
+                    self._writing.add(self._next)
+                    self._next = self._writing
+                self._writing = _Batch()
 
-    async def _write(self, count: int) -> None:
-        """Write the first `count` batches in one script, then make what is behind them visible."""
-        fields: dict[str, Any] = {}
-        tokens: dict[PartitionKey, Token | None] = {}
-        fences: dict[str, int] = {}
-        for batch in itertools.islice(self._queue, count):
-            fields.update(batch.fields)
-            tokens.update(batch.tokens)
-            fences.update(batch.fences)
+    async def _written(self, batch: _Batch) -> bool:
+        """Write that batch in one script; False if it is to be written again, with what has come since."""
         crash_point("scheduler.before_store")
         try:
-            if fields or tokens or fences:
-                await self._store.write(fields, tokens.items(), fences.items())
-                crash_point("scheduler.after_tokens" if tokens else "scheduler.after_store")
+            if batch.stored:
+                await self._store.write(batch.fields, batch.tokens.items(), batch.fences.items())
+                crash_point("scheduler.after_tokens" if batch.tokens else "scheduler.after_store")
         except Deposed as e:
             self.close(problem("no_leader", str(e)))
             raise
         except Emptied:
             self.redis_emptied()
-            return
+            return False
         except PsError as e:
             self._redis_lost(e)
             await asyncio.sleep(RETRY_S)
-            return
+            return False
         self._redis_is("")
-        for _ in range(count):
-            for effect in self._queue.popleft().effects:
-                self._perform(effect)
+        return True
 
     def _redis_lost(self, why: PsError) -> None:
         self._redis_is(why.detail)
@@ -298,22 +314,19 @@ class Runtime:
         late = [n for n, w in self._waiters.items() if w.since is not None and w.since < before]
         for number in late:
             self._answer(number, _storage_away(), 503)
-        for batch in self._queue:
-            if batch.since < before:
-                for effect in batch.effects:
-                    if isinstance(effect, io.Reply):
-                        self._answer(effect.request, _storage_away(), 503)
+        for batch in (self._writing, self._next):
+            batch.effects = [e for e in batch.effects if not isinstance(e, io.Reply) or e.request in self._waiters]
 
     def redis_answers(self, answers: bool) -> None:
         """What the last question to Redis has shown, also while there is nothing to write."""
-        if not self._queue:  # else the writer finds out
+        if not self._writing and not self._next:  # else the writer finds out
             self._redis_is("" if answers else "Redis does not answer")
 
     def redis_emptied(self) -> None:
         """Redis has lost everything: a new term begins in which it is all written again."""
         if self._store.begin_anew():
             log.error("redis.emptied: writing everything again in term %d", self._store.term)
-            unseen = {key for batch in self._queue for key, _ in batch.tokens}
+            unseen = {*self._writing.tokens, *self._next.tokens}
             self.send(io.RedisEmptied(self._store.term, unseen))
 
     def _redis_is(self, away: str) -> None:

@@ -1,10 +1,12 @@
 """The runtime with a real core and a real Redis: what is visible is stored, and many decisions share one write."""
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +20,7 @@ from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver_node import redis_server, roles
 from paramserver_node.redis import connect
+from paramserver_scheduler import runtime as runtime_module
 from paramserver_scheduler.app import make_app
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.lease import Lease
@@ -196,6 +199,44 @@ async def test_a_bug_that_leaves_something_half_decided_ends_the_scheduler(
         assert ended.group_contains(ZeroDivisionError)
         assert told == ["internal", "unavailable", "unavailable"]
         assert plain.hget("ps:state", "model:half") is None
+
+
+class State(dict[str, int]):
+    """What a worker wants kept, of a type of its own so that it can be counted."""
+
+
+def held() -> int:
+    """How many workers' states and replies are in memory."""
+    gc.collect()
+    return sum(isinstance(o, State | io.Reply) for o in gc.get_objects())
+
+
+@pytest.mark.asyncio
+async def test_what_waits_for_redis_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often workers say something new while it is away; when it is back, what they said last is stored."""
+    monkeypatch.setattr(runtime_module, "STORE_WAIT_S", 0.02)
+    monkeypatch.setattr(runtime_module, "RETRY_S", 0.01)
+    port = redis_server.free_port()
+    with ExitStack() as server:
+        url = server.enter_context(redis_server.running(tmp_path, port))
+        async with running(url, []) as runtime:
+            await join(runtime, "s")
+            runtime.send(io.CreateModel(0, {"name": "m", "params": {"w": {"shape": [1]}}}, "x"))
+            await runtime.ask(lambda n: io.JoinWorker(n, "m", "a"))
+            server.close()
+            counts = []
+            for i in range(16):
+                await runtime.ask(lambda n, i=i: io.WorkerHeartbeat(n, "m", "m/a", 1, state=State(i=i)))  # type: ignore[misc]
+                with pytest.raises(PsError, match="Redis"):
+                    await runtime.ask(lambda n: io.OpenFeed(n))
+                counts.append(held())
+            server.enter_context(redis_server.running(tmp_path, port))
+            with Redis.from_url(url) as plain:
+                async with asyncio.timeout(20):
+                    while json.loads(plain.hget("ps:state", "worker:m:m/a") or "{}").get("state") != {"i": 15}:
+                        await asyncio.sleep(0)
+
+    assert max(counts[8:]) <= max(counts[:8]) <= 8
 
 
 def test_every_route_has_a_role() -> None:

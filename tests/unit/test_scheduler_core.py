@@ -485,6 +485,19 @@ def test_metrics_are_known_after_a_restart() -> None:
     assert not [k for k in d.hash if k.startswith("series:")]
 
 
+def test_metrics_are_not_stored_while_redis_is_away() -> None:
+    """They would be copied again and again for nobody: they are once Redis is back."""
+    d = Driver()
+    d.model()
+    d.do(io.StorageChanged("Redis does not answer"))
+    d.ask(lambda n: io.ReportMetrics(n, "m", {"loss": 1.0}, clock=1))
+    d.wait(30.0)
+    assert "series:m" not in d.hash
+    d.do(io.StorageChanged(""))
+    d.wait(1.0)
+    assert "series:m" in d.hash
+
+
 def test_a_scheduler_that_stood_still_declares_nobody_dead_for_it() -> None:
     """After a pause of the scheduler itself everyone has the rest of their lease, and then no more than that."""
     d = Driver()

@@ -27,7 +27,7 @@ class MoveDesk:
 
     def __init__(self, cluster: Cluster) -> None:
         self.c = cluster
-        self._storage_away = False
+        self.storage_away = False
         self._loads_due_s = 0.0
 
     def set_state(self, e: SetShardState, now: float) -> None:
@@ -60,8 +60,8 @@ class MoveDesk:
 
     def storage(self, e: StorageChanged, now: float) -> None:
         """While Redis is away nothing can be handed over, and what is held should be served."""
-        self._storage_away = bool(e.reason)
-        if self._storage_away:
+        self.storage_away = bool(e.reason)
+        if self.storage_away:
             self._withdraw(self._moves())
         self.c.unbalanced = True
 
@@ -81,7 +81,7 @@ class MoveDesk:
     def advance(self, now: float) -> None:
         """Begins what is due."""
         loads = now >= self._loads_due_s
-        if self._storage_away or not (self.c.unbalanced or loads):
+        if self.storage_away or not (self.c.unbalanced or loads):
             return
         if loads:
             self._loads_due_s = now + limits.BALANCE_INTERVAL_S

@@ -128,7 +128,7 @@ class SchedulerCore:
         self._runs.expire(now)
         for model in self._c.models.values():
             self._c.touch(model)
-            if model.series.due(now):
+            if not self._moves.storage_away and model.series.due(now):
                 self._c.save(f"series:{model.name}", model.series.stored)
 
     def _gone(self, event: io.RequestGone, now: float) -> None:
