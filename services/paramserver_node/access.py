@@ -115,9 +115,16 @@ class Access:
             self._known[authorization] = holder
         return holder
 
-    def cookie(self, lifetime_s: int) -> str:
-        """The `Set-Cookie` value that lets a browser read for so long: for this site only, out of scripts' reach."""
-        token = tokens.make(self.keys[0], "reader", "page", int(time.time()) + lifetime_s)
+    def cookie(self, holder: tokens.Holder, lifetime_s: int) -> str:
+        """The `Set-Cookie` value that lets the holder's browser read: for this site only, out of scripts' reach.
+
+        It ends after `lifetime_s` and with the holder's own token, also where that one's name is revoked: for what is
+        in it is a token itself, with which another cookie can be asked for.
+        """
+        now_s = int(time.time())
+        if holder.expires_at_s:
+            lifetime_s = min(lifetime_s, holder.expires_at_s - now_s)
+        token = tokens.make(self.keys[0], "reader", holder.name, now_s + lifetime_s)
         secure = "; Secure" if self.secure else ""
         return f"{COOKIE}={token}; Max-Age={lifetime_s}; Path=/; HttpOnly; SameSite=Strict{secure}"
 

@@ -1,6 +1,6 @@
 """/login: how a browser gets in, with a token typed into a form or by the link that the scheduler prints.
 
-Either leaves a cookie with which the status page may read, and nothing else, until it expires.
+Either leaves a cookie with which the status page may read, and nothing else, until it or the token expires.
 """
 
 import hashlib
@@ -16,11 +16,14 @@ from fastapi import APIRouter, Request, Response
 from paramserver_node import negotiate
 from paramserver_node.access import Access
 from paramserver_node.roles import role
+from paramserver_node.tokens import Holder
 
 router = APIRouter(include_in_schema=False)
 
 LINK_S: Final = 600.0
 """How long the printed link may be used."""
+LINK_HOLDER: Final = Holder("reader", "page", 0)
+"""Whose cookie the link leaves."""
 COOKIE_S: Final = 7 * 24 * 3600
 FORM_BYTES_MAX: Final = 4096
 
@@ -74,11 +77,12 @@ class Login:
         if self._link is None or monotonic() > self._link[1] or not hmac.compare_digest(_hash(code), self._link[0]):
             return None
         self._link = None
-        return self._access.cookie(COOKIE_S)
+        return self._access.cookie(LINK_HOLDER, COOKIE_S)
 
     def enter(self, token: str) -> str | None:
         """The `Set-Cookie` value for a token; None for one that does not count."""
-        return None if self._access.holder(token) is None else self._access.cookie(COOKIE_S)
+        holder = self._access.holder(token)
+        return None if holder is None else self._access.cookie(holder, COOKIE_S)
 
 
 @router.get("/login")

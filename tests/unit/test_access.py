@@ -24,6 +24,7 @@ from paramserver_node.roles import ROLES, Role
 from paramserver_node.server import Tls
 from paramserver_node.settings import ShardSettings
 from paramserver_scheduler.app import make_app
+from paramserver_scheduler.login import COOKIE_S, Login
 
 KEY = b"k" * 43
 SECRET = KEY.decode()
@@ -156,11 +157,12 @@ def test_tokens_that_were_seen_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
 async def test_a_cookie_reads_and_does_nothing_else() -> None:
     """The page's cookie is taken for GET up to a reader's routes; a forged or mangled one is none."""
     access = Access([KEY], secure=True)
-    cookie = access.cookie(60)
+    reader = tokens.Holder("reader", "page", 0)
+    cookie = access.cookie(reader, 60)
     value = cookie.partition(";")[0]
 
     assert {"HttpOnly", "SameSite=Strict", "Secure", "Path=/", "Max-Age=60"} <= set(cookie.split("; "))
-    assert "Secure" not in Access([KEY]).cookie(60)
+    assert "Secure" not in Access([KEY]).cookie(reader, 60)
     assert (await ask("/reader", cookie=f"other=1; {value}")).status_code == 200
     assert (await ask("/worker", cookie=value)).status_code == 403
     assert (await ask("/reader", method="POST", cookie=value)).status_code == 401
@@ -170,6 +172,26 @@ async def test_a_cookie_reads_and_does_nothing_else() -> None:
         assert (await ask("/reader", cookie=bad)).status_code == 401
     expired = tokens.make(KEY, "reader", "page", int(time.time()) - 1)
     assert (await ask("/reader", cookie=f"{COOKIE}={expired}")).status_code == 401
+
+
+def entered(token: str, *revoked: str) -> str | None:
+    """The token in the cookie that /login leaves for a token, where these names are revoked."""
+    cookie = Login(Access([KEY], revoked)).enter(token)
+    return None if cookie is None else cookie.partition(";")[0].partition("=")[2]
+
+
+@pytest.mark.parametrize(("days", "lasts_s"), [(0, COOKIE_S), (1, 24 * 3600), (30, COOKIE_S)])
+def test_a_cookie_outlives_neither_its_days_nor_its_token(days: int, lasts_s: int) -> None:
+    """It is of the token's name, ends with it or when that is revoked, and is never good for a longer one."""
+    now_s = int(time.time())
+    page = entered(tokens.make(KEY, "worker", "bob", now_s + days * 24 * 3600 if days else 0))
+    assert page is not None
+    holder = tokens.read(page, [KEY], now_s)
+    assert holder is not None
+    assert (holder.role, holder.name) == ("reader", "bob")
+    assert 0 <= holder.expires_at_s - now_s - lasts_s < 60
+    assert entered(page) == page
+    assert entered(page, "bob") is None
 
 
 @pytest.mark.asyncio
