@@ -16,7 +16,7 @@ from redis import Redis
 from safetensors.numpy import load
 
 import paramserver as ps
-from paramserver_node import redis_server
+from paramserver_node import redis_server, tokens
 
 from .processes import Nodes, eventually, nodes, unique
 
@@ -240,8 +240,13 @@ def test_an_emptied_redis_is_written_anew_by_the_leader(cluster: Nodes) -> None:
     assert cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)["state"] == "applied"
 
 
-def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path) -> None:
-    """Schedulers with folders of their own: either hands out the files and restores; what the rule drops is gone."""
+def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers with folders of their own: either hands readers files and restores; what the rule drops is gone."""
+    secret = tokens.new_key()
+    (tmp_path / "secret").write_text(secret)
+    monkeypatch.setenv("PARAMSERVER_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("PARAMSERVER_TOKEN", tokens.make(secret.encode(), "admin"))
+    reader = {"authorization": f"Bearer {tokens.make(secret.encode(), 'reader')}"}
     with redis_server.running(tmp_path / "redis") as url:
         cluster = Nodes(tmp_path, url, 1, schedulers=2)
         try:
@@ -266,7 +271,7 @@ def test_a_checkpoint_is_had_from_the_scheduler_that_wrote_it(tmp_path: Path) ->
             assert leader(cluster) == 1
             # The leader hears with its next renewal that the other one runs again.
             eventually(lambda: cluster.http.get(other + path).status_code == 200, within_s=10.0)
-            files = [cluster.http.get(u + path) for u in cluster.urls]
+            files = [cluster.http.get(u + path, headers=reader) for u in cluster.urls]
             assert [f.status_code for f in files] == [200, 200]
             assert load(files[0].content)["w"].tolist() == load(files[1].content)["w"].tolist() == [1.0] * 5
             assert cluster.get(path.replace("model.safe", "../model.safe"), status=404)

@@ -35,7 +35,7 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
 
 
 @router.get("/internal/checkpoints/{m}/{name}/{file}", responses=gives(200, "The file"))
-@role("node")
+@role("reader")  # as `download`, which hands requests on to it in the caller's name
 async def own_file(request: Request, m: str, name: str, file: str) -> Response:
     """One file of a checkpoint in this scheduler's own folder, whether it leads or not."""
     return _answer(request, m, name, file)
