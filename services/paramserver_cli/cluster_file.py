@@ -61,6 +61,7 @@ class Cluster:
     """The first one's URL; any of them answers for all."""
     shards: list[str]
     redis: str
+    """As it may be shown: without a password."""
     token: str | None
     """An admin's, where tokens are needed; made when it is printed, so that no file holds it."""
     pids: dict[str, list[int | None]]
@@ -107,7 +108,9 @@ class StateDir:
         name = {Plan: "plan", Cluster: "cluster", SupervisorState: "supervisor"}[type(document)]
         text = json.dumps(asdict(document), indent=2)
         temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_text(text + "\n")
+        # A plan may hold the password of a Redis.
+        with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+            out.write(text + "\n")
         temporary.replace(self.path / f"{name}.json")
 
     def _read(self, name: str) -> dict[str, Any] | None:

@@ -91,12 +91,14 @@ class Processes:
         ]
 
     def _node(self, name: str, kind: str, port: int, *own: str) -> ChildSpec:
-        words = ["--name", name, "--host", self.plan.host, "--port", str(port), "--redis", self.redis_url, *own]
+        words = ["--name", name, "--host", self.plan.host, "--port", str(port), *own]
         # Bound to every address, a node would name one that nobody can reach; clients try those named here in turn.
         if self.plan.host in EVERY_ADDRESS:
             words += ["--advertise", f"{self.scheme}://{socket.gethostname()}:{port}"]
         argv = [*_python(kind), *words]
-        return ChildSpec(name, "shard" if kind == "shard" else "scheduler", argv, self._node_env)
+        # Not as --redis: everybody on the machine can read a command line, and the URL may hold a password.
+        env = {**self._node_env, "PARAMSERVER_REDIS": self.redis_url}
+        return ChildSpec(name, "shard" if kind == "shard" else "scheduler", argv, env)
 
     def _url(self, port: int) -> str:
         return f"{self.scheme}://{self._host}:{port}"

@@ -25,6 +25,7 @@ from paramserver_cli.children import ChildSpec, Guard, signal_group, start
 from paramserver_cli.cluster_file import Cluster, Phase, Plan, StateDir, SupervisorState
 from paramserver_cli.processes import Processes
 from paramserver_node import redis_server
+from paramserver_node.settings import shown
 
 log = logging.getLogger("paramserver.supervisor")
 
@@ -132,7 +133,8 @@ class Supervisor:
                 "redis": [] if plan.redis else [pid.get("redis")],
             }
             urls = p.scheduler_urls
-            self.state.write(Cluster(urls[0], p.shard_urls, p.redis_url, None, pids, str(self.state.path), urls))
+            redis = shown(p.redis_url)
+            self.state.write(Cluster(urls[0], p.shard_urls, redis, None, pids, str(self.state.path), urls))
         # Last: whoever reads the phase `ready` finds the cluster described.
         self.state.write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
+from redis import Redis
 
 import paramserver as ps
 from paramserver_node import redis_server
@@ -154,6 +155,22 @@ def test_a_redis_of_ones_own_is_used_and_left_alone(tmp_path: Path) -> None:
             assert running.info["redis"] == url
             assert running.info["pids"]["redis"] == []
         assert redis_server.serving_pid(port_of(url)) is not None
+
+
+def test_the_password_of_a_redis_of_ones_own_is_shown_to_nobody(tmp_path: Path) -> None:
+    """It is in no command line, in nothing that is printed, and in no file that others can read."""
+    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+        plain.config_set("requirepass", "open-sesame")
+        given = url.replace("redis://", "redis://:open-sesame@")
+        with cluster(tmp_path / "c", shards=1, args=("--redis", given)) as running:
+            assert running.info["redis"] == given.replace("open-sesame", "***")
+            assert running.present() == running.info
+            assert "open-sesame" not in running.psctl("list").stdout
+            lines = [" ".join(p.cmdline()) for p in of_state(running.state_dir)]
+            assert len(lines) >= 3
+            assert not [line for line in lines if "open-sesame" in line]
+            holding = [f for f in running.state_dir.rglob("*") if f.is_file() and b"open-sesame" in f.read_bytes()]
+            assert [(f.name, f.stat().st_mode & 0o077) for f in holding] == [("plan.json", 0)]
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
