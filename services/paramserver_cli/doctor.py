@@ -130,6 +130,9 @@ def _redis(url: str | None) -> Finding:
         return Finding("Redis", "failed", detail, "CONFIG SET maxmemory-policy noeviction: evicted state is lost state")
     if not info.get("aof_enabled"):
         return Finding("Redis", "warning", f"{detail}, no append-only file", "CONFIG SET appendonly yes")
+    if info.get("maxmemory") == 0:
+        remedy = "CONFIG SET maxmemory, half of what it may take: full, it then refuses writes and is not killed"
+        return Finding("Redis", "warning", f"{detail}, no maxmemory", remedy)
     return Finding("Redis", "ok", detail)
 
 

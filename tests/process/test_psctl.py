@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 import paramserver as ps
+from paramserver_cli import doctor
+from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, eventually
 
@@ -95,6 +97,14 @@ def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
     shards = [i for i in json.loads(shared_cluster.psctl("doctor", "--json").stdout)["items"] if "shard-" in i["check"]]
     assert len(shards) == 2
     assert all("MiB/s" in i["detail"] for i in shards)
+
+
+@pytest.mark.parametrize(("more", "result"), [((), "warning"), (("--maxmemory", "1gb"), "ok")])
+def test_doctor_asks_for_a_bound_of_redis(tmp_path: Path, more: tuple[str, ...], result: str) -> None:
+    """Without one a Redis that is full does not refuse, but is killed."""
+    with redis_server.running(tmp_path, more=more) as url:
+        (found,) = [f for f in doctor.machine(url) if f.check == "Redis"]
+    assert (found.result, "CONFIG SET maxmemory" in found.remedy) == (result, result == "warning")
 
 
 def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_path: Path) -> None:

@@ -299,6 +299,24 @@ def test_nodes_of_kubernetes_have_addresses_time_and_probes(objects: list[dict[s
     assert {d["metadata"]["name"] for d in objects if d["kind"] == "PodDisruptionBudget"} >= {"scheduler", "shard"}
 
 
+def memory_limit(objects: list[dict[str, Any]], name: str) -> int:
+    """What the container of that StatefulSet may take, in bytes."""
+    (container,) = pods(objects)[f"StatefulSet/{name}"]["spec"]["containers"]
+    text = container["resources"]["limits"]["memory"]
+    assert text.endswith("Gi")
+    return int(text.removesuffix("Gi")) << 30
+
+
+def test_a_full_redis_refuses_before_it_is_killed(compose: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+    """It takes half of its pod's memory: an AOF rewrite may copy all of it; compose gives it no limit to keep to."""
+    (container,) = pods(objects)["StatefulSet/redis"]["spec"]["containers"]
+    args = container["args"]
+    text = args[args.index("--maxmemory") + 1]
+    assert text.endswith("gb")  # gigabytes of Redis are those of 1024
+    assert int(text.removesuffix("gb")) << 30 == memory_limit(objects, "redis") // 2
+    assert not {"mem_limit", "deploy"} & set(compose["services"]["redis"])
+
+
 def test_nothing_outside_the_cluster_reaches_a_service(objects: list[dict[str, Any]]) -> None:
     """What is served has no TLS: there is no load balancer, no node port, no ingress and no host network."""
     assert {d["spec"].get("type", "ClusterIP") for d in objects if d["kind"] == "Service"} == {"ClusterIP"}
