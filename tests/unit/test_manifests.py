@@ -317,6 +317,13 @@ def test_a_full_redis_refuses_before_it_is_killed(compose: dict[str, Any], objec
     assert not {"mem_limit", "deploy"} & set(compose["services"]["redis"])
 
 
+def test_a_scheduler_has_memory_for_every_checkpoint_that_redis_has_room_for(objects: list[dict[str, Any]]) -> None:
+    """Redis is to have six times a model's state; the leader holds it twice while it writes a checkpoint."""
+    state = memory_limit(objects, "redis") // 6
+
+    assert memory_limit(objects, "scheduler") >= 2 * state + (300 << 20)
+
+
 def test_nothing_outside_the_cluster_reaches_a_service(objects: list[dict[str, Any]]) -> None:
     """What is served has no TLS: there is no load balancer, no node port, no ingress and no host network."""
     assert {d["spec"].get("type", "ClusterIP") for d in objects if d["kind"] == "Service"} == {"ClusterIP"}
