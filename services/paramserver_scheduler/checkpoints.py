@@ -133,7 +133,8 @@ class CheckpointStore:
                     if shape != want:
                         raise problem("invalid_shape", f"'{name}' is {shape} in file '{file}', the spec says {want}")
                     values[name] = np.asarray(f.get_tensor(name), np.float32).reshape(-1)
-            except (OSError, SafetensorError, TypeError, ValueError) as e:
+            except (OSError, SafetensorError, TypeError, ValueError, AttributeError) as e:
+                # TypeError and AttributeError: a dtype that NumPy does not have.
                 raise problem(
                     "invalid_field",
                     f"params.{name}.init.path: '{file}' cannot be read: {e!s:.200}",

@@ -65,7 +65,7 @@ class Holders:
         for url in self._others(holder):
             try:
                 await self._copy(url, model, name)
-            except (PsError, httpx.HTTPError) as e:
+            except (PsError, httpx.HTTPError, httpx.InvalidURL) as e:
                 log.info("checkpoint.not_there model=%s name=%s at=%s %s", model, name, url, e)
             else:
                 log.info("checkpoint.fetched model=%s name=%s from=%s", model, name, url)
@@ -79,7 +79,7 @@ class Holders:
         for url in self._others():
             try:
                 await self._http.delete(url + file_path(model, name, checkpoint.MANIFEST))
-            except httpx.HTTPError as e:
+            except (httpx.HTTPError, httpx.InvalidURL) as e:
                 log.warning("checkpoint.stays model=%s name=%s at=%s %s", model, name, url, e)
 
     def _others(self, first: str | None = None) -> Sequence[str]:

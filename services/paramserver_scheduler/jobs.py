@@ -13,7 +13,7 @@ from paramserver.checkpoint import Checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import NotFoundError, PsError, problem
+from paramserver.errors import NotFoundError, PsError, as_problem, problem
 from paramserver.types import ModelKey
 from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
@@ -92,10 +92,8 @@ class Jobs:
         """Errors are returned, because one that is raised would end the whole task group."""
         try:
             return await self._restored(source, name, target, partitions)
-        except PsError as e:
-            return e
-        except OSError as e:
-            return problem("unavailable", f"the disk refuses: {e}")
+        except Exception as e:
+            return _problem_of(e)
 
     async def _restored(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
         held = await self._held(source, name)
@@ -153,10 +151,11 @@ class Jobs:
             size, path = await asyncio.to_thread(
                 self._store.write, effect.model.name, effect.name, effect.document, states, versions
             )
-        except (PsError, OSError) as e:
-            log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, e)
-            self._history.add(monotonic(), "checkpoint_failed", f"checkpoint {effect.name} of {effect.model.name}: {e}")
-            error = e if isinstance(e, PsError) else problem("unavailable", f"the disk refuses: {e}")
+        except Exception as e:
+            error = _problem_of(e)
+            log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, error)
+            what = f"checkpoint {effect.name} of {effect.model.name}: {error}"
+            self._history.add(monotonic(), "checkpoint_failed", what)
             self._runtime.send(io.CheckpointFailed(effect.model, effect.name, error))
         else:
             log.info("checkpoint.written model=%s name=%s bytes=%d", effect.model, effect.name, size)
@@ -178,9 +177,10 @@ class Jobs:
             values = await asyncio.to_thread(self._store.read_parameters, layout, effect.files)
             frames = checkpoints.assignments(layout, effect.model.generation, values)
             await self._shards.assign(frames, self._owner(effect.model))
-        except PsError as e:
-            log.warning("files.failed model=%s %s", effect.model, e)
-            self._runtime.send(io.FilesLoaded(effect.model, error=e))
+        except Exception as e:
+            error = _problem_of(e)
+            log.warning("files.failed model=%s %s", effect.model, error)
+            self._runtime.send(io.FilesLoaded(effect.model, error=error))
         else:
             self._runtime.send(io.FilesLoaded(effect.model, list(effect.files)))
 
@@ -207,3 +207,15 @@ class Jobs:
             return str(shard["addresses"][0])
 
         return owner
+
+
+def _problem_of(error: Exception) -> PsError:
+    """What is told of a job that failed.
+
+    A job decides nothing, so nothing is half decided when it fails: a bug of ours ends the job and not the scheduler.
+    """
+    if isinstance(error, OSError):
+        return problem("unavailable", f"the disk refuses: {error}")
+    if not isinstance(error, PsError):
+        log.error("job.bug", exc_info=error)
+    return as_problem(error)

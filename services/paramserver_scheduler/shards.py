@@ -104,7 +104,7 @@ async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
             while True:
                 try:
                     return await work(index)
-                except (httpx.HTTPError, Unavailable, StaleMapError) as e:
+                except (httpx.HTTPError, httpx.InvalidURL, Unavailable, StaleMapError) as e:
                     if monotonic() > deadline:
                         raise _as_problem(e) from e
                 await asyncio.sleep(RETRY_S)

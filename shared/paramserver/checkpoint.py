@@ -119,8 +119,8 @@ def write(
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     part.mkdir()
     try:
-        save_file(held, part / PARAMS, metadata={"format": "np", "model": spec.name})
-        save_file(state, part / OPTIMIZER, metadata={"format": "np"})
+        _save(held, part / PARAMS, {"format": "np", "model": spec.name})
+        _save(state, part / OPTIMIZER, {"format": "np"})
         (part / WORKERS).write_text(json.dumps(dict(worker_states or {})), encoding="utf-8")
         manifest = {
             **(meta or {}),
@@ -203,6 +203,14 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _key(name: str) -> str:
     return f"{name}~" if name.rstrip("~") == _RESERVED else name
+
+
+def _save(tensors: dict[str, AnyArray], file: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(tensors, file, metadata=metadata)
+    except SafetensorError as e:
+        # That is how safetensors tells of a full disk.
+        raise OSError(f"'{file.name}' cannot be written: {e}") from e
 
 
 def _contiguous(value: AnyArray, dtype: Any) -> AnyArray:

@@ -1,6 +1,7 @@
 """Checkpoint folders: what other tools can open, and what is noticed when a file is damaged."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,18 @@ def test_the_manifest_lists_checksums(tmp_path: Path) -> None:
     assert manifest["format"] == 1
     assert all(len(f["sha256"]) == 64 for f in manifest["files"].values())
     assert manifest["version"] == 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
+def test_a_disk_that_refuses_is_an_os_error(tmp_path: Path) -> None:
+    """Arrays that cannot be written raise OSError, whatever safetensors calls it, and nothing is left of them."""
+    import resource
+
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(OSError, match=checkpoint.PARAMS):
+            _write(tmp_path / "ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
