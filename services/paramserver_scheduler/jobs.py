@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from time import monotonic
 from typing import Any, Final
 
@@ -52,6 +52,8 @@ class Jobs:
         self._redis = redis
         self._history = history
         self._group = group
+        self._restored_now: set[str] = set()
+        """Models into which a checkpoint is being put."""
 
     def start(self, effect: io.Effect) -> None:
         """Begin one; never blocks."""
@@ -90,10 +92,15 @@ class Jobs:
 
     async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
         """Errors are returned, because one that is raised would end the whole task group."""
+        if target in self._restored_now:
+            return problem("conflict", f"model '{target}' is being restored already")
+        self._restored_now.add(target)
         try:
             return await self._restored(source, name, target, partitions)
         except Exception as e:
             return _problem_of(e)
+        finally:
+            self._restored_now.remove(target)
 
     async def _restored(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
         held = await self._held(source, name)
@@ -104,25 +111,32 @@ class Jobs:
             if e.code != "unknown_model":
                 raise
             living = None
+        begin: Callable[[int], io.Event]
         if living is None:
+            model = None
             spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
             await self.check_level(spec.document())
-            states = await asyncio.to_thread(checkpoints.partition, held, spec)
-            answer = await ask(lambda n: io.CreateModel(n, spec.document(), "", restore=True))
+            begin = lambda n: io.CreateModel(n, spec.document(), "", restore=True)  # noqa: E731
         else:
+            model = ModelKey(target, int(living["generation"]))
             spec = ModelSpec.parse(living["spec"])
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions for as long as it lives")
-            states = await asyncio.to_thread(checkpoints.partition, held, spec)
-            answer = await ask(lambda n: io.StartRestore(n, target))
-        assert answer.body is not None
-        model = ModelKey(target, int(answer.body["generation"]))
-        error: PsError | None = None
+            begin = lambda n: io.StartRestore(n, target)  # noqa: E731
+        states = await asyncio.to_thread(checkpoints.partition, held, spec)
         try:
-            await self._shards.restore(model, states, self._owner(model))
-        except PsError as e:
-            error = e
-        done = await ask(lambda n: io.RestoreFinished(n, model, error))
+            answer = await ask(begin)
+            assert answer.body is not None
+            model = key = ModelKey(target, int(answer.body["generation"]))
+            await self._shards.restore(key, states, self._owner(key))
+            done = await ask(lambda n: io.RestoreFinished(n, key))
+        except Exception as e:
+            error = _problem_of(e)
+            if model is not None:
+                # Till the core has heard of an end the model stands still; it may have heard of the beginning though
+                # that was answered 503, and not of the end.
+                self._runtime.send(io.RestoreFinished(0, model, error))
+            raise error from e
         return Answer(answer.status, done.body)
 
     async def _held(self, model: str, name: str) -> Checkpoint:

@@ -111,6 +111,22 @@ def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
     cluster.call("PATCH", f"/models/{name}", {"consistency": {"lag": "scale"}}, status=200)
 
 
+def test_a_restore_that_redis_interrupts_is_over(cluster: Nodes) -> None:
+    """Redis falls silent over a restore: that is 503, and with Redis back it is asked for again and done."""
+    name = unique("m")
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}}, status=201)
+    cluster.post(f"/models/{name}/checkpoints", {"name": "mine"}, status=201)
+    pid = redis_pid(cluster)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        refused = cluster.post(f"/models/{name}/restore", {"checkpoint": "mine"}, status=503)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert refused["code"] == "storage_unavailable"
+    eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok")
+    cluster.post(f"/models/{name}/restore", {"checkpoint": "mine"}, status=200)
+
+
 def redis_pid(cluster: Nodes) -> int:
     """The process id of the test's Redis."""
     pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))

@@ -5,18 +5,21 @@ import json
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
+import numpy as np
 import pytest
 
+from paramserver import checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError
+from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.runtime import Answer
 from paramserver_scheduler.shards import ShardClient
 
 from .scheduling import SPEC, Driver
@@ -91,3 +94,76 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
         await shards.assign(assignments(layout, 1, values), lambda index: "http://shard:port")
     assert failed.value.code == "unavailable"
     await shards.aclose()
+
+
+class BlindRuntime:
+    """Hands events to the core, but finds Redis away before those of one kind are taken in, or once they are."""
+
+    def __init__(self, d: Driver, kind: type, taken_in: bool) -> None:
+        self.core, self.d = d.core, d
+        self.kind, self.taken_in = kind, taken_in
+
+    def send(self, event: io.Event) -> None:
+        """Nobody waits for it."""
+        self.d.open[0] = event
+        self.d.do(event)
+
+    async def ask(self, make: Any) -> Answer:
+        """The answer, or 503."""
+        away = isinstance(make(0), self.kind)
+        if away and not self.taken_in:
+            raise problem("storage_unavailable", "Redis does not answer")
+        number = self.d.send(make)
+        self.d.beats()
+        if away:
+            raise problem("storage_unavailable", "Redis does not answer")
+        return Answer(200, self.d.result(number))
+
+
+def saved(state_dir: Path) -> Driver:
+    """A cluster with a model of which there is a checkpoint `mine`."""
+    d = Driver()
+    d.model()
+    values = {"w": np.zeros(64, np.float32)}
+    checkpoint.write(state_dir / "checkpoints" / "m" / "mine", ModelSpec.parse(SPEC).document(), values)
+    return d
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("taken_in", [True, False])
+@pytest.mark.parametrize("kind", [io.StartRestore, io.RestoreFinished])
+async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: type, taken_in: bool) -> None:
+    """Whether the core was told of its beginning and its end or not, the next restore is taken in."""
+    d = saved(tmp_path)
+    unused, blind = Mock(), cast(Any, BlindRuntime(d, kind, taken_in))
+    async with asyncio.TaskGroup() as group:
+        shards = Mock(restore=AsyncMock())
+        jobs = Jobs(blind, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with pytest.raises(PsError, match="Redis"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
+
+
+@pytest.mark.asyncio
+async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
+    """It is refused while the first goes on, of which the model knows till its end."""
+    d = saved(tmp_path)
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def set_all(*args: Any) -> None:
+        begun.set()
+        await goes_on.wait()
+
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        first = asyncio.ensure_future(jobs.restore("m", "mine", "m", None))
+        await begun.wait()
+        with pytest.raises(PsError, match="restored already"):
+            await jobs.restore("m", "mine", "m", None)
+        with pytest.raises(PsError, match="restored already"):
+            d.ask(lambda n: io.StartRestore(n, "m"))
+        goes_on.set()
+        assert (await first).status == 200

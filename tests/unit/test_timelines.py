@@ -11,7 +11,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.shard_io import AssignPart, CommitDecided, Contribution, SetReceived
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError
+from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PushId
 
@@ -223,6 +223,16 @@ def test_after_a_restore_clocks_go_on_beyond_all_clocks_and_versions() -> None:
     restored(d)
     assert d.document()["began"] == 13
     assert d.commits()[-1]["t"] == 13
+
+
+def test_the_failure_of_a_restore_that_is_not_under_way_changes_nothing() -> None:
+    """Its end may be told twice, and that of one that was never begun."""
+    d = Driver()
+    d.model(consistency=SYNC)
+    lost = problem("storage_unavailable", "Redis does not answer")
+    restored(d)
+    d.send(lambda n: io.RestoreFinished(n, ModelKey("m", 1), lost))
+    assert d.document()["timeline"] == 1
 
 
 def test_where_a_timeline_began_is_known_to_the_next_leader() -> None:

@@ -223,6 +223,8 @@ class ModelDesk:
         model = self.c.of_key(e.model.name, e.model.generation)
         if model is None:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
+        if e.error is not None and not model.restoring and RESTORED not in model.missing:
+            raise e.error  # of one that was never begun, or has ended
         if e.error is not None and RESTORED in model.missing:
             self.remove(model, e.error, now)
         else:

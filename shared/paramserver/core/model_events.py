@@ -70,7 +70,10 @@ class StartRestore(Struct, frozen=True):
 
 
 class RestoreFinished(Struct, frozen=True):
-    """Every partition of the model was set (or not: `error`).  Answer 200 with the model document, or the error."""
+    """Every partition of the model was set (or not: `error`).  Answer 200 with the model document, or the error.
+
+    Request 0: nobody waits.  A failure may be told of what was not begun, or has ended; then nothing changes.
+    """
 
     request: int
     model: ModelKey
