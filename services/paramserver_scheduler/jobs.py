@@ -190,6 +190,8 @@ class Jobs:
             layout = Layout(ModelSpec.parse(self._runtime.core.read.model(effect.model.name)["spec"]))
             values = await asyncio.to_thread(self._store.read_parameters, layout, effect.files)
             frames = checkpoints.assignments(layout, effect.model.generation, values)
+            if effect.partitions:
+                frames = {i: frames[i] for i in frames.keys() & set(effect.partitions)}
             await self._shards.assign(frames, self._owner(effect.model))
         except Exception as e:
             error = _problem_of(e)

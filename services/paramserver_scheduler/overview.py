@@ -218,5 +218,7 @@ def _problems(
     for m in models:
         if m.served < m.partitions:
             out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
+        if why := s.read.model(m.name)["files_error"]:
+            out.append(f"Model {m.name}: a partition was never stored, and its first values cannot be read: {why}")
     out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
     return out

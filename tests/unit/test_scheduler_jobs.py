@@ -96,6 +96,31 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     await shards.aclose()
 
 
+@pytest.mark.asyncio
+async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: Path) -> None:
+    """The other partitions of a parameter keep what they were trained to."""
+    (tmp_path / "first.safetensors").write_bytes(tensor_file("F32", 4))
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    d.send(lambda n: io.CreateModel(n, SPEC | {"params": FROM_FILE}, "x"))
+    d.beats()
+    shards = Mock(assign=AsyncMock())
+    await performed(d, tmp_path, shards)
+    first, second = (i for i, owner in enumerate(d.owners()) if owner == "s0")
+    del d.shards["s0"]
+    d.wait(6)
+    places = d.core.read.model("m")["partitions"]
+
+    d.beat("s1", lost=[["m", 1, i, places[i]["incarnation"]] for i in (first, second)])
+    await performed(d, tmp_path, shards)
+    await performed(d, tmp_path, shards)
+
+    set_of = [sorted(call.args[0]) for call in shards.assign.await_args_list]
+    assert set_of == [[0, 1, 2, 3], [first], [first, second]]
+    assert d.core.read.model("m")["state"] == "ready"
+
+
 class BlindRuntime:
     """Hands events to the core, but finds Redis away before those of one kind are taken in, or once they are."""
 

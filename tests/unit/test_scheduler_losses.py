@@ -4,9 +4,11 @@ import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.model_desk import FILES_AGAIN_S
+from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey, PartitionKey, make_token
 
-from .scheduling import EIGHT, Driver, row, wishes
+from .scheduling import EIGHT, SPEC, Driver, row, wishes
 
 JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 
@@ -265,3 +267,116 @@ def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() 
     assert d.result(number)["upload_token"] == "another"
     d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another"))
     assert d.core.read.model("m")["state"] == "ready"
+
+
+GONE = problem("invalid_field", "'first' cannot be read")
+
+
+def from_a_file() -> Driver:
+    """A model whose values came from a file."""
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    params = {"w": {"shape": [64], "init": {"kind": "file", "path": "first"}}}
+    d.send(lambda n: io.CreateModel(n, SPEC | {"params": params}, "x"))
+    d.beats()
+    read(d)
+    assert d.core.read.model("m")["state"] == "ready"
+    return d
+
+
+def read(d: Driver, error: PsError | None = None) -> io.LoadFiles:
+    """The one reading of the file that is under way ends."""
+    (effect,) = d.work
+    assert isinstance(effect, io.LoadFiles)
+    d.work.clear()
+    d.do(io.FilesLoaded(effect.model, [] if error else list(effect.files), error))
+    return effect
+
+
+def lose(d: Driver, index: int) -> None:
+    """The owner of that partition finds nothing stored of it."""
+    model = d.core.read.model("m")
+    place = model["partitions"][index]
+    d.beat(place["shard"], lost=[["m", 1, index, place["incarnation"]]])
+
+
+def dies(d: Driver, name: str) -> list[int]:
+    """A shard dies, and nothing of its partitions is stored; which these are."""
+    mine = [i for i, shard in enumerate(d.owners()) if shard == name]
+    del d.shards[name]
+    d.wait(6)
+    for index in mine:
+        lose(d, index)
+    return mine
+
+
+def test_a_model_that_was_complete_outlives_a_file_that_cannot_be_read_again() -> None:
+    """It waits and says why, tries again also under another leader, and sets what was lost alone."""
+    d = from_a_file()
+    lost = dies(d, "s0")
+    assert len(lost) == 2
+    read(d)  # for the first partition that was told of; the others came meanwhile
+    assert list(read(d, GONE).partitions) == lost
+    model = d.core.read.model("m")
+    assert (model["state"], model["missing"], model["files_error"]) == ("initializing", ["w"], GONE.detail)
+    d.wait(FILES_AGAIN_S)
+    read(d, GONE)
+    d.restart()
+    assert d.core.read.model("m")["missing"] == ["w"]
+    read(d, problem("unavailable", "a shard does not answer"))
+    assert d.core.read.model("m")["missing"] == ["w"]
+    d.wait(FILES_AGAIN_S)
+    assert list(read(d).partitions) == lost
+    model = d.core.read.model("m")
+    assert (model["state"], model["files_error"]) == ("ready", None)
+    d.wait(2 * FILES_AGAIN_S)
+    assert not d.work
+
+
+def test_a_second_loss_before_the_first_is_made_good_keeps_the_others() -> None:
+    """Partitions whose owner lives go on with what they have; those of the second shard are looked for as well."""
+    d = from_a_file()
+    d.shard("s2")
+    first = dies(d, "s0")
+    read(d)
+    read(d, GONE)
+    kept = [i for i, shard in enumerate(d.owners()) if shard == "s1"]
+    tokens = {i: d.core.read.model("m")["partitions"][i]["incarnation"] for i in kept}
+    second = dies(d, "s2")
+    assert second
+    assert not set(second) & set(kept)
+    after = d.core.read.model("m")["partitions"]
+    assert {i: after[i]["incarnation"] for i in kept} == tokens
+    d.wait(FILES_AGAIN_S)
+    assert set(read(d).partitions) == {*first, *second}
+
+
+@pytest.mark.parametrize("way", ["restore", "upload"])
+def test_what_a_file_does_not_give_back_may_come_otherwise(way: str) -> None:
+    """A restore, or the parameter's values themselves, make the model complete, and the file is not read any more."""
+    d = from_a_file()
+    dies(d, "s0")
+    read(d)
+    read(d, GONE)
+    if way == "restore":
+        d.ask(lambda n: io.StartRestore(n, "m"))
+        d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+    else:
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w"))
+    model = d.core.read.model("m")
+    assert (model["state"], model["files_error"]) == ("ready", None)
+    d.wait(2 * FILES_AGAIN_S)
+    assert not d.work
+
+
+def test_a_model_that_was_never_complete_goes_with_its_file() -> None:
+    """Nobody has trained it, and who creates it is told why it is not there."""
+    d = Driver()
+    d.shard("s0")
+    params = {"w": {"shape": [64], "init": {"kind": "file", "path": "first"}}}
+    asked = d.send(lambda n: io.CreateModel(n, SPEC | {"params": params}, "x"))
+    read(d, GONE)
+    with pytest.raises(PsError, match="cannot be read"):
+        d.result(asked)
+    assert not d.core.read.models()

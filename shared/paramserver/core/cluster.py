@@ -12,7 +12,7 @@ from paramserver.core.gate import Commit
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import FORMAT, Model
 from paramserver.core.runs import Run
-from paramserver.core.scheduler_io import Effect, Publish, Reply, SetTokens, Store
+from paramserver.core.scheduler_io import Effect, LoadFiles, Publish, Reply, SetTokens, Store
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
 from paramserver.types import PartitionKey, Token, make_token
@@ -167,12 +167,23 @@ class Cluster:
         owner.stay()
         self._tokens.append((model.partition(index), owner.token))
 
+    def load_files(self, model: Model) -> None:
+        """What it lacks of its files is read; one reading at a time, so that none sets what another has made good."""
+        model.read_at_s = float("inf")
+        files = {p.name: p.init.path for p in model.spec.params if p.init.kind == "file" and p.name in model.missing}
+        if not files or model.restored:
+            return
+        model.read_again = model.reading
+        if not model.reading:
+            model.reading = True
+            self.perform(LoadFiles(model.key, files, sorted(model.lost)))
+
     def renew_token(self, model: Model, index: int) -> None:
         """The same ownership goes on under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
         first, source = owner.renewed or owner.token, owner.source
         # Who lacks it nevertheless must not take the first values for the model's.
-        self.give_token(model, index, "snapshot" if model.ready else source)
+        self.give_token(model, index, "snapshot" if model.ready or model.lost else source)
         owner.renewed, owner.durable_version, owner.durable_clock = first, 0, 0
 
     def fence(self, shard: str, epoch: int) -> None:

@@ -1,6 +1,6 @@
 """Models are created, changed, filled with values, restored and deleted."""
 
-from typing import Any
+from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
@@ -12,7 +12,6 @@ from paramserver.core.scheduler_io import (
     DeleteModel,
     FilesLoaded,
     ForgetModel,
-    LoadFiles,
     ParameterUploaded,
     PatchModel,
     RestoreFinished,
@@ -23,6 +22,9 @@ from paramserver.core.spec import ModelSpec
 from paramserver.core.timeline import begin_sync
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, looking, problem
+
+FILES_AGAIN_S: Final = 10.0
+"""So long after files of a model that was complete could not be read, they are read again."""
 
 
 class ModelDesk:
@@ -64,8 +66,7 @@ class ModelDesk:
         self.c.save_model(model)
         self.c.save_clock(model)
         self.shards.place(model)
-        if files and not e.restore:
-            self.c.perform(LoadFiles(model.key, files))
+        self.c.load_files(model)
         self._park(model, e.request, 201, token, now)
 
     def _create_again(self, e: CreateModel, spec: ModelSpec, model: Model, now: float) -> None:
@@ -90,7 +91,9 @@ class ModelDesk:
         self.c.touch(model)
 
     def advance(self, model: Model, now: float) -> None:
-        """Answers those who wait for the model to be served."""
+        """Answers those who wait for the model to be served; reads its files again when it is time."""
+        if now >= model.read_at_s:
+            self.c.load_files(model)
         files = any(p.init.kind == "file" for p in model.spec.params) and not model.restored
         file_names = {p.name for p in model.spec.params if p.init.kind == "file"} if files else set()
         complete = model.served and not file_names & model.missing
@@ -189,6 +192,8 @@ class ModelDesk:
         model.missing -= names
         if model.ready:
             model.upload_token = None
+            model.lost.clear()
+            model.read_at_s, model.files_error = float("inf"), None
             if model.gate.sync and not model.durable:
                 # Each partition stores these values at once; known to be there, a recovery goes back to them.
                 model.pending_cut = model.gate.clock
@@ -201,10 +206,16 @@ class ModelDesk:
         model = self.c.of_key(e.model.name, e.model.generation)
         if model is None:
             return
-        if e.error is not None:
+        again, model.reading, model.read_again = model.read_again, False, False
+        if again:
+            self.c.load_files(model)
+        elif e.error is None:
+            self._filled(model, set(e.names))
+        elif model.lost:
+            # What its other partitions hold was trained, and is worth more than these files.
+            model.read_at_s, model.files_error = now + FILES_AGAIN_S, e.error.detail
+        elif not model.ready:
             self.remove(model, e.error, now)
-            return
-        self._filled(model, set(e.names))
 
     # --- restores ---
 
@@ -225,13 +236,13 @@ class ModelDesk:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and RESTORED not in model.missing:
             raise e.error  # of one that was never begun, or has ended
-        if e.error is not None and RESTORED in model.missing:
+        if e.error is not None and RESTORED in model.missing and not model.lost:
             self.remove(model, e.error, now)
         else:
             model.restoring = False
             self.c.save_model(model)
             if e.error is None:
-                self._filled(model, {RESTORED})
+                self._filled(model, set(model.missing))
             if model.gate.sync:
                 # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
                 begin_sync(self.c, model)

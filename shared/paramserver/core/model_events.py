@@ -52,7 +52,10 @@ class ParameterUploaded(Struct, frozen=True):
 
 
 class FilesLoaded(Struct, frozen=True):
-    """Completion of `LoadFiles`: the owners hold these parameters, or `error` says why not (the model is removed)."""
+    """Completion of `LoadFiles`: the owners hold these parameters, or `error` says why not.
+
+    Then a model that was never complete is removed; one that was is kept, and its files are read again after a while.
+    """
 
     model: ModelKey
     names: Sequence[str] = ()

@@ -53,6 +53,17 @@ class Model:
     owners: list[Owner] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
     """Parameters whose first values are not there; the model is ready when it is empty."""
+    lost: set[int] = field(default_factory=set)
+    """Of a model that was complete and is not any more: partitions of which nothing was stored, whose first values are
+    asked for again."""
+    reading: bool = False
+    """Whether its files are being read."""
+    read_again: bool = False
+    """More was lost meanwhile, so what comes of it does not count."""
+    read_at_s: float = float("inf")
+    """When its files are read once more."""
+    files_error: str | None = None
+    """Why they could not be read again."""
     upload_token: str | None = None
     upload_until_s: float = 0.0
     cut: int | None = None
@@ -260,6 +271,7 @@ class Model:
             "created": dict(self.created),
             "spec": self.spec.document(),
             "missing": sorted(self.missing),
+            "lost": sorted(self.lost),
             "upload_token": self.upload_token,
             "restoring": self.restoring,
             "restored": self.restored,
@@ -296,7 +308,7 @@ class Model:
         """The model that its three stored documents describe."""
         m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], now, doc["created_s"])
         m.revision = doc["revision"]
-        m.missing = set(doc["missing"])
+        m.missing, m.lost = set(doc["missing"]), set(doc.get("lost", ()))
         m.upload_token, m.upload_until_s = doc["upload_token"], now + limits.UPLOAD_TOKEN_S
         m.restoring, m.restored, m.worker_count = doc["restoring"], doc["restored"], doc["worker_count"]
         m.roster.floor = doc["epoch_floor"]
@@ -369,6 +381,7 @@ class Model:
             "cut": self.cut,
             "state": "ready" if self.ready else "initializing",
             "missing": sorted(self.missing - {RESTORED}),
+            "files_error": self.files_error,
             "served": self.served,
             "live_workers": len(self.roster.live()),
             "created_s": self.unix_s,

@@ -7,9 +7,8 @@ from paramserver.core.checkpoints import Record
 from paramserver.core.cluster import Cluster
 from paramserver.core.gate import Commit
 from paramserver.core.membership import Member, Shard, Worker
-from paramserver.core.models import FORMAT, RESTORED, Model
+from paramserver.core.models import FORMAT, Model
 from paramserver.core.runs import Run
-from paramserver.core.scheduler_io import LoadFiles
 from paramserver.core.series import Series
 from paramserver.core.tasks import Dataset
 from paramserver.core.timeline import begin_sync
@@ -90,9 +89,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
 
 def _resume(c: Cluster, model: Model) -> None:
     """What was under way in the process that is gone begins anew."""
-    files = {p.name: p.init.path for p in model.spec.params if p.init.kind == "file" and p.name in model.missing}
-    if files and RESTORED not in model.missing:
-        c.perform(LoadFiles(model.key, files))
+    c.load_files(model)
     if model.restoring:
         # Nobody will finish that restore: what it has set stays, and sync goes on from there.
         model.restoring = False

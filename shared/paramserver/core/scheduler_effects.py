@@ -66,6 +66,8 @@ class LoadFiles(Struct, frozen=True):
     model: ModelKey
     files: Mapping[str, str]
     """Parameter name -> file name (one path component below the state directory)."""
+    partitions: Sequence[int] = ()
+    """The ones to set; empty: all."""
 
 
 class WriteCheckpoint(Struct, frozen=True):

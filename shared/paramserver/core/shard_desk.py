@@ -11,7 +11,7 @@ from paramserver.core.models import RESTORED, Model
 from paramserver.core.move_desk import MoveDesk
 from paramserver.core.owner import Owner
 from paramserver.core.placement import assign
-from paramserver.core.scheduler_io import JoinShard, LeaveShard, LoadFiles, OpenFeed, RedisEmptied, ShardHeartbeat
+from paramserver.core.scheduler_io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.timeline import begin_sync, restart
 from paramserver.errors import problem
 
@@ -136,7 +136,7 @@ class ShardDesk:
         for i in lost:
             model.owners[i].shard = None
             model.owners[i].stay()
-        stored = model.ready or RESTORED in model.missing
+        stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
         elif model.ready and model.cut is not None:
@@ -151,12 +151,13 @@ class ShardDesk:
 
     def _begin_anew(self, model: Model) -> None:
         """Nothing of it is stored yet: drawn values are drawn again, uploaded ones are asked for again."""
+        complete = model.ready or bool(model.lost)
         model.missing = {p.name for p in model.spec.params if p.init.kind in ("upload", "file")}
         model.missing |= {RESTORED} if model.restored else set()
+        if complete and model.missing:
+            model.lost = set(range(len(model.owners)))
         model.upload_until_s = 0.0
-        files = {p.name: p.init.path for p in model.spec.params if p.init.kind == "file"}
-        if files and not model.restored:
-            self.c.perform(LoadFiles(model.key, files))
+        self.c.load_files(model)
         # What else is stored of a journaled model is loaded all the same, and must not be ahead of the clocks to come.
         committed = model.durable and model.gate.sync and model.gate.clock > 0
         self._new_timeline(model, "init", model.beyond if committed else 0)
@@ -254,11 +255,11 @@ class ShardDesk:
                 continue
             inside = {model.spec.params[s.param] for s in model.layout.segments[index]}
             names = {p.name for p in inside if model.restored or p.init.kind in ("upload", "file")}
-            files = {p.name: p.init.path for p in inside if p.init.kind == "file" and not model.restored}
+            if names and (model.ready or model.lost):
+                model.lost.add(index)
             model.missing |= names
             model.upload_until_s = 0.0
-            if files:
-                self.c.perform(LoadFiles(model.key, files))
+            self.c.load_files(model)
             self.c.give_token(model, index, "init")
             self.c.save_model(model)
             self.c.place_changed(model)
