@@ -59,7 +59,9 @@ class CheckpointStore:
     ) -> tuple[int, str]:
         """Write one; (bytes of its files, its path).  `document` is that of the effect `WriteCheckpoint`.
 
-        Raises PsError, or OSError if the disk refuses.
+        One of that name is replaced if it is of the same creation: a restart came before its writing was noted.
+
+        Raises PsError, among them ConflictError (`conflict`) if the name is `taken`, or OSError if the disk refuses.
         """
         spec = ModelSpec.parse(document["spec"])
         params, slots, steps = gather(Layout(spec), states)
@@ -67,16 +69,21 @@ class CheckpointStore:
         meta = {k: v for k, v in document.items() if k != "spec"}
         meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
         path = self.path(model, name)
-        # A name that is there is one whose writing was not noted before a restart: the newer one takes its place.
+        free = not self.taken(model, name, document["creation"])
         manifest = checkpoint.write(
-            path, spec.document(), params, slots, steps, versions, workers, meta, overwrite=True
+            path, spec.document(), params, slots, steps, versions, workers, meta, overwrite=free
         )
         return sum(f["bytes"] for f in manifest["files"].values()), str(path)
 
-    def remove(self, model: str, name: str) -> None:
-        """Delete one; not to be there is as good."""
+    def taken(self, model: str, name: str, creation: str) -> bool:
+        """Whether there is something of that name that this creation of the model did not write."""
         path = self.path(model, name)
-        if path.is_dir():
+        return path.exists() and _creation(path) != creation
+
+    def remove(self, model: str, name: str, creation: str | None) -> None:
+        """Delete one of that creation of the model (None: of any); not to be there is as good."""
+        path = self.path(model, name)
+        if path.is_dir() and (creation is None or _creation(path, like=creation) == creation):
             # Renamed first: a deletion cut short leaves no half checkpoint under its name.
             gone = path.with_name(f".{path.name}.gone")
             shutil.rmtree(gone, ignore_errors=True)
@@ -143,6 +150,20 @@ class CheckpointStore:
             if not np.isfinite(values[name]).all():
                 raise problem("non_finite", f"'{name}' in file '{file}' holds NaN or infinity")
         return values
+
+
+def _creation(path: Path, like: str = "") -> str:
+    """Which creation of its model a checkpoint is of.
+
+    Manifests of before that was noted tell the generation alone; with `like` that counts if it is the same.
+    """
+    try:
+        manifest = checkpoint.read_manifest(path)
+    except PsError:
+        return ""
+    if manifest.get("creation") is None and like.partition("-")[0] == str(manifest.get("generation")):
+        return like
+    return str(manifest.get("creation"))
 
 
 def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any]:

@@ -74,11 +74,12 @@ class Holders:
             self.url(holder)
         raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
 
-    async def remove(self, model: str, name: str) -> None:
-        """Have every other scheduler delete its copy; one that does not answer keeps it."""
+    async def remove(self, model: str, name: str, creation: str) -> None:
+        """Have every other scheduler delete its copy of that creation; one that does not answer keeps it."""
         for url in self._others():
             try:
-                await self._http.delete(url + file_path(model, name, checkpoint.MANIFEST))
+                url_of_it = url + file_path(model, name, checkpoint.MANIFEST)
+                await self._http.delete(url_of_it, params={"creation": creation})
             except (httpx.HTTPError, httpx.InvalidURL) as e:
                 log.warning("checkpoint.stays model=%s name=%s at=%s %s", model, name, url, e)
 

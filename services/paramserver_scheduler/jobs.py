@@ -61,8 +61,8 @@ class Jobs:
         match effect:
             case io.WriteCheckpoint():
                 work = self._write(effect)
-            case io.RemoveCheckpoint(model, name):
-                work = self._remove(model, name)
+            case io.RemoveCheckpoint(model, name, creation):
+                work = self._remove(model, name, creation)
             case io.LoadFiles():
                 work = self._load_files(effect)
             case io.ForgetModel(model):
@@ -157,7 +157,12 @@ class Jobs:
         return await asyncio.to_thread(self._store.read, model, name)
 
     async def _write(self, effect: io.WriteCheckpoint) -> None:
+        creation = effect.document["creation"]
         try:
+            if await asyncio.to_thread(self._store.taken, effect.model.name, effect.name, creation):
+                log.info("checkpoint.name_taken model=%s name=%s", effect.model, effect.name)
+                self._runtime.send(io.CheckpointFailed(effect.model, effect.name, _taken(effect.name), taken=True))
+                return
             count = len(self._runtime.core.read.model(effect.model.name)["partitions"])
             held = await self._shards.states(effect.model, count, self._owner(effect.model), effect.cut)
             versions = [frame.version for frame, _ in held]
@@ -176,14 +181,16 @@ class Jobs:
             self._history.add(
                 monotonic(), "checkpoint_written", f"checkpoint {effect.name} of model {effect.model.name}"
             )
-            self._runtime.send(io.CheckpointWritten(effect.model, effect.name, size, versions, path, self._name))
+            self._runtime.send(
+                io.CheckpointWritten(effect.model, effect.name, size, versions, path, self._name, creation)
+            )
 
-    async def _remove(self, model: str, name: str) -> None:
+    async def _remove(self, model: str, name: str, creation: str) -> None:
         try:
-            await asyncio.to_thread(self._store.remove, model, name)
+            await asyncio.to_thread(self._store.remove, model, name, creation)
         except OSError as e:
             log.warning("checkpoint.stays model=%s name=%s %s", model, name, e)
-        await self.holders.remove(model, name)
+        await self.holders.remove(model, name, creation)
 
     async def _load_files(self, effect: io.LoadFiles) -> None:
         try:
@@ -223,6 +230,14 @@ class Jobs:
             return str(shard["addresses"][0])
 
         return owner
+
+
+def _taken(name: str) -> PsError:
+    return problem(
+        "conflict",
+        f"there is a checkpoint '{name}' of an earlier model of that name",
+        hint="choose another name, or move its folder away",
+    )
 
 
 def _problem_of(error: Exception) -> PsError:

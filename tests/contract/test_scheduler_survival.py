@@ -220,6 +220,28 @@ def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
     eventually(lambda: sorted(p.name for p in folder.iterdir()) == sorted(kept))
 
 
+def test_checkpoints_outlive_their_model(cluster: Nodes) -> None:
+    """A model created again under its name neither replaces nor removes what the one before it has written."""
+    name = unique("m")
+    spec = {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "checkpoint": {"keep": 1}}
+    folder = cluster.folder / "state" / "checkpoints" / name
+
+    cluster.post("/models", spec, status=201)
+    cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}})
+    cluster.post(f"/models/{name}/checkpoints", {"name": "final"}, status=201)
+    ruled = cluster.post(f"/models/{name}/checkpoints", status=201)["name"]
+    cluster.call("DELETE", f"/models/{name}")
+    cluster.post("/models", spec, status=201)
+
+    refused = cluster.post(f"/models/{name}/checkpoints", {"name": "final"}, status=409)
+    assert refused["code"] == "conflict"
+    for _ in range(2):
+        newest = cluster.post(f"/models/{name}/checkpoints", status=201)["name"]
+    kept = {"final": 1, ruled: 1, newest: 0}
+    eventually(lambda: {p.name for p in folder.iterdir()} == kept.keys(), what="only what the rule drops is removed")
+    assert {name: checkpoint.read(folder / name).versions[0] for name in kept} == kept
+
+
 def test_fsynced_needs_a_redis_that_can(cluster: Nodes) -> None:
     """A model whose pushes are to be on disk is refused while Redis keeps no such file, and made once it does."""
     spec = {"name": unique("m"), "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "ack": "fsynced"}

@@ -14,6 +14,7 @@ import pytest
 from paramserver import checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
+from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import ModelKey
@@ -143,6 +144,52 @@ class BlindRuntime:
         if away:
             raise problem("storage_unavailable", "Redis does not answer")
         return Answer(200, self.d.result(number))
+
+
+@pytest.mark.parametrize("creation", ["2-5.0", None, "1-4.0"])
+def test_only_what_the_same_creation_wrote_is_replaced_or_removed(tmp_path: Path, creation: str | None) -> None:
+    """Another generation of the name, one of another cluster, and one of before creations were noted stay."""
+    store = CheckpointStore(tmp_path)
+    state = PartitionState(np.zeros(64, np.float32), (), (0,))
+    own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
+    other = own | {"creation": creation, "generation": 7}
+
+    store.write("m", "final", other, [state], [1])
+    assert store.taken("m", "final", "1-5.0")
+    with pytest.raises(PsError, match="exists already"):
+        store.write("m", "final", own, [state], [2])
+    store.remove("m", "final", "1-5.0")
+    assert store.read("m", "final").versions == [1]
+
+    store.remove("m", "final", creation or "7-3.0")
+    assert not store.path("m", "final").exists()
+    assert not store.taken("m", "final", "1-5.0")
+    store.write("m", "final", own, [state], [2])
+    store.write("m", "final", own, [state], [3])
+    assert store.read("m", "final").versions == [3]
+
+
+def test_a_name_that_another_creation_has_is_not_used() -> None:
+    """By the rule the next number is; a user is told."""
+    d = Driver()
+    d.model()
+    conflict = problem("conflict", "exists already")
+    names = []
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
+    for taken in (True, True, False):
+        effect = d.work.pop()
+        assert isinstance(effect, io.WriteCheckpoint)
+        names.append(effect.name)
+        if taken:
+            d.do(io.CheckpointFailed(effect.model, effect.name, conflict, taken=True))
+        else:
+            d.do(io.CheckpointWritten(effect.model, effect.name, 10, [0] * 4))
+    assert names == ["000001-clock-0", "000002-clock-0", "000003-clock-0"]
+    assert d.result(asked)["name"] == names[-1]
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m", "final"))
+    d.do(io.CheckpointFailed(ModelKey("m", 1), "final", conflict, taken=True))
+    with pytest.raises(PsError, match="exists already"):
+        d.result(asked)
 
 
 def saved(state_dir: Path) -> Driver:

@@ -43,9 +43,9 @@ async def own_file(request: Request, m: str, name: str, file: str) -> Response:
 
 @router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=gives(204, "Gone"))
 @role("node")
-async def remove_own(request: Request, m: str, name: str) -> Response:
-    """Delete this scheduler's own copy of a checkpoint. Repeatable."""
-    await asyncio.to_thread(_store(request).remove, m, name)
+async def remove_own(request: Request, m: str, name: str, creation: str | None = None) -> Response:
+    """Delete this scheduler's own copy of a checkpoint, if it is of that creation of the model. Repeatable."""
+    await asyncio.to_thread(_store(request).remove, m, name, creation)
     return Response(status_code=204)
 
 

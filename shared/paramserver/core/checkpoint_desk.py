@@ -88,6 +88,7 @@ class CheckpointDesk:
             "name": name,
             "model": model.name,
             "generation": model.generation,
+            "creation": model.creation,
             "revision": model.revision,
             "timeline": model.timeline,
             "clock": clock,
@@ -103,7 +104,7 @@ class CheckpointDesk:
         model = self.c.of_key(e.model.name, e.model.generation)
         wanted = self._finish(model, e.name) if model is not None else None
         if model is None or wanted is None:
-            self.c.perform(RemoveCheckpoint(e.model.name, e.name))
+            self.c.perform(RemoveCheckpoint(e.model.name, e.name, e.creation))
             return
         record = Record(
             e.name,
@@ -122,13 +123,17 @@ class CheckpointDesk:
         for old in model.checkpoints.surplus(model.spec.checkpoint):
             del model.checkpoints.records[old.name]
             self.c.drop(f"checkpoint:{model.name}:{old.name}")
-            self.c.perform(RemoveCheckpoint(model.name, old.name))
+            self.c.perform(RemoveCheckpoint(model.name, old.name, model.creation))
         for request in wanted.requests:
             self.c.answer(request, record.document(), 201)
 
     def failed(self, e: CheckpointFailed, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
         wanted = self._finish(model, e.name) if model is not None else None
+        if e.taken and model is not None and wanted is not None and wanted.name is None:
+            wanted.written = None
+            model.checkpoints.wanted.insert(0, wanted)  # begins again, with the next number
+            return
         for request in wanted.requests if wanted is not None else ():
             self.c.answer(request, e.error)
 

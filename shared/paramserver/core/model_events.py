@@ -105,6 +105,8 @@ class CheckpointWritten(Struct, frozen=True):
     path: str = ""
     scheduler: str = ""
     """The name of the scheduler that has the files."""
+    creation: str = ""
+    """Of the model it is of, as its manifest says."""
 
 
 class CheckpointFailed(Struct, frozen=True):
@@ -113,3 +115,5 @@ class CheckpointFailed(Struct, frozen=True):
     model: ModelKey
     name: str
     error: PsError
+    taken: bool = False
+    """Another creation of the model has a checkpoint of that name, which stays."""

@@ -120,6 +120,11 @@ class Model:
         return ModelKey(self.name, self.generation)
 
     @property
+    def creation(self) -> str:
+        """What no other creation of a model is called, also none of another cluster."""
+        return f"{self.generation}-{self.unix_s}"
+
+    @property
     def ready(self) -> bool:
         """Whether its first values are complete."""
         return not self.missing

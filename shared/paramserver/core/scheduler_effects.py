@@ -79,15 +79,16 @@ class WriteCheckpoint(Struct, frozen=True):
     """Sync: fetch the state of this cut's clock from every partition; None: the present one (in sync no commit is made
     until the completion, so it too is of one clock)."""
     document: Json
-    """For the manifest: spec, generation, revision, timeline, clock, metric (name and value or null), created_s (Unix),
-    workers {id: {"rank","clock","state"}}."""
+    """For the manifest: spec, generation, creation, revision, timeline, clock, metric (name and value or null),
+    created_s (Unix), workers {id: {"rank","clock","state"}}."""
 
 
 class RemoveCheckpoint(Struct, frozen=True):
-    """Delete a checkpoint's files; no completion."""
+    """Delete a checkpoint's files, if they are of that creation of the model; no completion."""
 
     model: str
     name: str
+    creation: str
 
 
 class ForgetModel(Struct, frozen=True):
