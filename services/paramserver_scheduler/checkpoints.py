@@ -119,9 +119,16 @@ class CheckpointStore:
             raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
         return path
 
-    def read(self, model: str, name: str) -> checkpoint.Checkpoint:
-        """One checkpoint, checked; raises NotFoundError or CorruptState."""
-        return checkpoint.read(self.find(model, name))
+    def read(self, model: str, name: str, creation: str | None = None) -> checkpoint.Checkpoint:
+        """One checkpoint, checked, of that creation of the model (None: of any).
+
+        Raises NotFoundError, CorruptState, or ConflictError (`conflict`) if it is of another creation.
+        """
+        path = self.find(model, name)
+        held = checkpoint.read(path)
+        if creation is not None and _creation(path, like=creation) != creation:
+            raise taken(name)
+        return held
 
     def read_parameters(self, layout: Layout, files: Mapping[str, str]) -> dict[str, F32]:
         """First values from safetensors files below the state directory, {parameter: file name}, flat in float32.
@@ -150,6 +157,15 @@ class CheckpointStore:
             if not np.isfinite(values[name]).all():
                 raise problem("non_finite", f"'{name}' in file '{file}' holds NaN or infinity")
         return values
+
+
+def taken(name: str) -> PsError:
+    """What is told of a name that another creation of the model has on this disk."""
+    return problem(
+        "conflict",
+        f"there is a checkpoint '{name}' of an earlier model of that name",
+        hint="choose another name, or move its folder away",
+    )
 
 
 def _creation(path: Path, like: str = "") -> str:

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from paramserver.checkpoint import Checkpoint
 from paramserver.core import scheduler_io as io
+from paramserver.core.checkpoints import creation_of
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import NotFoundError, PsError, as_problem, problem
@@ -142,14 +143,17 @@ class Jobs:
     async def _held(self, model: str, name: str) -> Checkpoint:
         """That checkpoint, or the `latest` or `best` one, fetched from the scheduler that wrote it where need be."""
         holder: str | None = None
+        creation: str | None = None
         try:
             record = self._runtime.core.read.checkpoint(model, name)
+            living = self._runtime.core.read.model(model)
         except NotFoundError:  # the model is gone, or the record: what the folder holds counts
             pass
         else:
             name, holder = record["name"], record["scheduler"] or None
+            creation = creation_of(living["generation"], living["created_s"])
         try:
-            return await asyncio.to_thread(self._store.read, model, name)
+            return await asyncio.to_thread(self._store.read, model, name, creation)
         except NotFoundError:
             if holder == self._name or name in ("latest", "best"):
                 raise
@@ -161,7 +165,9 @@ class Jobs:
         try:
             if await asyncio.to_thread(self._store.taken, effect.model.name, effect.name, creation):
                 log.info("checkpoint.name_taken model=%s name=%s", effect.model, effect.name)
-                self._runtime.send(io.CheckpointFailed(effect.model, effect.name, _taken(effect.name), taken=True))
+                self._runtime.send(
+                    io.CheckpointFailed(effect.model, effect.name, checkpoints.taken(effect.name), taken=True)
+                )
                 return
             count = len(self._runtime.core.read.model(effect.model.name)["partitions"])
             held = await self._shards.states(effect.model, count, self._owner(effect.model), effect.cut)
@@ -230,14 +236,6 @@ class Jobs:
             return str(shard["addresses"][0])
 
         return owner
-
-
-def _taken(name: str) -> PsError:
-    return problem(
-        "conflict",
-        f"there is a checkpoint '{name}' of an earlier model of that name",
-        hint="choose another name, or move its folder away",
-    )
 
 
 def _problem_of(error: Exception) -> PsError:

@@ -122,6 +122,20 @@ async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: 
     assert d.core.read.model("m")["state"] == "ready"
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("holder", ["s", "another"])
+async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tmp_path: Path, holder: str) -> None:
+    """A folder of the same name that an earlier model has left where this scheduler looks first is not taken for it."""
+    d = saved(tmp_path)
+    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    d.do(io.CheckpointWritten(ModelKey("m", 1), "mine", 10, [0] * 4, scheduler=holder))
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, unused, unused, unused, group, "s")
+        with pytest.raises(PsError, match="earlier model"):
+            await jobs.restore("m", "mine", "m", None)
+
+
 class BlindRuntime:
     """Hands events to the core, but finds Redis away before those of one kind are taken in, or once they are."""
 

@@ -16,6 +16,11 @@ IDLE_S: Final = 1.0
 """Without a commit for so long, a synchronous model counts as standing still."""
 
 
+def creation_of(generation: int, created_s: float) -> str:
+    """What no other creation of a model is called, also none of another cluster."""
+    return f"{generation}-{created_s}"
+
+
 class Record(Struct, frozen=True):
     """A checkpoint that is there."""
 

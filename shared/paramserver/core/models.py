@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.checkpoints import Checkpoints
+from paramserver.core.checkpoints import Checkpoints, creation_of
 from paramserver.core.gate import Commit, Gate
 from paramserver.core.layout import Layout
 from paramserver.core.membership import Roster, Worker
@@ -121,8 +121,8 @@ class Model:
 
     @property
     def creation(self) -> str:
-        """What no other creation of a model is called, also none of another cluster."""
-        return f"{self.generation}-{self.unix_s}"
+        """As its checkpoints tell whose they are."""
+        return creation_of(self.generation, self.unix_s)
 
     @property
     def ready(self) -> bool:
