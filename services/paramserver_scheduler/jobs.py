@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from time import monotonic
 from typing import Any, Final
 
@@ -117,13 +118,13 @@ class Jobs:
             model = None
             spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
             await self.check_level(spec.document())
-            begin = lambda n: io.CreateModel(n, spec.document(), "", restore=True)  # noqa: E731
+            begin = partial(io.CreateModel, spec=spec.document(), nonce="", restore=True)
         else:
             model = ModelKey(target, int(living["generation"]))
             spec = ModelSpec.parse(living["spec"])
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions for as long as it lives")
-            begin = lambda n: io.StartRestore(n, target)  # noqa: E731
+            begin = partial(io.StartRestore, model=target)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
         try:
             answer = await ask(begin)
