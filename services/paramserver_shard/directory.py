@@ -26,7 +26,7 @@ class KnownModel:
     owners: tuple[tuple[str, Token], ...]
     """(shard, owner token) of each partition; ("", 0) where there is none now."""
     cut: int | None
-    """sync: clock of the newest cut that all partitions have stored; its snapshots are never deleted."""
+    """sync: clock of the newest cut that all partitions have stored."""
     upload_token: str | None
     """What uploads of initial values quote, while they are awaited."""
 
@@ -34,6 +34,14 @@ class KnownModel:
     def spec(self) -> ModelSpec:
         """Its settings of the present revision."""
         return self.layout.spec
+
+    @property
+    def pinned(self) -> int | None:
+        """The cut whose snapshots stay, because a recovery may go back to it: at level `applied` alone.
+
+        Above that a recovery goes on from the newest snapshot, and a cut that stays would keep all journal after it.
+        """
+        return self.cut if self.spec.ack == "applied" else None
 
     def owned_by(self, shard: str) -> list[int]:
         """Indices of the partitions that `shard` owns."""

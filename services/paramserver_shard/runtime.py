@@ -291,7 +291,7 @@ class Runtime:
         head, arrays = to_stored(capture)
         cut = capture.clock if effect.cut else None
         known = self._directory.models.get(key.model.name)
-        pinned = known.cut if known is not None and known.key == key.model else None
+        pinned = known.pinned if known is not None and known.key == key.model else None
         saved: Saved | None = None
         try:
             saved = await self._store.save(

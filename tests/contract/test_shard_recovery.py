@@ -23,6 +23,7 @@ from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     AskWorker,
     Capture,
+    CommitDecided,
     LoadedState,
     LoadPartition,
     ModelView,
@@ -104,6 +105,7 @@ class Shard:
     spec: ModelSpec
     layout: Layout
     seq: list[int]
+    directory: Directory
 
     @property
     def key(self) -> PartitionKey:
@@ -137,6 +139,15 @@ class Shard:
             while int(await self.redis.get(key) or -1) != p.version:
                 await asyncio.sleep(0.005)
 
+    async def commit(self, t: int, *, cut: bool = False) -> None:
+        """Commit `t`, which touches nothing, and is stored."""
+        self.runtime.feed(CommitDecided(self.key.model, 0, t, (), 0, 1, cut))
+        (p,) = self.runtime.core.models["m"].partitions.values()
+        async with asyncio.timeout(20):
+            while p.clock <= t:
+                await asyncio.sleep(0.005)
+        await self.snapshot()
+
     def state(self) -> Capture:
         """The partition as its owner has it."""
         (p,) = self.runtime.core.models["m"].partitions.values()
@@ -152,11 +163,12 @@ async def running(redis: Redis, **fields: Any) -> AsyncIterator[Shard]:
     async with asyncio.TaskGroup() as group:
         scripts, pool = ScriptRunner(redis), BufferPool()
         store = SnapshotStore(redis, scripts, pool, asyncio.get_running_loop().time, 1e12)
-        runtime = Runtime(ShardCore(), Directory("s"), pool, store, Journal(redis, scripts), group)
+        directory = Directory("s")
+        runtime = Runtime(ShardCore(), directory, pool, store, Journal(redis, scripts), group)
         runtime.peers = NoPeers()
         runtime.feed(ModelView(model, spec, layout, 0, 0, 0, 1, True, {0: TOKEN}, "init", {}))
         try:
-            yield Shard(runtime, redis, spec, layout, [0])
+            yield Shard(runtime, redis, spec, layout, [0], directory)
         finally:
             runtime.close()
 
@@ -209,6 +221,19 @@ async def test_the_older_snapshot_and_the_journal_lose_nothing(redis: Redis) -> 
         await redis.delete(f"{{{shard.key}}}:snap:{manifest[1]['name']}:0")
         with pytest.raises(CorruptState):
             await loader_of(redis).load(shard.load())
+
+
+async def test_a_journal_is_cut_off_however_old_the_newest_cut_is(redis: Redis) -> None:
+    """A synchronous model above `applied` goes back to the newest snapshots, never to the cut of a checkpoint."""
+    async with running(redis, consistency={"mode": "sync"}) as shard:
+        await shard.commit(0, cut=True)
+        model = {"type": "model", "name": "m", "generation": 3, "spec": shard.spec.document(), "timeline": 0}
+        shard.directory.update(model | {"state": "ready", "owners": [["s", TOKEN]], "cut": 1})
+        for t in range(1, 5):
+            await shard.commit(t)
+        entries: Any = await redis.xrange(f"{{{shard.key}}}:journal")
+        assert [name for name, _ in entries] == [f"{shard.state().lsn}-0".encode()]
+        assert content(await loader_of(redis).load(shard.load())) == content(shard.state())
 
 
 async def test_a_journal_from_the_beginning_stands_in_for_a_lost_snapshot(redis: Redis) -> None:

@@ -44,7 +44,7 @@ class SimShard(Node):
         self.layouts: dict[ModelKey, Layout] = {}
         self._stream = 0
         self._cuts: dict[ModelKey, int | None] = {}
-        """The newest whole cut of each model, as its document told."""
+        """The newest whole cut of each model that may go back to it, as its document told."""
         self._queues: dict[Ownership, deque[sio.JournalEntry]] = {}
         self._writing = False
         self._wakes_at = float("inf")
@@ -225,7 +225,7 @@ class SimShard(Node):
                 self.handle(sio.MapChanged(doc["map_epoch"]))
             case "model":
                 key = ModelKey(doc["name"], doc["generation"])
-                self._cuts[key] = doc["cut"]
+                self._cuts[key] = doc["cut"] if doc["spec"]["ack"] == "applied" else None
                 spec = ModelSpec.parse(doc["spec"])
                 layout = self.layouts.setdefault(key, Layout(spec))
                 self._view(sio.ModelView.from_document(doc, self.name, spec, layout))
