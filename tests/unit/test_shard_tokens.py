@@ -16,6 +16,7 @@ from paramserver.core.shard_io import (
     LoadPartition,
     ModelView,
     SetReceived,
+    SnapshotFailed,
     SnapshotStored,
     StoreSnapshot,
 )
@@ -116,6 +117,54 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     assert [row[3:] for row in driver.core.cuts()] == [(9, 1)]
     assert driver.store.cuts[KEY, 1].token == 9
     assert driver.pull(0).version == 2
+
+
+@pytest.mark.parametrize("lost", ["renewed", "told"])
+def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> None:
+    """Its time is over: a new owner begins with what came after it, whoever notices that Redis was emptied."""
+    driver = ShardDriver()
+    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver.commit(0, cut=True)
+    driver.patch({"consistency": {"mode": "async"}}, clock=1)
+    driver.push({0: ones()}, PushId("w", 1, 0))
+    assert not list(driver.core.cuts())
+    driver.store = SnapshotShelf()
+
+    if lost == "renewed":
+        driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}))
+    else:
+        driver.send(JournalLost(KEY, 1))
+    driver.advance(10.0)
+
+    assert [c.version for c in driver.store.kept[KEY]] == [2]
+    after = ShardDriver(driver.store)
+    after.serve(spec(), owned={0: 10}, source="snapshot")
+    assert after.values() == [1.0] * 4
+
+
+@pytest.mark.parametrize("outcome", [SnapshotStored, SnapshotFailed])
+def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> None:
+    """Neither one that waits its turn nor one that fails takes the place of what comes after; one that ends is none."""
+    driver = ShardDriver()
+    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    driver.advance(1.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+    driver.commit(1, cut=True)
+    (first,) = driver.pending
+    assert isinstance(first, StoreSnapshot)
+    driver.pending.clear()
+
+    driver.patch({"consistency": {"mode": "async"}}, clock=2)
+    driver.send(outcome(KEY, 1, first.capture.version))
+    stored = []
+    for _ in range(10):
+        driver.advance(1.0)
+        stored += [(e.cut, e.capture.version) for e in driver.pending if isinstance(e, StoreSnapshot)]
+        driver.settle()
+
+    assert stored == [(False, 2)]
+    assert not list(driver.core.cuts())
 
 
 def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothing() -> None:

@@ -104,7 +104,7 @@ class Handover:
         partition.token = token
         partition.released = False
         partition.durable_version, partition.durable_clock, partition.cut_stored = 0, 0, None
-        if partition.cut is not None and not partition.level:
+        if partition.by_cuts and partition.cut is not None:
             self._shard.plan.store_cut(partition, replace(partition.cut, token=token))
         self._shard.durability.rebase(partition)
 

@@ -80,7 +80,7 @@ class Partition:
     pulls: list["WaitingPull"] = field(default_factory=list)
     """Pulls that wait for a version of this partition."""
     cut: Capture | None = None
-    """The newest cut, held for checkpoints."""
+    """The newest cut, held for checkpoints while the model is in sync."""
     cut_stored: int | None = None
     """The clock of the newest cut in Redis."""
     held: int = 0

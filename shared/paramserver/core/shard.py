@@ -416,7 +416,7 @@ class ShardCore:
     def _journal_lost(self, event: JournalLost, now: float) -> None:
         _, p = self.find(event.key, event.token)
         if p is not None and p.mark.rebase is None:
-            if p.cut is not None and not p.level:
+            if p.by_cuts and p.cut is not None:
                 self.plan.store_cut(p, p.cut)
             self.durability.rebase(p)
 
@@ -488,7 +488,4 @@ class ShardCore:
         self.plan.changed(partition, now)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
-        if partition.by_cuts:
-            self.plan.forget(partition, cuts=False)
-        else:
-            self.plan.changed(partition, now)
+        self.plan.settings_changed(partition, now)

@@ -54,6 +54,17 @@ class SnapshotPlan:
         if not partition.by_cuts and partition not in self._soon:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
+    def settings_changed(self, partition: Partition, now: float) -> None:
+        """The partition has other settings, perhaps of another mode."""
+        if partition.by_cuts:
+            self.forget(partition, cuts=False)
+        else:
+            self.changed(partition, now)
+        if partition.spec.consistency.mode != "sync":
+            # No recovery goes back to its cuts any more; one that is stored now would be taken for the newest state.
+            partition.cut = partition.cut_stored = None
+            self._cuts.pop(partition.key, None)
+
     def first(self, partition: Partition) -> None:
         """The partition has its first values, in memory alone.
 
@@ -173,14 +184,14 @@ class SnapshotPlan:
             return None
         if stored:
             self.failed = 0
-            if store.cut:
+            if store.cut and partition.cut is not None:  # else sync was left meanwhile
                 partition.cut_stored = store.capture.clock
             return store
         self.failed += 1
         lane.free_at = max(lane.free_at, now + _RETRY_S)
         if urgent:
             self.urgent(partition)
-        elif store.cut and not partition.level and not partition.held:
+        elif store.cut and partition.by_cuts and not partition.held:
             self._cuts.setdefault(partition.key, []).insert(0, store)
             self._cuts.move_to_end(partition.key, last=False)
         elif not partition.by_cuts:
