@@ -26,6 +26,8 @@ from paramserver.errors import ConflictError, FencedError, PsError, StaleMapErro
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
 from paramserver.types import F32, ModelKey, PushId
 
+from .partitions import journaled
+
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
 
@@ -404,6 +406,18 @@ def test_before_the_first_commit_there_is_a_cut() -> None:
     driver.advance(1.0)
 
     assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 0), (1, 1, 0)]
+
+
+def test_a_journaled_model_has_no_cut_before_the_first_commit() -> None:
+    """A recovery never goes back to it, so its first values are not held in memory beside the present ones."""
+    driver = ShardDriver()
+    driver.serve(journaled(consistency={"mode": "sync"}))
+    driver.advance(10.0)
+
+    (p,) = driver.core.models["m"].partitions.values()
+    assert p.cut is None
+    assert not list(driver.core.cuts())
+    assert [c.version for c in driver.store.kept[p.key]] == [0]
 
 
 def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:

@@ -69,10 +69,10 @@ class SnapshotPlan:
         """The partition has its first values, in memory alone.
 
         Those that were set cannot be drawn again, so it is due at once; drawn ones are stored once they have changed,
-        or thousands of partitions would each be written to say what their settings say.  In sync they are the cut to
-        which a recovery before the first commit goes back.
+        or thousands of partitions would each be written to say what their settings say.  Where a recovery goes back to
+        cuts they are the first one.
         """
-        if partition.spec.consistency.mode == "sync":
+        if partition.by_cuts:
             self.cut(partition)
         elif partition.lsn or partition.level:
             self.soon(partition)
