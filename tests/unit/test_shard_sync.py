@@ -26,7 +26,7 @@ from paramserver.errors import ConflictError, FencedError, PsError, StaleMapErro
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
 from paramserver.types import F32, ModelKey, PushId
 
-from .partitions import journaled
+from .partitions import complete, journaled, pending
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
@@ -353,6 +353,51 @@ def test_of_the_cuts_that_wait_the_oldest_and_the_newest_are_stored() -> None:
 
     assert stored[:3] == [(0, 1), (1, 1), (0, 2)]
     assert sorted(stored[3:]) == [(0, 4), (1, 4)]
+
+
+def test_cuts_and_what_else_is_due_share_the_way() -> None:
+    """Neither cuts without an end nor models in async starve: while both wait each gets half of the bytes."""
+    driver = ShardDriver()
+    driver.serve(spec(8, 2), workers=ROSTER)
+    model = driver.view
+    small = {"name": "small", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
+    driver.serve(ModelSpec.parse(small))
+    driver.push({i: ones(2) for i in range(4)})
+    driver.advance(limits.SNAPSHOT_INTERVAL_S - 0.1)
+    driver.eager, driver.view = False, model
+    driver.commit(0, cut=True)
+    driver.commit(1, cut=True)
+    driver.advance(0.1)
+
+    stored = []
+    for t in range(2, 8):
+        (effect,) = driver.pending
+        assert isinstance(effect, StoreSnapshot)
+        stored.append("cut" if effect.cut else effect.capture.key.index)
+        driver.commit(t, cut=True)
+        driver.complete()
+        driver.advance(1.0)
+
+    assert stored == ["cut", 0, 1, "cut", 2, 3]
+
+
+def test_a_snapshot_does_not_overtake_a_cut_of_its_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut is older, and stored after it would be taken for the newest state."""
+    driver = ShardDriver()
+    driver.serve(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+    monkeypatch.setattr(limits, "SNAPSHOT_JOURNAL_BYTES", 1)
+    driver.submit({1: ones()}, PushId(WORKERS[0], 1, 0), clock=1)
+
+    stored = []
+    while snapshots := pending(driver, StoreSnapshot):
+        stored += [(e.capture.key.index, e.cut) for e in snapshots]
+        complete(driver, StoreSnapshot)
+        driver.advance(0.1)
+
+    assert stored == [(0, True), (1, True), (1, False)]
 
 
 def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_come() -> None:

@@ -1,5 +1,7 @@
 """When which partition is written to Redis: one at a time, oldest change first, within a budget of bytes per second.
 
+Cuts go before that, but while both wait neither gets more bytes than the other.
+
 Beside these, urgent ones are written one at a time and outside the budget, because somebody waits for them.  Two
 snapshots of one partition are never under way together, so the newest is the last one written.
 """
@@ -44,6 +46,7 @@ class SnapshotPlan:
         self._due: dict[Partition, float] = {}  # changed since their last snapshot; the first is due first
         self._urgent: dict[Partition, None] = {}
         self._fsync: set[Partition] = set()  # whose next snapshot is to be on disk
+        self._ahead_bytes = 0  # how much more of cuts was written than of what waits beside them
         self._usual = _Lane()
         self._rush = _Lane()
         self.failed = 0
@@ -139,19 +142,36 @@ class SnapshotPlan:
         return None
 
     def _usual_next(self, now: float) -> StoreSnapshot | None:
-        if self._cuts:
-            return self._next_cut()
+        cut, whole = self._cut_next(), self._whole_next(now)
+        if cut is None or whole is None:
+            self._ahead_bytes = 0
+        if cut is not None and (whole is None or self._ahead_bytes <= 0):
+            store = self._waiting_cut(cut)
+        elif whole is not None:
+            # A cut of it that waits is older, and would take its place.
+            store = self._waiting_cut(whole.key) if whole.key in self._cuts else self._captured(whole)
+        else:
+            return None
+        self._ahead_bytes += store.capture.nbytes if store.cut else -store.capture.nbytes
+        return store
+
+    def _cut_next(self) -> PartitionKey | None:
+        """Whose cut may be written now."""
+        key = next(iter(self._cuts), None)
+        return key if key != self._rush.key else None
+
+    def _whole_next(self, now: float) -> Partition | None:
+        """Whose present state is due."""
         partition = self._first(self._soon, self._rush) if self._soon else None
         if partition is None:
             partition = self._first(self._due, self._rush)
             if partition is None or now < self._due[partition]:
                 return None
-        return self._captured(partition)
+        return partition
 
-    def _next_cut(self) -> StoreSnapshot | None:
-        key, waiting = next(iter(self._cuts.items()))
-        if key == self._rush.key:
-            return None
+    def _waiting_cut(self, key: PartitionKey) -> StoreSnapshot:
+        """The oldest cut of that partition; the next one of it comes after those of others."""
+        waiting = self._cuts[key]
         store = waiting.pop(0)
         if waiting:
             self._cuts.move_to_end(key)
@@ -217,8 +237,8 @@ class SnapshotPlan:
         return self._rush.free_at if usual is None else min(usual, self._rush.free_at)
 
     def _usual_deadline(self) -> float | None:
-        if self._cuts:
-            return self._usual.free_at if next(iter(self._cuts)) != self._rush.key else None
+        if self._cut_next() is not None:
+            return self._usual.free_at
         if self._soon and self._first(self._soon, self._rush) is not None:
             return self._usual.free_at
         first = self._first(self._due, self._rush)
