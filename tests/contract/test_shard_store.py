@@ -11,6 +11,7 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from paramserver.errors import CorruptState
+from paramserver.limits import MIB
 from paramserver.types import F32, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
@@ -110,6 +111,19 @@ async def test_blocks_are_bounded(redis: Redis) -> None:
     assert stored is not None
     assert np.array_equal(stored.arrays[0], array)
     assert np.array_equal(stored.arrays[1], array[:3])
+
+
+async def test_writes_are_spread_over_time(redis: Redis) -> None:
+    """Blocks of several snapshots keep to the budget; what is urgent counts, but does not wait."""
+    clock, rate = asyncio.get_running_loop().time, 100 * MIB
+    store = SnapshotStore(redis, ScriptRunner(redis), BufferPool(), clock, rate)
+    began = clock()
+    for version in (1, 2):
+        assert await store.save(KEY, TOKEN, version, {}, [values(version, 2 * MIB)]) == Saved.STORED
+    assert clock() - began >= 12 * MIB / rate, "the last block of 16 MiB waits for those before it"
+    assert await store.save(KEY, TOKEN, 3, {}, [values(3, 2 * MIB)], urgent=True) == Saved.STORED
+    assert await store.save(KEY, TOKEN, 4, {}, [values(4)]) == Saved.STORED
+    assert clock() - began >= 24 * MIB / rate
 
 
 async def test_a_former_owner_cannot_switch_the_manifest(redis: Redis) -> None:

@@ -241,6 +241,21 @@ def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None
     assert sorted(row[2:] for row in driver.core.partitions()) == [(0, 1, 1, 1, 1, 0), (1, 1, 1, 1, 1, 0)]
 
 
+def test_the_next_snapshot_begins_when_the_one_before_is_stored() -> None:
+    """How fast bytes go to Redis is a setting of who writes them, and nothing else slows them down."""
+    driver = ShardDriver()
+    driver.serve(spec(8, 2))
+    driver.push({i: ones() for i in (0, 1)})
+    driver.eager = False
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+
+    for index in (0, 1):
+        (store,) = driver.pending
+        assert isinstance(store, StoreSnapshot)
+        assert store.capture.key.index == index
+        driver.complete()
+
+
 def test_a_capture_is_one_moment() -> None:
     """What a checkpoint reads stays as it was while pushes go on."""
     driver = ShardDriver()

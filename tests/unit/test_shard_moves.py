@@ -20,7 +20,7 @@ from paramserver.core.shard_io import (
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import ROSTER, WORKERS, complete, done, ones, refused, spec
+from .partitions import ROSTER, WORKERS, complete, done, ones, pending, refused, spec
 
 LEVELS = ("applied", "journaled")
 KEY = PartitionKey(ModelKey("m", 1), 0)
@@ -224,13 +224,14 @@ def test_a_partition_that_is_still_being_loaded_is_handed_over_as_soon_as_it_is_
 def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     """Two big partitions are written one after the other; a failure is repeated a second later."""
     driver = ShardDriver()
-    driver.serve(spec(2))
-    driver.push({0: ones(), 1: ones()})
+    driver.serve(spec(3))
+    driver.push({i: ones() for i in range(3)})
     driver.eager = False
-    driver.core.plan._usual.free_at = driver.now + 1000.0  # the budget is spent
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+    assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [0]  # and waits for the budget
 
-    wish(driver, 0, 1)
-    (first,) = driver.pending
+    wish(driver, 1, 2)
+    _, first = driver.pending
     assert isinstance(first, StoreSnapshot)
     driver.pending.clear()
     driver.send(SnapshotFailed(first.capture.key, 1, 1, urgent=True))
@@ -238,7 +239,7 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     driver.advance(1.0)
     driver.settle()
 
-    assert sorted(released(driver)) == [(0, 1, 1, 1), (1, 1, 1, 1)]
+    assert sorted(released(driver)) == [(1, 1, 1, 1), (2, 1, 1, 1)]
 
 
 def test_the_last_snapshot_written_is_the_whole_state() -> None:

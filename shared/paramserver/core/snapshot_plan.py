@@ -1,4 +1,4 @@
-"""When which partition is written to Redis: one at a time, oldest change first, within a budget of bytes per second.
+"""When which partition is written to Redis: one at a time, oldest change first; who writes them keeps to the budget.
 
 Cuts go before that, but while both wait neither gets more bytes than the other.
 
@@ -26,7 +26,8 @@ class _Lane:
     storing: StoreSnapshot | None = None
     void: bool = False
     """What is being written counts for nothing: Redis lost things meanwhile, and perhaps parts of it."""
-    free_at: float = 0.0
+    retry_at: float = 0.0
+    """Not before then, after a failure."""
 
     @property
     def key(self) -> PartitionKey | None:
@@ -116,16 +117,15 @@ class SnapshotPlan:
         if self._urgent and (store := self._urgent_next(now)) is not None:
             self._rush.storing = store
             return store
-        if self._usual.storing is not None or now < self._usual.free_at:
+        if self._usual.storing is not None or now < self._usual.retry_at:
             return None
         store = self._usual_next(now)
         if store is not None:
             self._usual.storing = store
-            self._usual.free_at = now + store.capture.nbytes / limits.SNAPSHOT_BYTES_PER_S
         return store
 
     def _urgent_next(self, now: float) -> StoreSnapshot | None:
-        if self._rush.storing is not None or now < self._rush.free_at:
+        if self._rush.storing is not None or now < self._rush.retry_at:
             return None
         while (partition := self._first(self._urgent, self._usual)) is not None:
             del self._urgent[partition]
@@ -208,7 +208,7 @@ class SnapshotPlan:
                 partition.cut_stored = store.capture.clock
             return store
         self.failed += 1
-        lane.free_at = max(lane.free_at, now + _RETRY_S)
+        lane.retry_at = now + _RETRY_S
         if urgent:
             self.urgent(partition)
         elif store.cut and partition.by_cuts and not partition.held:
@@ -234,12 +234,12 @@ class SnapshotPlan:
         usual = self._usual_deadline() if self._usual.storing is None else None
         if not self._urgent or self._rush.storing is not None or self._first(self._urgent, self._usual) is None:
             return usual
-        return self._rush.free_at if usual is None else min(usual, self._rush.free_at)
+        return self._rush.retry_at if usual is None else min(usual, self._rush.retry_at)
 
     def _usual_deadline(self) -> float | None:
         if self._cut_next() is not None:
-            return self._usual.free_at
+            return self._usual.retry_at
         if self._soon and self._first(self._soon, self._rush) is not None:
-            return self._usual.free_at
+            return self._usual.retry_at
         first = self._first(self._due, self._rush)
-        return None if first is None else max(self._due[first], self._usual.free_at)
+        return None if first is None else max(self._due[first], self._usual.retry_at)
