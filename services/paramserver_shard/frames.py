@@ -49,8 +49,9 @@ class FrameService:
     async def sized_push(self, frame: PushFrame) -> tuple[Arriving, Body]:
         """The push that a header announces, and where its body goes.  Raises PsError."""
         known = await self._models.find(frame.model, frame.generation)
+        sizes = self._part_bytes(known, frame)  # first: each partition is one of the model's
         here = self._all_here(known, [p.partition for p in frame.parts])
-        arriving = Arriving(known, frame, here, self._part_bytes(known, frame), self._runtime)
+        arriving = Arriving(known, frame, here, sizes, self._runtime)
         return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check)
 
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:

@@ -282,6 +282,17 @@ def test_a_frame_without_a_map_epoch_is_split_and_one_with_it_is_not(model: Mode
     assert np.frombuffer(everything.content[offset:], np.float32).tolist() == [1.0] * 25
 
 
+def test_a_frame_for_a_partition_that_there_is_not_is_refused(model: Model) -> None:
+    """It is its sender's fault, 422 for a push as for a pull, and the parts beside it change nothing."""
+    parts = [PushPart(0, None, None), PushPart(4, None, None)]
+    body = bytes(4 * 2 * model.layout.partition_size(0))
+    refused = problem(model.frame("/push", PushFrame(model.name, parts), body), 422, "invalid_range")
+    assert "no partition 4" in refused["detail"]
+    asked = PullFrame([(0, None), (4, None)], model=model.name)
+    problem(model.frame("/pull", asked), 422, "invalid_range")
+    assert unchanged(model)
+
+
 def test_answers_name_their_request_where_somebody_may_ask(model: Model) -> None:
     """Every JSON answer and every refusal has an id; a good frame has one if its sender gave it."""
     frame, body = model.everywhere(1.0)
