@@ -77,10 +77,10 @@ class JournalWriter:
 
     def tell(self, event: Event) -> None:
         """Something has come of it."""
-        self._look_again()
+        self.look_again()
         self._feed(event)
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         """Those that wait for something to be written see how it stands."""
         self._settled.set()
         self._settled = asyncio.Event()
@@ -92,7 +92,7 @@ class JournalWriter:
         if self._told() != before:
             if reason:
                 log.warning("journals cannot be written: %s", reason)
-            self._look_again()
+            self.look_again()
             self._feed(StorageChanged(*self._told()))
 
     def _told(self) -> tuple[str, str]:
@@ -198,6 +198,7 @@ class _Lane:
     def _drop(self, ownership: Ownership) -> None:
         self.queues.pop(ownership, None)
         self._later.pop(ownership, None)
+        self._writer.look_again()
 
     def writes(self, key: PartitionKey, lsn: int) -> bool:
         """Whether entries of the partition up to `lsn` are on their way, and not held up."""

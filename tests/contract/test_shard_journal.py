@@ -317,6 +317,21 @@ async def test_an_owner_that_was_replaced_is_told(redis: Redis, shard: Shard) ->
     assert not shard.writer.waiting
 
 
+async def test_nobody_waits_for_the_journal_of_what_was_given_up(redis: Redis) -> None:
+    """A snapshot that waits for entries which nobody will write any more goes on at once."""
+    shard = Shard(redis)
+    shard.writer.add([entry(1)], fsync=False)
+    waiting = asyncio.create_task(shard.writer.written(KEY, 1, 60.0))
+    await asyncio.sleep(0)
+    shard.owned.discard((KEY, TOKEN))
+    writing = asyncio.create_task(shard.writer.run())
+    async with asyncio.timeout(20):
+        await waiting
+    assert await journal_of(redis).read(KEY, 0) == []
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+
+
 async def test_an_emptied_redis_is_waited_for(redis: Redis, shard: Shard) -> None:
     """Without a token nothing is written and nobody is fenced; entries of what was given up are forgotten."""
     await redis.flushall()
