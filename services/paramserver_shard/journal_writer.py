@@ -1,7 +1,8 @@
 """Group commit: what waits to be journaled goes to Redis in one write while the next group gathers.
 
 Two lanes, one for entries that have to be on the disk: one `appendfsync everysec` may take a second, which the others
-need not wait for.  One write of each lane is in flight; one that fails is repeated, however long it takes.
+need not wait for.  A model keeps its level, so all entries of a partition take the same.  One write of each lane is in
+flight; one that fails is repeated, however long it takes.
 """
 
 import asyncio
@@ -70,10 +71,6 @@ class JournalWriter:
     def waiting(self) -> bool:
         """Whether something is not written yet."""
         return any(lane.queues for lane in self._lanes.values())
-
-    def holds(self, ownership: Ownership, fsync: bool) -> bool:
-        """Whether the lane `fsync` has entries of that partition."""
-        return ownership in self._lanes[fsync].queues
 
     def tell(self, event: Event) -> None:
         """Something has come of it."""
@@ -165,8 +162,8 @@ class _Lane:
                 continue
             entries: list[JournalEntry] = []
             for entry in self.queues[ownership]:
-                if room <= 0 or (entries and entry.lsn != entries[-1].lsn + 1):
-                    break  # what is missing stands in the other lane
+                if room <= 0:
+                    break
                 entries.append(entry)
                 room -= entry.nbytes
             batches.append(Batch(*ownership, entries))
@@ -190,8 +187,7 @@ class _Lane:
             if verdict == Verdict.EMPTIED and ownership not in self._later:
                 log.warning("partition %s: Redis lost its owner token; its journal waits for a new one", batch.key)
             self._later[ownership] = now + RETRY_S
-            # What is missing may stand in the other lane, when the model's level has just changed.
-            if verdict == Verdict.GAP and not self._writer.holds(ownership, not self._fsync):
+            if verdict == Verdict.GAP:
                 log.error("partition %s: Redis lost part of its journal; a snapshot takes its place", batch.key)
                 self._writer.tell(JournalLost(batch.key, batch.token))
 
