@@ -56,6 +56,15 @@ if ARGV[6] ~= '' then redis.call('XTRIM', KEYS[6], 'MINID', '=', ARGV[6]) end
 return 0
 """
 
+# KEYS: token, pending, then the blocks.  ARGV: owner token, the snapshot that was left behind.
+_SWEEP: Final = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner > ARGV[1] then return 2 end
+redis.call('SREM', KEYS[2], ARGV[2])
+for i = 3, #KEYS do redis.call('UNLINK', KEYS[i]) end
+return 0
+"""
+
 
 class Saved(IntEnum):
     """What became of a snapshot."""
@@ -145,7 +154,7 @@ class SnapshotStore:
             manifest = [e for e in found if (key, e["name"]) not in self._damaged]
             self._saves += 1  # a version may be stored twice, with other windows: never over the blocks of the first
             name = f"{version}-{token}-{self._saves}"
-            await self._sweep(key, found, pending)
+            await self._sweep(key, token, found, pending)
             packed = encode_head(head, arrays)
             size = len(packed) + sum(a.nbytes for a in arrays)
             count = -(-size // SNAPSHOT_BLOCK_BYTES)
@@ -178,7 +187,7 @@ class SnapshotStore:
             kept = [entry, *older][:KEPT]
             keep_from = f"{min(e['lsn'] for e in kept) + 1}-0" if len(kept) == KEPT else ""
             names = ("token", "manifest", "pending", "saved", "lsn", "journal")
-            keys = [_key(key, n) for n in names] + [_key(key, f"snap:{name}:{i}") for i in range(count)]
+            keys = [_key(key, n) for n in names] + _blocks(key, name, count)
             args = [_token_text(token), pack_manifest(kept), f"{name}:{count}", version, lsn, keep_from]
             crash_point("shard.snapshot_before_switch")
             (result,) = await self._scripts.run([Script(_SWITCH, keys, args)], fsync=fsync)
@@ -244,20 +253,27 @@ class SnapshotStore:
         return Stored(int(entry["version"]), int(entry["token"]), int(entry["lsn"]), head["head"], tuple(arrays))
 
     async def _sweep(
-        self, key: PartitionKey, manifest: Sequence[Mapping[str, Any]], pending: Iterable[bytes | str]
+        self, key: PartitionKey, token: Token, manifest: Sequence[Mapping[str, Any]], pending: Iterable[bytes | str]
     ) -> None:
-        """Deletes blocks that a writer left behind before it could switch the manifest."""
+        """Deletes blocks that a writer left behind before it could switch the manifest.
+
+        What a newer owner writes looks just so, and its manifest may name it by now: who was replaced deletes nothing.
+        """
         named = {e["name"] for e in manifest}
+        scripts: list[Script] = []
         for member in pending:
             text = member.decode() if isinstance(member, bytes) else str(member)
             name, _, count = text.rpartition(":")
-            if name not in named:
-                await self._delete_blocks(key, name, int(count))
-            await self._redis.srem(_key(key, "pending"), text)
+            blocks = [] if name in named else _blocks(key, name, int(count))
+            scripts.append(
+                Script(_SWEEP, [_key(key, "token"), _key(key, "pending"), *blocks], [_token_text(token), text])
+            )
+        if scripts:
+            await self._scripts.run(scripts)
 
     async def _delete_blocks(self, key: PartitionKey, name: str, count: int) -> None:
         if count:
-            await self._redis.unlink(*(_key(key, f"snap:{name}:{i}") for i in range(count)))
+            await self._redis.unlink(*_blocks(key, name, count))
 
 
 def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | None) -> list[dict[str, Any]]:
@@ -272,6 +288,10 @@ def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | N
 
 def _key(key: PartitionKey, name: str) -> str:
     return f"{{{key}}}:{name}"
+
+
+def _blocks(key: PartitionKey, name: str, count: int) -> list[str]:
+    return [_key(key, f"snap:{name}:{i}") for i in range(count)]
 
 
 def _token_text(token: Token) -> str:

@@ -200,3 +200,15 @@ async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
     assert await save(store, 1) == Saved.STORED
     assert len(await blocks(redis)) == 1
     assert await redis.scard(f"{{{KEY}}}:pending") == 0
+
+
+async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:
+    """What looks left behind is what the new owner is writing, or has named meanwhile."""
+    store = store_of(redis)
+    await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
+    name = f"9-{TOKEN + 1}-1"
+    await redis.sadd(f"{{{KEY}}}:pending", f"{name}:1")
+    await redis.set(f"{{{KEY}}}:snap:{name}:0", b"x")
+    assert await save(store, 2) == Saved.FENCED
+    assert await blocks(redis) == [f"{name}:0"]
+    assert await redis.sismember(f"{{{KEY}}}:pending", f"{name}:1")
