@@ -133,7 +133,8 @@ class Exchange:
                 forwarded=True,
             )
             url = f"{self._directory.address(shard)}/pull"
-            reply, body = await self._peers.call(url, frame, [], PullReply, timeout_s=wait_s + 10.0)
+            size = sum(4 * (stop - start) for p in parts for start, stop in _ranges(now, p))
+            reply, body = await self._peers.call(url, frame, [], PullReply, wait_s=wait_s, asked_bytes=size)
             return _got(now, parts, reply, body)
 
         answers = await self._spread(known, wanted, lambda p: p.partition, local, remote)
@@ -250,13 +251,17 @@ def cut(values: F32, ranges: Sequence[Range] | None) -> tuple[F32, ...]:
     return (values,) if ranges is None else tuple(values[a:b] for a, b in ranges)
 
 
+def _ranges(known: KnownModel, part: WantedPart) -> Sequence[Range]:
+    return part.ranges if part.ranges is not None else ((0, known.layout.partition_size(part.partition)),)
+
+
 def _got(known: KnownModel, parts: Sequence[WantedPart], reply: PullReply, body: AnyArray) -> list[GotPart]:
     values = body.view(np.float32)
     out: list[GotPart] = []
     at = 0
     for want, (partition, version, incarnation) in zip(parts, reply.parts, strict=True):
         pieces: list[F32] = []
-        for start, stop in want.ranges if want.ranges is not None else ((0, known.layout.partition_size(partition)),):
+        for start, stop in _ranges(known, want):
             pieces.append(values[at : at + stop - start])
             at += stop - start
         out.append(GotPart(partition, version, incarnation, tuple(pieces)))

@@ -12,12 +12,13 @@ from pyreqwest.exceptions import PyreqwestError
 from paramserver.client.credentials import Credentials
 from paramserver.client.transport import trusting
 from paramserver.errors import from_document, problem
-from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES
+from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
 from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, Header, decode_header, encode_header
 from paramserver_shard.buffers import U8, BufferPool
 
-TIMEOUT_S: Final = 10.0
+OWNER_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
+"""How long an owner is waited for: a push waits there for its turn, then for its journal; the rest is for the way."""
 CONNECT_S: Final = 2.0
 
 H = TypeVar("H", bound=Header)
@@ -41,15 +42,24 @@ class PeerClient:
         )
 
     async def call(
-        self, url: str, header: Header, body: Sequence[AnyArray], of: type[H], *, timeout_s: float = TIMEOUT_S
+        self,
+        url: str,
+        header: Header,
+        body: Sequence[AnyArray],
+        of: type[H],
+        *,
+        wait_s: float = 0.0,
+        asked_bytes: int = 0,
     ) -> tuple[H, U8]:
         """POSTs one frame; the header, which is to be that of an `of`, and the body of the frame that answers.
 
+        `wait_s`: how long the other shard is asked to wait; `asked_bytes`: of the body that is to come back.
         Raises the PsError that the other shard answered, or Unavailable when it gave no answer.
         """
         prefix = encode_header(header)
         size = len(prefix) + sum(a.nbytes for a in body)
-        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(timedelta(seconds=timeout_s))
+        within = timedelta(seconds=OWNER_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S)  # for all of it
+        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(within)
         if size <= CHUNK_BYTES:
             request = request.body_bytes(b"".join((prefix, *(a.data.cast("B") for a in body))))
         else:

@@ -1,0 +1,70 @@
+"""What one shard sends on to another: it has as long as its bytes and its owner may take, and no longer."""
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from tests.chaos.proxy import Link
+
+from paramserver.client.credentials import Credentials
+from paramserver.errors import Unavailable
+from paramserver.limits import MIB
+from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushPart, PushReply
+from paramserver_shard import peers
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.peers import PeerClient
+
+from .processes import Nodes, nodes, unique
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+SIZE = MIB // 2
+"""Numbers of 2 MiB."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """One shard."""
+    with nodes(tmp_path_factory.mktemp("nodes")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def link(cluster: Nodes) -> AsyncIterator[Link]:
+    """The way to that shard."""
+    link = Link("shard", cluster.shard_ports["shard-0"])
+    await link.start()
+    yield link
+    await link.stop()
+
+
+async def test_what_is_large_has_the_time_that_it_takes(
+    cluster: Nodes, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slow way a large part arrives, and comes back; an owner that is silent is given up in the same time."""
+    monkeypatch.setattr(peers, "OWNER_S", 0.5)
+    monkeypatch.setattr(peers, "PACE_BYTES_PER_S", MIB)
+    name = unique("m")
+    spec: dict[str, Any] = {"name": name, "params": {"w": {"shape": [SIZE]}}, "optimizer": {"name": "sum"}}
+    cluster.post("/models", spec | {"partitions": 1}, status=201)
+    client = PeerClient(BufferPool(), Credentials.found(None, None, os.environ))
+    push = PushFrame(name, [PushPart(0, None, None)], forwarded=True)
+    pull = PullFrame([(0, None)], model=name, forwarded=True)
+    url = f"http://127.0.0.1:{link.port}"
+    link.delay_s = 0.03  # for each 64 KiB: about a second for all of it, not there in half a second
+
+    began = time.monotonic()
+    reply, _ = await client.call(f"{url}/push", push, [np.ones(SIZE, np.float32)], PushReply)
+    sent = time.monotonic()
+    _, values = await client.call(f"{url}/pull", pull, [], PullReply, asked_bytes=4 * SIZE)
+
+    assert reply.version == 1
+    assert np.array_equal(values.view(np.float32), np.ones(SIZE, np.float32))
+    assert min(sent - began, time.monotonic() - sent) > 0.5, "the way was not slow"
+    link.cut()
+    with pytest.raises(Unavailable, match="does not answer"):
+        await client.call(f"{url}/pull", pull, [], PullReply, wait_s=0.1)
