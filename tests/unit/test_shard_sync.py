@@ -400,6 +400,24 @@ def test_a_snapshot_does_not_overtake_a_cut_of_its_partition(monkeypatch: pytest
     assert stored == [(0, True), (1, True), (1, False)]
 
 
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
+    """The leader waits for it, and begins no other and moves nothing till then."""
+    driver = ShardDriver()
+    driver.serve(journaled(ack=ack, consistency={"mode": "sync"}), workers=ROSTER)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+    (store,) = pending(driver, StoreSnapshot)
+    driver.pending.remove(store)
+    driver.send(SnapshotFailed(store.capture.key, 1, store.capture.version))
+    driver.settle()
+    driver.advance(1.0)
+    driver.settle()
+
+    assert [row[4] for row in driver.core.cuts()] == [1]
+
+
 def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_come() -> None:
     """Once, of a model that rests or of one that has not come there yet."""
     driver = ShardDriver()

@@ -211,7 +211,7 @@ class SnapshotPlan:
         lane.retry_at = now + _RETRY_S
         if urgent:
             self.urgent(partition)
-        elif store.cut and partition.by_cuts and not partition.held:
+        elif store.cut and partition.cut is not None and not partition.held:
             self._cuts.setdefault(partition.key, []).insert(0, store)
             self._cuts.move_to_end(partition.key, last=False)
         elif not partition.by_cuts:
