@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from paramserver import limits
-from paramserver.core.shard_io import Journal, JournalEntry, PushDone, StoreSnapshot
+from paramserver.core.shard_io import Contribution, Journal, JournalEntry, PushDone, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver
-from paramserver.types import F32
+from paramserver.types import F32, PushId
 
 WORKERS = ("r/w0", "r/w1")
 ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
@@ -82,3 +82,14 @@ def apply(driver: ShardDriver) -> None:
     """Let everything be computed that is under way."""
     while any(not isinstance(e, Journal | StoreSnapshot) for e in driver.pending):
         driver.complete(next(i for i, e in enumerate(driver.pending) if not isinstance(e, Journal | StoreSnapshot)))
+
+
+def listed(rank: int, clock: int, weight: float = 1.0) -> Contribution:
+    """What worker `rank` has given to that clock, in a commit's list."""
+    return Contribution(f"r/w{rank}", 1, rank, clock, weight)
+
+
+def stage(driver: ShardDriver, rank: int, clock: int, value: float, seq: int | None = None, **fields: Any) -> PushDone:
+    """Worker `rank` pushes `value` for that clock to the first partition."""
+    push_id = PushId(f"r/w{rank}", 1, clock if seq is None else seq)
+    return driver.push({0: ones(value)}, push_id, clock=clock, **fields)
