@@ -4,14 +4,12 @@ from __future__ import annotations  # client classes are named, but not imported
 
 import importlib.util
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Final
 
 import typer
@@ -23,6 +21,7 @@ from paramserver_cli.config import connect
 from paramserver_cli.display import Display, at_terminal, display
 from paramserver_cli.launch import Failed
 from paramserver_cli.training import Training
+from paramserver_node import unwind
 
 SHARDS: Final = 2
 WORKERS: Final = 4
@@ -69,7 +68,7 @@ def demo(
         psctl demo --seconds 60
     """
     _check_packages()
-    signal.signal(signal.SIGTERM, _terminated)
+    unwind.on_signals()  # so that the cluster is taken down
     folder = Path(tempfile.mkdtemp(prefix="paramserver-demo-"))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -94,10 +93,6 @@ def _check_packages() -> None:
     missing = [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise Failed(f"the demo needs {' and '.join(missing)}: pip install 'paramserver[demo]'")
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # unwinds, so that the cluster is taken down
 
 
 def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -> Result:

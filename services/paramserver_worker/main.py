@@ -3,11 +3,9 @@
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
-from types import FrameType
 from typing import Annotated, Any
 from zlib import crc32
 
@@ -16,9 +14,10 @@ import typer
 import paramserver as ps
 from paramserver.errors import PsError, Unavailable
 from paramserver_node import log as node_log
+from paramserver_node import unwind
 from paramserver_node.settings import WorkerSettings
 from paramserver_worker import entry as entries
-from paramserver_worker.pool import PoolMember, Terminated
+from paramserver_worker.pool import PoolMember
 
 EPILOG = """Examples:
 
@@ -69,10 +68,6 @@ def default_name() -> str:
     return f"{host}-{os.getpid()}"
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    raise Terminated(128 + number)  # unwinds through the session, which leaves the model
-
-
 @app.command(epilog=EPILOG)
 def worker(
     entry: Annotated[str | None, typer.Argument(help="package.module:function to run; none: join the pool.")] = None,
@@ -86,7 +81,7 @@ def worker(
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Run training functions: places in runs that the cluster gives out, or one function by name."""
-    signal.signal(signal.SIGTERM, _end)
+    unwind.on_signals()  # through the session, which leaves the model
     try:
         settings = WorkerSettings.load({"url": url, "name": name, "allow": allow or None, "log_level": log_level})
         node_log.setup(settings.log_level)

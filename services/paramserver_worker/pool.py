@@ -17,6 +17,7 @@ from urllib.parse import quote
 import paramserver as ps
 from paramserver import limits
 from paramserver.errors import ConflictError, NotFoundError, PsError
+from paramserver_node.unwind import Terminated
 from paramserver_node.usage import Usage
 from paramserver_worker import entry
 
@@ -29,10 +30,6 @@ STOP_GRACE_S = 10.0
 EXIT_OVERSTAYED = 75
 TRACEBACK_CHARS = 8000
 CALL_TIMEOUT_S = 5.0
-
-
-class Terminated(SystemExit):
-    """Raised where the process was told to stop, unlike the SystemExit of a training function that calls sys.exit()."""
 
 
 class PoolMember:
