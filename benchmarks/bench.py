@@ -203,7 +203,7 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
     found_targets = outcomes(rows, figures, measured_only=not to_page)
     parts["targets"] = target_table(found_targets)
     if besides := in_place(rows):
-        parts["in-place"] = target_table(besides)
+        parts["in-place"] = table(["the same, gradients in place", "reached"], [[o.text, o.reached] for o in besides])
     for name, text in parts.items():
         print(f"\n{text}")
         if to_page:
