@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import Contribution, Journal, JournalEntry, PushDone, StoreSnapshot
+from paramserver.core.shard_io import Contribution, Journal, JournalEntry, ModelView, PushDone, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver
@@ -13,6 +14,7 @@ from paramserver.types import F32, PushId
 
 WORKERS = ("r/w0", "r/w1")
 ROSTER = {w: (1, i) for i, w in enumerate(WORKERS)}
+LEVELS = ("applied", "journaled")
 
 
 def spec(partitions: int = 1, ack: str = "applied", **fields: Any) -> ModelSpec:
@@ -93,3 +95,28 @@ def stage(driver: ShardDriver, rank: int, clock: int, value: float, seq: int | N
     """Worker `rank` pushes `value` for that clock to the first partition."""
     push_id = PushId(f"r/w{rank}", 1, clock if seq is None else seq)
     return driver.push({0: ones(value)}, push_id, clock=clock, **fields)
+
+
+def view(driver: ShardDriver) -> ModelView:
+    """What the shard was told of its model last."""
+    assert driver.view is not None
+    return driver.view
+
+
+def wish(driver: ShardDriver, *indices: int, number: int = 1) -> None:
+    """The leader wants these partitions handed over; without any, it calls the moves off."""
+    driver.send(replace(view(driver), release=dict.fromkeys(indices, number)))
+
+
+def released(driver: ShardDriver) -> list[tuple[int, ...]]:
+    """The partitions that another shard may have now, as a heartbeat says."""
+    return [row[2:] for row in driver.core.released()]
+
+
+def successor(driver: ShardDriver, **changes: Any) -> ShardDriver:
+    """The shard that gets the partitions next, which the old owner then loses."""
+    after = ShardDriver(driver.store)
+    owned = {i: 2 for i in range(view(driver).spec.partitions)}
+    after.send(replace(view(driver), owned=owned, source="snapshot", release={}, **changes))
+    driver.send(replace(view(driver), owned={}, release={}))
+    return after

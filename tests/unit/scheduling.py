@@ -216,3 +216,10 @@ def row(d: Driver, index: int, number: int) -> list[Any]:
     """What the owner says once it has stored that partition as a whole."""
     model = d.core.read.model("m")
     return ["m", model["generation"], index, model["partitions"][index]["incarnation"], 7, number]
+
+
+def code(d: Driver, number: int) -> str:
+    """The code of the error replied."""
+    outcome = d.replies[number]
+    assert isinstance(outcome, PsError), outcome
+    return outcome.code

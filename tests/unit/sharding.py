@@ -180,3 +180,8 @@ def terms(seq: int = 1, **more: Any) -> PushTerms:
 
 def grads() -> dict[str, Any]:
     return {"b": np.full(14, 2.0, np.float32), "w": np.ones((10, 5))}
+
+
+def expected() -> Any:
+    """The values of `Shards` after one push of `grads`."""
+    return np.arange(64, dtype=np.float32) + np.r_[np.ones(50), np.full(14, 2.0)].astype(np.float32)

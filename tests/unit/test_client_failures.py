@@ -12,7 +12,7 @@ from paramserver.client.cluster import Cluster
 from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, Unavailable, problem
 from paramserver.wire.frame import PullReply, encode_header
 
-from .sharding import A, B, Now, Shards, drive, grads, refusal, terms
+from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
 
 
 @pytest.fixture
@@ -28,10 +28,6 @@ def now() -> Now:
 @pytest.fixture
 def cluster() -> Cluster:
     return Cluster(("http://given:1",))
-
-
-def expected() -> Any:
-    return np.arange(64, dtype=np.float32) + np.r_[np.ones(50), np.full(14, 2.0)].astype(np.float32)
 
 
 def test_a_lost_answer_is_asked_for_again_without_a_second_step(shards: Shards, now: Now, cluster: Cluster) -> None:

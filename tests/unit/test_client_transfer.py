@@ -16,7 +16,7 @@ from paramserver.client.shared_arrays import SharedArrays
 from paramserver.errors import ConflictError, RequestError
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
-from .sharding import A, B, Now, Shards, drive, grads, refusal, terms
+from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
 
 
 @pytest.fixture
@@ -32,10 +32,6 @@ def now() -> Now:
 @pytest.fixture
 def cluster() -> Cluster:
     return Cluster(("http://given:1",))
-
-
-def expected() -> Any:
-    return np.arange(64, dtype=np.float32) + np.r_[np.ones(50), np.full(14, 2.0)].astype(np.float32)
 
 
 def test_a_pull_puts_every_partition_in_its_place(shards: Shards, now: Now, cluster: Cluster) -> None:

@@ -5,19 +5,12 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
-from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError, Unavailable
+from paramserver.errors import ConflictError, FencedError, NotFoundError, RequestError, Unavailable
 from paramserver.types import ModelKey
 
-from .scheduling import SPEC, Driver, beyond_its_cut
+from .scheduling import SPEC, Driver, beyond_its_cut, code
 
 SYNC = {"consistency": {"mode": "sync"}}
-
-
-def code(d: Driver, number: int) -> str:
-    """The code of the error replied."""
-    outcome = d.replies[number]
-    assert isinstance(outcome, PsError), outcome
-    return outcome.code
 
 
 def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
@@ -334,54 +327,6 @@ def test_evaluations_are_asked_for_by_clock_and_taken_by_one() -> None:
     assert series["points"][0][1:] == [5, "m/a", 0.9]
 
 
-def finish(d: Driver) -> io.WriteCheckpoint:
-    """Completes the checkpoint that is being written."""
-    effect = next(w for w in d.work if isinstance(w, io.WriteCheckpoint))
-    d.work.remove(effect)
-    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [0, 0, 0, 0], "/x"))
-    return effect
-
-
-def test_checkpoints_in_sync_are_of_one_clock() -> None:
-    """In a training: of the next cut; standing still: of the present clock, and commits wait meanwhile."""
-    d = Driver()
-    d.model(**SYNC)
-    a = d.join("a")
-    d.clock(a, 1)
-    d.beats()
-    d.clock(a, 2)
-    asked = d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
-    d.clock(a, 3)
-    assert not d.work
-    d.clock(a, 4)
-    d.beats()
-    assert finish(d).cut == 3
-    assert d.result(asked)["clock"] == 3
-    d.send(lambda n: io.RequestCheckpoint(n, "m"))
-    d.wait(1.5)
-    parked = d.clock(a, 5)
-    assert parked in d.open
-    effect = finish(d)
-    assert (effect.cut, effect.document["clock"]) == (None, 4)
-    assert d.result(parked)["released"]
-
-
-def test_the_last_and_the_best_checkpoints_stay() -> None:
-    """keep 2 and the best by metric; one named by a user is never removed."""
-    d = Driver()
-    d.model(checkpoint={"every_clocks": 10, "keep": 2})
-    a = d.join("a")
-    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
-    finish(d)
-    for i, accuracy in enumerate((0.5, 0.9, 0.6, 0.7, 0.8)):
-        d.ask(lambda n, v=accuracy: io.ReportMetrics(n, "m", {"accuracy": v}))  # type: ignore[misc]
-        d.clock(a, 10 * (i + 1))
-        finish(d)
-    names = [c["name"] for c in d.core.read.checkpoints("m")]
-    assert [n.split("-")[-1] for n in names] == ["mine", "20", "40", "50"]
-    assert len([w for w in d.work if isinstance(w, io.RemoveCheckpoint)]) == 2
-
-
 def test_patch_gives_a_revision_that_the_next_commit_names() -> None:
     """What cannot change is refused and changes nothing."""
     d = Driver()
@@ -413,26 +358,6 @@ def test_refused_clocks_change_nothing() -> None:
     for bad in (1 << 40, -1):
         assert code(d, d.clock(a, bad)) == "invalid_field"
     assert not d.commits()
-
-
-def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
-    """Until then the model initializes; a failed one leaves nothing."""
-    d = Driver()
-    d.shard("s0")
-    for error in (None, PsError("corrupt_state", "torn")):
-        number = d.send(lambda n: io.CreateModel(n, SPEC | SYNC, "x", restore=True))
-        d.beats()
-        made = d.result(number)
-        assert made["state"] == "initializing"
-        key = ModelKey("m", made["generation"])
-        done = d.send(lambda n, e=error, k=key: io.RestoreFinished(n, k, e))  # type: ignore[misc]
-        if error is None:
-            assert d.result(done)["state"] == "ready"
-            assert d.commits()[-1]["cut"]
-            d.ask(lambda n: io.DeleteModel(n, "m"))
-        else:
-            assert code(d, done) == "corrupt_state"
-            assert not d.core.read.models()
 
 
 def test_what_cannot_be_given_back_is_not_taken() -> None:

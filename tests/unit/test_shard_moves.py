@@ -1,7 +1,5 @@
 """Partitions that change hands while they live: holding, handing over, calling off, renewed tokens."""
 
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
@@ -12,7 +10,6 @@ from paramserver.core.shard_io import (
     Contribution,
     JournalLost,
     LoadPartition,
-    ModelView,
     RosterChanged,
     SnapshotFailed,
     StoreSnapshot,
@@ -20,33 +17,23 @@ from paramserver.core.shard_io import (
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import ROSTER, WORKERS, complete, done, ones, pending, refused, spec
+from .partitions import (
+    LEVELS,
+    ROSTER,
+    WORKERS,
+    complete,
+    done,
+    ones,
+    pending,
+    refused,
+    released,
+    spec,
+    successor,
+    view,
+    wish,
+)
 
-LEVELS = ("applied", "journaled")
 KEY = PartitionKey(ModelKey("m", 1), 0)
-
-
-def view(driver: ShardDriver) -> ModelView:
-    assert driver.view is not None
-    return driver.view
-
-
-def wish(driver: ShardDriver, *indices: int, number: int = 1) -> None:
-    """The leader wants these partitions handed over; without any, it calls the moves off."""
-    driver.send(replace(view(driver), release=dict.fromkeys(indices, number)))
-
-
-def released(driver: ShardDriver) -> list[tuple[int, ...]]:
-    return [row[2:] for row in driver.core.released()]
-
-
-def successor(driver: ShardDriver, **changes: Any) -> ShardDriver:
-    """The shard that gets the partitions next, which the old owner then loses."""
-    after = ShardDriver(driver.store)
-    owned = {i: 2 for i in range(view(driver).spec.partitions)}
-    after.send(replace(view(driver), owned=owned, source="snapshot", release={}, **changes))
-    driver.send(replace(view(driver), owned={}, release={}))
-    return after
 
 
 @pytest.mark.parametrize("ack", LEVELS)

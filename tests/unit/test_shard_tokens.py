@@ -14,7 +14,6 @@ from paramserver.core.shard_io import (
     JournalLost,
     JournalRefused,
     LoadPartition,
-    ModelView,
     SetReceived,
     SnapshotFailed,
     SnapshotStored,
@@ -24,33 +23,9 @@ from paramserver.errors import PsError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import ROSTER, WORKERS, complete, done, ones, spec
+from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, spec, view, wish
 
-LEVELS = ("applied", "journaled")
 KEY = PartitionKey(ModelKey("m", 1), 0)
-
-
-def view(driver: ShardDriver) -> ModelView:
-    assert driver.view is not None
-    return driver.view
-
-
-def wish(driver: ShardDriver, *indices: int, number: int = 1) -> None:
-    """The leader wants these partitions handed over; without any, it calls the moves off."""
-    driver.send(replace(view(driver), release=dict.fromkeys(indices, number)))
-
-
-def released(driver: ShardDriver) -> list[tuple[int, ...]]:
-    return [row[2:] for row in driver.core.released()]
-
-
-def successor(driver: ShardDriver, **changes: Any) -> ShardDriver:
-    """The shard that gets the partitions next, which the old owner then loses."""
-    after = ShardDriver(driver.store)
-    owned = {i: 2 for i in range(view(driver).spec.partitions)}
-    after.send(replace(view(driver), owned=owned, source="snapshot", release={}, **changes))
-    driver.send(replace(view(driver), owned={}, release={}))
-    return after
 
 
 @pytest.mark.parametrize("ack", LEVELS)
