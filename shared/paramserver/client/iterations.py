@@ -115,7 +115,9 @@ class Iterations:
             values = yield from s.pull(deadline, out=out, view=view)
             return values.frozen() if view else values
         except Unavailable as e:
-            raise (_hinting(e, DONE) if done else e) from e.__cause__
+            if not done:
+                raise
+            raise _hinting(e, DONE) from e
 
     def _finish(
         self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None

@@ -24,7 +24,6 @@ POINTS_PER_BEAT: Final = 4
 POINTS_MAX: Final = 16 * POINTS_PER_BEAT
 """Kept for the next one."""
 
-
 Noted: TypeAlias = tuple[int, dict[str, float]]
 """The clock at which metrics were reported, and they."""
 
