@@ -31,7 +31,6 @@ START_S = 90.0
 NOWHERE = "/dev/null/none"
 """A folder that cannot exist: shared memory is then off."""
 PAIRS_PER_STREAM = 8
-SMALL_BYTES = 1 << 20
 
 
 @contextmanager
@@ -188,15 +187,11 @@ class Ours:
             yield Running(shards, base, connect, lambda: others, {"paramserver": ps.__version__})
 
 
-def create(client: ps.Client, work: Work, name: str = MODEL, partitions: int | None = None) -> ps.Model:
-    """The model of some work: one vector, plain SGD; a small one is cut only once for each shard (docs/sdk.md)."""
-    if partitions is None and 4 * work.elements < SMALL_BYTES:
-        partitions = work.servers
+def create(client: ps.Client, work: Work, name: str = MODEL) -> ps.Model:
+    """The model of some work: one vector, plain SGD."""
     values: Any = {"w": work.initial() if work.kind == "W4" else (work.elements,)}
     consistency = ps.Sync(min_workers=work.workers) if work.mode == "sync" else ps.Async()
-    return client.create_model(
-        name, values, optimizer=ps.SGD(lr=work.rate), consistency=consistency, partitions=partitions
-    )
+    return client.create_model(name, values, optimizer=ps.SGD(lr=work.rate), consistency=consistency)
 
 
 VARIANTS = (

@@ -101,7 +101,14 @@ def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -
 
     optimizer, consistency = MODES[mode]
     name = f"digits-{mode}"
-    model = client.create_model(name, digits.spec(), optimizer=optimizer, consistency=consistency, exist_ok=True)
+    model = client.create_model(
+        name,
+        digits.spec(),
+        optimizer=optimizer,
+        consistency=consistency,
+        partitions=digits.PARTITIONS,
+        exist_ok=True,
+    )
     run = client.create_run(name, "paramserver.examples.digits:train", workers=WORKERS, evaluate_every=EVALUATE_EVERY)
     training = Training(client, name, mode)
     accuracy = 0.0

@@ -192,4 +192,4 @@ def _spec_of(entry: str, file: Path | None) -> dict[str, Any]:
         raise typer.BadParameter("is needed for what is not the digits example", param_hint="--spec")
     from paramserver.examples import digits
 
-    return {"params": digits.spec(), "optimizer": OPTIMIZER}
+    return {"params": digits.spec(), "optimizer": OPTIMIZER, "partitions": digits.PARTITIONS}

@@ -97,7 +97,7 @@ class Check:
 
     def serves_this_machine(self) -> None:
         """A client beside the containers creates, pushes and pulls, though it reaches one address only."""
-        model = self.client.create_model("mine", {"w": (1000,)}, optimizer=ps.SGD(lr=1.0))
+        model = self.client.create_model("mine", {"w": (1000,)}, optimizer=ps.SGD(lr=1.0), partitions=8)
         with model.worker() as worker:
             began = time.monotonic()
             for _ in range(20):

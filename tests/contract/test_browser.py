@@ -45,7 +45,7 @@ def training(folder: Path, *, shards: int, workers: int, minutes: float) -> Iter
         model = "digits"
         with ps.connect(cluster.url) as client:
             optimizer = ps.Adam(lr=1e-3, schedule=ps.Exponential(gamma=0.9995))
-            client.create_model(model, digits.spec(), optimizer=optimizer, consistency=ps.Async())
+            client.create_model(model, digits.spec(), optimizer=optimizer, partitions=digits.PARTITIONS)
             entry = "paramserver.examples.digits:train"
             client.create_run(model, entry, workers=workers, stop={"minutes": minutes}, evaluate_every=10)
         eventually(lambda: cluster.get(f"/models/{model}")["version"] > 20, within_s=100.0, what="the first versions")

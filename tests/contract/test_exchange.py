@@ -63,7 +63,9 @@ def made(cluster: Nodes) -> str:
     name = unique("m")
     with ps.connect(cluster.url) as client:
         optimizer, rule = ps.Adam(lr=0.01), ps.Sync(min_workers=WORKERS)
-        client.create_model(name, {"w": np.zeros(SIZE, np.float32)}, optimizer=optimizer, consistency=rule)
+        client.create_model(
+            name, {"w": np.zeros(SIZE, np.float32)}, optimizer=optimizer, consistency=rule, partitions=8
+        )
     return name
 
 
@@ -135,7 +137,7 @@ def test_what_the_scheduler_asks_of_a_worker_is_heard_in_the_next_round(cluster:
     """A commit says that there is something to hear; then clocks are reported to the scheduler, which tells it."""
     name = unique("m")
     with ps.connect(cluster.url) as client:
-        model = client.create_model(name, {"w": (SIZE,)}, consistency=ps.Sync())
+        model = client.create_model(name, {"w": (SIZE,)}, consistency=ps.Sync(), partitions=8)
         with model.worker() as w:
             for _ in range(3):
                 w.exchange({"w": np.ones(SIZE)})

@@ -82,15 +82,15 @@ def test_assigned_values_that_cannot_be_held_change_nothing(client: ps.Client, n
 
 def test_the_same_spec_again_is_fine_only_if_asked_for(client: ps.Client, name: str) -> None:
     """`exist_ok` keeps the values; without it, and for another spec, the model is in the way."""
-    model = client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum())
+    model = client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
 
-    client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), exist_ok=True)
+    client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), exist_ok=True, partitions=8)
     assert model.pull()["w"].tolist() == [1.0] * 100
     with pytest.raises(ps.ConflictError, match="exist_ok"):
-        client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum())
+        client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), partitions=8)
     with pytest.raises(ps.ConflictError):
-        client.create_model(name, {"w": np.zeros(101)}, optimizer=ps.Sum(), exist_ok=True)
+        client.create_model(name, {"w": np.zeros(101)}, optimizer=ps.Sum(), exist_ok=True, partitions=8)
 
 
 def test_many_clients_create_it_at_once(shared_cluster: Cluster, name: str) -> None:
@@ -115,7 +115,9 @@ def test_many_clients_create_it_at_once(shared_cluster: Cluster, name: str) -> N
 
 def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
     """In sync every worker sees exactly the mean of both gradients after each clock."""
-    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), consistency=ps.Sync(min_workers=2))
+    model = client.create_model(
+        name, {"w": (100,)}, optimizer=ps.Sum(), consistency=ps.Sync(min_workers=2), partitions=8
+    )
     seen: dict[int, list[float]] = {}
 
     def work(rank: int) -> None:
@@ -138,7 +140,7 @@ def test_two_workers_in_step_get_the_mean(client: ps.Client, name: str) -> None:
 
 def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> None:
     """The hint is in the words of the SDK."""
-    model = client.create_model(name, {"w": (100,)}, consistency=ps.Sync())
+    model = client.create_model(name, {"w": (100,)}, consistency=ps.Sync(), partitions=8)
 
     with pytest.raises(ps.ConflictError, match=r"with model\.worker\(\) as w"):
         model.push(ones())
@@ -146,7 +148,7 @@ def test_a_sync_push_without_a_worker_says_how(client: ps.Client, name: str) -> 
 
 def test_the_mode_may_change_under_a_worker(client: ps.Client, name: str) -> None:
     """A worker notices by itself that the model went from async to sync and back."""
-    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     with model.worker() as w:
         w.step(ones())
         model.set(consistency=ps.Sync())
@@ -219,7 +221,7 @@ def test_a_worker_keeps_state_and_evaluates(client: ps.Client, name: str) -> Non
 
 def test_a_worker_given_up_joins_again(client: ps.Client, name: str) -> None:
     """A worker whose lease was taken from it goes on under the same id."""
-    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     with model.worker() as w:
         w.step(ones())
         path = f"/models/{name}/workers/{w.name.replace('/', '%2F')}"
@@ -270,7 +272,9 @@ def test_behind_a_gateway_everything_goes_through_the_url(
 ) -> None:
     """A map full of addresses that nobody can reach still trains; one log line says which way it goes."""
     with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
-        model = client.create_model(name, {"w": np.zeros(1000)}, optimizer=ps.Sum(), consistency=ps.Sync())
+        model = client.create_model(
+            name, {"w": np.zeros(1000)}, optimizer=ps.Sum(), consistency=ps.Sync(), partitions=8
+        )
         with model.worker() as w:
             for _ in range(3):
                 w.pull()
@@ -284,7 +288,7 @@ def test_behind_a_gateway_everything_goes_through_the_url(
 def test_lost_answers_do_not_count_twice(shared_cluster: Cluster, name: str) -> None:
     """Every third answer to a push is lost after it was done; the sum is exact all the same."""
     with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
-        model = client.create_model(name, {"w": np.zeros(1000)}, optimizer=ps.Sum())
+        model = client.create_model(name, {"w": np.zeros(1000)}, optimizer=ps.Sum(), partitions=8)
         g.lose_every = 3
         duplicates = sum(model.push(ones(1000)).duplicate for _ in range(20))
         g.lose_every = 0
@@ -295,7 +299,7 @@ def test_lost_answers_do_not_count_twice(shared_cluster: Cluster, name: str) -> 
 
 def test_threads_share_one_client(client: ps.Client, name: str) -> None:
     """Pushes from many threads of one client are all counted, each once."""
-    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
 
     def work() -> None:
         for _ in range(20):
@@ -314,7 +318,7 @@ def test_threads_share_one_client(client: ps.Client, name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_goes_on_by_itself(client: ps.Client, name: str) -> None:
     """The child has connections and push numbers of its own, and may not use its parent's worker."""
-    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
     with model.worker() as w:
         w.step(ones())
@@ -343,7 +347,9 @@ def test_asyncio_has_the_same_surface(shared_cluster: Cluster, name: str) -> Non
 
     async def main() -> None:
         async with ps.AsyncClient(shared_cluster.url) as client:
-            model = await client.create_model(name, {"w": np.zeros(100)}, optimizer=ps.Sum(), exist_ok=True)
+            model = await client.create_model(
+                name, {"w": np.zeros(100)}, optimizer=ps.Sum(), exist_ok=True, partitions=8
+            )
             await asyncio.gather(*(model.push(ones()) for _ in range(10)))
             assert (await model.pull())["w"].tolist() == [10.0] * 100
             await model.add_tasks("train", size=4, chunk=2)
@@ -395,7 +401,7 @@ def test_encoded_pushes_at_once_lose_nothing(shared_cluster: Cluster, name: str,
 
 def test_shared_arrays_are_read_only_and_reused(client: ps.Client, name: str) -> None:
     """`copy=False` hands out the same arrays while they are new enough."""
-    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
 
     first = model.pull(copy=False)
@@ -412,7 +418,7 @@ def test_shared_arrays_are_read_only_and_reused(client: ps.Client, name: str) ->
 
 def test_shared_arrays_end_with_their_model(client: ps.Client, name: str) -> None:
     """What was pulled before a model was deleted answers neither then nor for the one created anew in its place."""
-    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum())
+    model = client.create_model(name, {"w": (100,)}, optimizer=ps.Sum(), partitions=8)
     model.push(ones())
     model.pull(copy=False)
     assert model.pull(copy=False, min_version=1)["w"].tolist() == [1.0] * 100
@@ -428,7 +434,7 @@ def test_shared_arrays_end_with_their_model(client: ps.Client, name: str) -> Non
 
 def test_a_version_that_does_not_come_is_said(client: ps.Client, name: str) -> None:
     """412 after `wait_s`, with the version there is."""
-    model = client.create_model(name, {"w": (100,)})
+    model = client.create_model(name, {"w": (100,)}, partitions=8)
 
     with pytest.raises(ps.ConflictError) as e:
         model.pull(min_version=5, wait_s=0.2)

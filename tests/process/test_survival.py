@@ -22,7 +22,7 @@ class Training:
     def __init__(self, cluster: Cluster, consistency: Any) -> None:
         self.client = ps.connect(cluster.url, timeout=60.0)
         self.model = self.client.create_model(
-            "count", {"w": np.zeros(1000, np.float32)}, optimizer=ps.Sum(), consistency=consistency
+            "count", {"w": np.zeros(1000, np.float32)}, optimizer=ps.Sum(), consistency=consistency, partitions=8
         )
         self.goal = ENDLESS
         self.progress = [0] * WORKERS

@@ -85,7 +85,9 @@ def train(
                     rates.step()
         return net
 
-    client.create_model(name, _values(module()), optimizer=optimizer, consistency=options.get("consistency"))
+    client.create_model(
+        name, _values(module()), optimizer=optimizer, consistency=options.get("consistency"), partitions=8
+    )
     return together(work)
 
 

@@ -24,7 +24,7 @@ def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
 
 
 def test_creation_is_answered_when_every_partition_is_served() -> None:
-    """The 201 waits for both owners; the same spec is 200, another one 409."""
+    """The 201 waits for both owners; the same spec is 200, also without a number of partitions, another one 409."""
     d = Driver()
     d.shard("s0")
     d.shard("s1")
@@ -34,6 +34,8 @@ def test_creation_is_answered_when_every_partition_is_served() -> None:
     d.beat("s1")
     assert [p["shard"] for p in d.result(number)["partitions"]] == ["s0", "s1", "s0", "s1"]
     assert d.ask(lambda n: io.CreateModel(n, SPEC, "y"))["generation"] == 1
+    any_number = {k: v for k, v in SPEC.items() if k != "partitions"}
+    assert d.ask(lambda n: io.CreateModel(n, any_number, "y"))["generation"] == 1
     with pytest.raises(ConflictError, match="another spec"):
         d.ask(lambda n: io.CreateModel(n, SPEC | {"partitions": 2}, "z"))
 

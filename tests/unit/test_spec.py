@@ -25,8 +25,18 @@ def test_defaults_are_filled_in() -> None:
     assert s.params[0].init.kind == "zeros"
     assert s.consistency.mode == "async"
     assert s.ack == "applied"
-    assert s.partitions == 8
+    assert s.partitions == 1
     assert s.params[1].size == 1
+
+
+@pytest.mark.parametrize(
+    ("mib", "partitions"), [(0.5, 1), (0.6, 2), (1.5, 3), (1.6, 4), (16, 4), (16.1, 5), (100, 25), (65536, 4096)]
+)
+def test_a_model_is_cut_by_its_size(mib: float, partitions: int) -> None:
+    """Into parts of 512 KiB, at most four of them, and beyond 16 MiB into parts of 4 MiB; 4,096 is the bound."""
+    s = spec(params={"w": {"shape": [int(mib * (1 << 18))]}})
+
+    assert s.partitions == partitions
 
 
 def test_document_and_parse_are_inverse() -> None:

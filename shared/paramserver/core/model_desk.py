@@ -70,7 +70,10 @@ class ModelDesk:
         self._park(model, e.request, 201, token, now)
 
     def _create_again(self, e: CreateModel, spec: ModelSpec, model: Model, now: float) -> None:
-        if e.restore or spec.document() != model.created:
+        document = spec.document()
+        if "partitions" not in e.spec:  # what a default is may change between releases, and no one asked for a number
+            document["partitions"] = model.created["partitions"]
+        if e.restore or document != model.created:
             raise problem(
                 "model_exists",
                 f"model '{spec.name}' exists" + ("" if e.restore else " with another spec"),

@@ -160,8 +160,8 @@ class ModelSpec(Struct, frozen=True):
             r.fail("params", f"hold {size} elements; at most {limits.MODEL_ELEMENTS_MAX} are allowed")
             size = 1
         least = max(1, -(-size * 4 // limits.PARTITION_BYTES_MAX))
-        default = max(least, -(-size * 4 // limits.PARTITION_BYTES_DEFAULT), min(limits.PARTITIONS_DEFAULT_MIN, size))
-        default = max(1, min(default, limits.PARTITIONS_MAX))
+        small = min(limits.PARTITIONS_SMALL, -(-size * 4 // limits.PARTITION_BYTES_SMALL))
+        default = min(max(least, small, -(-size * 4 // limits.PARTITION_BYTES_DEFAULT)), limits.PARTITIONS_MAX)
         partitions = r.integer("partitions", default, 1, limits.PARTITIONS_MAX)
         if size and not least <= partitions <= max(size, 1):
             r.fail("partitions", f"must be from {least} to {min(size, limits.PARTITIONS_MAX)} for {size} elements")

@@ -20,6 +20,8 @@ HIDDEN = (256, 128)
 SHIFT_PIXELS = 1
 NOISE_STD = 0.15
 """Of pixels from 0 to 1."""
+PARTITIONS = 8
+"""For 200 KB one would do; these are to be seen moving when shards come and go."""
 
 Values = Mapping[str, F32]
 
