@@ -20,7 +20,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.utils import is_ssl
 from uvicorn.server import ServerState
 
+from paramserver.limits import WAITED_BYTES
 from paramserver.wire import http2 as wire
+from paramserver.wire import tcp
 from paramserver.wire.http2 import Http2Error
 from paramserver_node.follies import WIDER_BYTES_MIN, Follies
 from paramserver_node.lent_socket import LentSocket
@@ -46,9 +48,7 @@ SHORT_BYTES: Final = 4096
 TOGETHER: Final = 8
 """Short answers that go out in one piece; with more, a client would wait for the last before it has the first."""
 READ_BYTES: Final = 1 << 20
-"""What is read at a time, so that others have their turn; of a body, what is waited for: to be woken is dear."""
-WAITED_BYTES_MIN: Final = 512 << 10
-"""What is waited for; saying so is dear too."""
+"""What is read at a time, so that others have their turn."""
 DIRECT_BYTES_MIN: Final = 16 << 10
 """What is worth a read of its own."""
 FIRST_BYTES: Final = 64 << 10
@@ -110,7 +110,7 @@ class Connection(asyncio.BufferedProtocol):
         self._socket = transport.get_extra_info("socket")
         over_tcp = self._socket.family != socket.AF_UNIX
         if over_tcp:  # asyncio forgets it where the listening socket was given to it
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tcp.prepare(self._socket)
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
         self._unread = Unread(transport)
         self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno(), self.abort)
@@ -168,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
         stream = self._streams.get(self._scanner.due_stream) if due >= DIRECT_BYTES_MIN else None
         if self._can_wait:
             worth = nbytes >= DIRECT_BYTES_MIN and stream is not None  # of a slow client each byte counts
-            wanted = min(due, READ_BYTES) if worth and due >= WAITED_BYTES_MIN else 1
+            wanted = WAITED_BYTES if worth and due >= WAITED_BYTES else 1
             if wanted != self._awaited and not self.transport.is_closing():
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 self._awaited = wanted

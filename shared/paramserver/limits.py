@@ -22,6 +22,10 @@ MSGPACK_ITEMS_MAX: Final = 1 << 17
 JSON_DEPTH_MAX: Final = 32
 CHUNK_BYTES: Final = 1 * MIB
 """Size of the pieces in which responses are written."""
+SEND_BUFFER_BYTES: Final = 384 * 1024
+"""Asked of the kernel for what is sent to the same machine; Linux keeps twice as much, or 416 KiB by default."""
+WAITED_BYTES: Final = MIB // 4
+"""A body's reader is woken for no less: to be woken is dear.  That buffer holds more, else both would wait."""
 
 # What a model may be.
 PARAM_NAME_BYTES_MAX: Final = 256

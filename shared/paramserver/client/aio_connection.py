@@ -6,12 +6,14 @@ give a request up at any time, and then change the memory that it was sent from.
 """
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from typing import Final
 
 from paramserver.client import http2
 from paramserver.client.calls import Sink
 from paramserver.client.http2 import Answer, Client, Refused
+from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
 _READ_BYTES: Final = 256 << 10
@@ -127,6 +129,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The client has the first word; it goes with the first request."""
         self._transport = transport
+        connected = transport.get_extra_info("socket")
+        if connected.family != socket.AF_UNIX:
+            tcp.prepare(connected)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever waits learns of it."""

@@ -18,13 +18,12 @@ from typing import Final, TypeVar
 from paramserver.client import http2
 from paramserver.client.calls import Sink
 from paramserver.client.http2 import Answer, Client
+from paramserver.limits import WAITED_BYTES
 from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 
 T = TypeVar("T")
 
 _READ_BYTES: Final = 256 << 10
-_AWAITED_BYTES_MAX: Final = 1 << 20
-"""How much of a body is waited for: it is dear to either side to be woken for a little."""
 
 
 class Connection:
@@ -147,7 +146,7 @@ class Connection:
         client = self._client
         place = client.place()
         try:
-            self._await(1 if place is None or self._slow else min(len(place), _AWAITED_BYTES_MAX))
+            self._await(1 if place is None or self._slow else min(len(place), WAITED_BYTES))
             if place is None:
                 n = self.socket.recv_into(self._room)
             elif self._gathers:  # what follows it is another frame's head

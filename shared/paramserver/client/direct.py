@@ -21,6 +21,7 @@ from paramserver.client.credentials import Credentials
 from paramserver.client.forks import in_child
 from paramserver.client.http2 import Answer, Refused
 from paramserver.errors import PsError, problem
+from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
 SCHEME: Final = "unix://"
@@ -179,7 +180,7 @@ class DirectTransport(_Messages):
             return connected
         host, port, secure = _host(address)
         connected = socket.create_connection((host, port), timeout_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tcp.prepare(connected)
         if not secure:
             return connected
         try:

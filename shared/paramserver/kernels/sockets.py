@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserver.kernels import prebuilt
+from paramserver.limits import WAITED_BYTES
 
 PAUSE_MS: Final = 50
 """A peer that neither takes nor sends anything for so long is not waited for."""
-WAITS_MAX: Final = 64
+WAITS_MAX: Final = 128
 """How often it is waited for, however little it pauses."""
-LOW_BYTES: Final = 1 << 20
-"""What is waited for at a time: to be woken for a little is dear to either side."""
 
 _lock = Lock()
 _found: Any = None
@@ -77,7 +76,7 @@ def receive(
     state = np.array([stream, due, flags, 0], np.int64)
     head, scratch = np.zeros(9, np.uint8), np.zeros((len(rows) + 1, 2), np.int64)
     size = warm_up().take(
-        fd, rows, scratch, state, head, LOW_BYTES, payload_bytes_max, PAUSE_MS, WAITS_MAX, np.zeros(2, np.int32)
+        fd, rows, scratch, state, head, WAITED_BYTES, payload_bytes_max, PAUSE_MS, WAITS_MAX, np.zeros(2, np.int32)
     )
     return Received(int(size), int(state[1]), int(state[2]), head[: state[3]].tobytes())
 

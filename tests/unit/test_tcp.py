@@ -1,0 +1,49 @@
+"""What a TCP socket that carries bodies is told."""
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from paramserver.limits import SEND_BUFFER_BYTES, WAITED_BYTES
+from paramserver.wire import tcp
+
+
+@contextmanager
+def connected(own: str) -> Iterator[socket.socket]:
+    """A connection to 127.0.0.1 from that address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname(), source_address=(own, 0)) as client:
+            peer, _ = listener.accept()
+            with peer:
+                yield client
+
+
+def send_buffer(s: socket.socket) -> int:
+    return s.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def test_to_the_same_machine_the_send_buffer_is_small() -> None:
+    """Twice what is asked for at most, and more than a reader waits for; nothing small waits."""
+    with connected("127.0.0.1") as client:
+        tcp.prepare(client)
+        assert WAITED_BYTES < send_buffer(client) <= 2 * SEND_BUFFER_BYTES
+        assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
+def test_to_another_address_the_kernel_finds_the_size() -> None:
+    """Only that nothing small waits is said."""
+    with connected("127.0.0.2") as client:
+        before = send_buffer(client)
+        tcp.prepare(client)
+        assert send_buffer(client) == before
+        assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_peer_that_is_gone_is_no_matter() -> None:
+    """Whoever reads from the connection next learns of it."""
+    with socket.socket() as alone:
+        tcp.prepare(alone)
