@@ -83,7 +83,7 @@ class CheckpointStore:
     def remove(self, model: str, name: str, creation: str | None) -> None:
         """Delete one of that creation of the model (None: of any); not to be there is as good."""
         path = self.path(model, name)
-        if path.is_dir() and (creation is None or _creation(path, like=creation) == creation):
+        if path.is_dir() and _of(path, creation):
             # Renamed first: a deletion cut short leaves no half checkpoint under its name.
             gone = path.with_name(f".{path.name}.gone")
             shutil.rmtree(gone, ignore_errors=True)
@@ -119,6 +119,11 @@ class CheckpointStore:
             raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
         return path
 
+    def file(self, model: str, name: str, file: str, creation: str | None) -> Path | None:
+        """One file of a checkpoint; None if it is not there, or not of that creation of the model (None: of any)."""
+        path = self.path(model, name)
+        return path / file if (path / file).is_file() and _of(path, creation) else None
+
     def read(self, model: str, name: str, creation: str | None = None) -> checkpoint.Checkpoint:
         """One checkpoint, checked, of that creation of the model (None: of any).
 
@@ -126,7 +131,7 @@ class CheckpointStore:
         """
         path = self.find(model, name)
         held = checkpoint.read(path)
-        if creation is not None and _creation(path, like=creation) != creation:
+        if not _of(path, creation):
             raise taken(name)
         return held
 
@@ -180,6 +185,11 @@ def _creation(path: Path, like: str = "") -> str:
     if manifest.get("creation") is None and like.partition("-")[0] == str(manifest.get("generation")):
         return like
     return str(manifest.get("creation"))
+
+
+def _of(path: Path, creation: str | None) -> bool:
+    """Whether a checkpoint is of that creation of its model (None: of any)."""
+    return creation is None or _creation(path, like=creation) == creation
 
 
 def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any]:

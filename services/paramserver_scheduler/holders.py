@@ -28,6 +28,11 @@ def file_path(model: str, name: str, file: str) -> str:
     return "/internal/checkpoints/" + "/".join(quote(part, safe="") for part in (model, name, file))
 
 
+def of_creation(creation: str | None) -> dict[str, str]:
+    """The query that asks for it only if it is of that creation of the model (None: of any)."""
+    return {} if creation is None else {"creation": creation}
+
+
 class Holders:
     """Asks the other schedulers for checkpoints that are not in this one's folder."""
 
@@ -56,15 +61,16 @@ class Holders:
             hint="start it, or restore from a copy of the folder: psctl checkpoint restore FOLDER",
         )
 
-    async def fetch(self, model: str, name: str, holder: str | None) -> None:
-        """Copy a checkpoint from whoever has it, first of all the scheduler `holder`, into this one's folder.
+    async def fetch(self, model: str, name: str, holder: str | None, creation: str | None) -> None:
+        """Copy a checkpoint of that creation of the model (None: of any) into this one's folder, from whoever has it,
+        first of all the scheduler `holder`.
 
         Raises NotFoundError (`unknown_checkpoint`) when nobody has it, Unavailable while its holder does not run, and
         OSError if the disk refuses.
         """
         for url in self._others(holder):
             try:
-                await self._copy(url, model, name)
+                await self._copy(url, model, name, creation)
             except (PsError, httpx.HTTPError, httpx.InvalidURL) as e:
                 log.info("checkpoint.not_there model=%s name=%s at=%s %s", model, name, url, e)
             else:
@@ -79,7 +85,7 @@ class Holders:
         for url in self._others():
             try:
                 url_of_it = url + file_path(model, name, checkpoint.MANIFEST)
-                await self._http.delete(url_of_it, params={"creation": creation})
+                await self._http.delete(url_of_it, params=of_creation(creation))
             except (httpx.HTTPError, httpx.InvalidURL) as e:
                 log.warning("checkpoint.stays model=%s name=%s at=%s %s", model, name, url, e)
 
@@ -87,19 +93,19 @@ class Holders:
         others = sorted(self._lease.schedulers, key=lambda s: s.name != first)
         return [s.url for s in others if s.url != self._lease.url]
 
-    async def _copy(self, url: str, model: str, name: str) -> None:
+    async def _copy(self, url: str, model: str, name: str, creation: str | None) -> None:
         target = self._store.path(model, name)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         await asyncio.to_thread(part.mkdir, parents=True)
         try:
             for file in FILES:
-                await self._download(url + file_path(model, name, file), part / file)
+                await self._download(url + file_path(model, name, file), creation, part / file)
             await asyncio.to_thread(part.rename, target)
         finally:
             await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
 
-    async def _download(self, url: str, path: Path) -> None:
-        async with self._http.stream("GET", url) as response:
+    async def _download(self, url: str, creation: str | None, path: Path) -> None:
+        async with self._http.stream("GET", url, params=of_creation(creation)) as response:
             if not response.is_success:
                 await response.aread()
                 raise _error(response)

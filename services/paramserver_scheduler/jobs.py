@@ -12,7 +12,6 @@ from redis.exceptions import RedisError
 
 from paramserver.checkpoint import Checkpoint
 from paramserver.core import scheduler_io as io
-from paramserver.core.checkpoints import creation_of
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import NotFoundError, PsError, as_problem, problem
@@ -147,19 +146,18 @@ class Jobs:
         creation: str | None = None
         try:
             record = self._runtime.core.read.checkpoint(model, name)
-            living = self._runtime.core.read.model(model)
+            creation = self._runtime.core.read.creation(model)
         except NotFoundError:  # the model is gone, or the record: what the folder holds counts
             pass
         else:
             name, holder = record["name"], record["scheduler"] or None
-            creation = creation_of(living["generation"], living["created_s"])
         try:
             return await asyncio.to_thread(self._store.read, model, name, creation)
         except NotFoundError:
             if holder == self._name or name in ("latest", "best"):
                 raise
-        await self.holders.fetch(model, name, holder)
-        return await asyncio.to_thread(self._store.read, model, name)
+        await self.holders.fetch(model, name, holder, creation)
+        return await asyncio.to_thread(self._store.read, model, name, creation)
 
     async def _write(self, effect: io.WriteCheckpoint) -> None:
         creation = effect.document["creation"]

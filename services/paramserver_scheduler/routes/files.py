@@ -1,16 +1,18 @@
 """Files of checkpoints: each scheduler hands out those in its own folder, and the leader those of the others too."""
 
 import asyncio
+from pathlib import Path
 from typing import cast
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
 
-from paramserver.errors import problem
+from paramserver.errors import NotFoundError, problem
 from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
 from paramserver_scheduler.exchange import gives, service
-from paramserver_scheduler.holders import FILES, file_path
+from paramserver_scheduler.holders import FILES, file_path, of_creation
 
 router = APIRouter(tags=["checkpoints"])
 
@@ -20,25 +22,35 @@ router = APIRouter(tags=["checkpoints"])
 async def download(request: Request, m: str, name: str, file: str) -> Response:
     """One file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.
 
-    It comes from the scheduler that wrote it; 503 `unavailable` while that one does not run.
+    It is of the checkpoint that the model's list tells of, from the scheduler that wrote it; 503 `unavailable` while
+    that one does not run. Of a model that is gone it is what the leader has under that name.
     """
     s = service(request)
-    if _held(request, m, name, file):
-        return _answer(request, m, name, file)
-    holder = str(s.read.checkpoint(m, check_name(name))["scheduler"])
-    url = s.jobs.holders.url(holder)
+    try:
+        record, creation = s.read.checkpoint(m, check_name(name)), s.read.creation(m)
+    except NotFoundError as e:
+        if e.code != "unknown_model" or (path := await _held(request, m, name, file, None)) is None:
+            raise
+        return _answer(path)
+    name = record["name"]
+    if (path := await _held(request, m, name, file, creation)) is not None:
+        return _answer(path)
+    url = s.jobs.holders.url(str(record["scheduler"]))
     if url == s.url:
         raise _unknown(m, name, file)
-    path = file_path(m, name, file)
-    scope = {**request.scope, "path": path, "raw_path": path.encode(), "query_string": b""}
+    at, query = file_path(m, name, file), urlencode(of_creation(creation))
+    scope = {**request.scope, "path": at, "raw_path": at.encode(), "query_string": query.encode()}
     return await s.forwarder.forward(Request(scope, request.receive), [url], mark=False)
 
 
 @router.get("/internal/checkpoints/{m}/{name}/{file}", responses=gives(200, "The file"))
 @role("reader")  # as `download`, which hands requests on to it in the caller's name
-async def own_file(request: Request, m: str, name: str, file: str) -> Response:
-    """One file of a checkpoint in this scheduler's own folder, whether it leads or not."""
-    return _answer(request, m, name, file)
+async def own_file(request: Request, m: str, name: str, file: str, creation: str | None = None) -> Response:
+    """One file of a checkpoint in this scheduler's own folder, if of that creation of the model, leading or not."""
+    path = await _held(request, m, name, file, creation)
+    if path is None:
+        raise _unknown(m, name, file)
+    return _answer(path)
 
 
 @router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=gives(204, "Gone"))
@@ -53,15 +65,14 @@ def _store(request: Request) -> CheckpointStore:
     return cast(CheckpointStore, request.app.state.checkpoints)
 
 
-def _held(request: Request, m: str, name: str, file: str) -> bool:
-    return file in FILES and (_store(request).path(m, name) / file).is_file()
+async def _held(request: Request, m: str, name: str, file: str, creation: str | None) -> Path | None:
+    if file not in FILES:
+        return None
+    return await asyncio.to_thread(_store(request).file, m, name, file, creation)
 
 
-def _answer(request: Request, m: str, name: str, file: str) -> Response:
-    if not _held(request, m, name, file):
-        raise _unknown(m, name, file)
-    kind = "application/json" if file.endswith(".json") else "application/octet-stream"
-    return FileResponse(_store(request).path(m, name) / file, media_type=kind)
+def _answer(path: Path) -> Response:
+    return FileResponse(path, media_type="application/json" if path.suffix == ".json" else "application/octet-stream")
 
 
 def _unknown(m: str, name: str, file: str) -> Exception:

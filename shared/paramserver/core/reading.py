@@ -100,6 +100,10 @@ class Reading:
         records = self._c.model(name).checkpoints.records.values()
         return [r.document() for r in sorted(records, key=lambda r: r.number)]
 
+    def creation(self, name: str) -> str:
+        """What the manifests of a model's checkpoints tell it from others of its name by; raises NotFoundError."""
+        return self._c.model(name).creation
+
     def checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
         """One checkpoint by its name, `latest` or `best`; raises NotFoundError (`unknown_checkpoint`)."""
         model = self._c.model(name)
