@@ -187,10 +187,11 @@ class ShardState(Body):
 
 
 class Uploaded(Body):
-    """All owners have the values of one parameter."""
+    """All owners that lacked them have the values of one parameter."""
 
     name: str
     token: str | None = None
+    given: list[list[int]] = Field([], description="[index, owner token] of each partition that took them")
 
 
 def known_fields(kind: type[Body]) -> list[str]:

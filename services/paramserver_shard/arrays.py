@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.selection import Selection, select, unknown
@@ -81,7 +82,8 @@ class ArrayService:
     async def put(self, model: str, name: str, value: Any, upload_token: str | None) -> PushDone:
         """Assigns a value (a JSON or msgpack tensor, or an array read from .npy); or uploads a first value.
 
-        Raises PsError.
+        A first value that is asked for again goes only where it was lost; where it was not, the answer is as that to a
+        duplicate.  Raises PsError.
         """
         known = await self._models.find(model)
         selection = _one(known, name)
@@ -93,11 +95,18 @@ class ArrayService:
         uploading = known.state != "ready"
         if uploading:
             self._check_upload(known, name, upload_token)
-        done = await self._exchange.assign(known, assignment(known, selection, flat, dtype))
+        command = assignment(known, selection, flat, dtype)
+        if uploading and known.lost:
+            # What the others hold was trained, and is worth more than these values.
+            command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))
+        if command.parts:
+            done = await self._exchange.assign(known, command)
+        else:
+            done = PushDone(known.key, known.timeline, "applied", True, 0, 0, 0, ())
         if uploading:
-            await self._link.request(
-                "POST", f"/internal/models/{known.key.name}/uploaded", {"name": name, "token": upload_token}
-            )
+            given = [(p.partition, p.incarnation) for p in done.parts]
+            told = {"name": name, "token": upload_token, "given": given}
+            await self._link.request("POST", f"/internal/models/{known.key.name}/uploaded", told)
         return done
 
     def _check_upload(self, known: KnownModel, name: str, token: str | None) -> None:

@@ -29,6 +29,8 @@ class KnownModel:
     """sync: clock of the newest cut that all partitions have stored."""
     upload_token: str | None
     """What uploads of initial values quote, while they are awaited."""
+    lost: frozenset[int] = frozenset()
+    """Partitions that alone lack values, where a complete model has lost some; empty of one that was never complete."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -97,6 +99,7 @@ class Directory:
             tuple((str(o[0]), int(o[1])) if o else ("", 0) for o in document["owners"]),
             None if document.get("cut") is None else int(document["cut"]),
             upload["token"] if upload else None,
+            frozenset(upload["lost"]) if upload else frozenset(),
         )
 
     def address(self, shard: str) -> str:

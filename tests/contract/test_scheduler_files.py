@@ -1,4 +1,4 @@
-"""First values from a file, when the file is gone and values are needed again."""
+"""First values that came from a file or a client and are needed again, because nothing was ever stored of them."""
 
 from pathlib import Path
 
@@ -35,3 +35,31 @@ def test_a_trained_model_waits_for_its_file(tmp_path: Path) -> None:
         eventually(lambda: cluster.get("/models/m")["state"] == "ready", within_s=60.0)
         pulled = cluster.post("/pull", {"model": "m", "wait_s": 10})["params"]["w"]
         assert pulled == [0.0, 1.0, 2.0, 3.0, 104.0, 105.0, 106.0, 107.0]
+
+
+def test_values_that_are_uploaded_again_set_only_what_was_lost(tmp_path: Path) -> None:
+    """Redis is emptied and a shard dies: a client uploads everything anew, and what was trained elsewhere stays."""
+    with nodes(tmp_path, shards=2) as cluster:
+        params = {name: {"shape": [size], "init": {"kind": "upload"}} for name, size in (("w", 6), ("b", 2))}
+        spec = {"name": "m", "params": params, "optimizer": {"name": "sum"}, "partitions": 2}
+
+        def upload(status: int) -> None:
+            token = cluster.post("/models", spec, status=status)["upload_token"]
+            for name, value in (("b", [6.0, 7.0]), ("w", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])):
+                answer = cluster.http.put(f"/models/m/params/{name}", json=value, headers={"x-upload-token": token})
+                assert answer.status_code == 200, answer.text
+
+        upload(201)
+        trained = {"w": [100.0] * 6, "b": [100.0] * 2}
+        eventually(lambda: cluster.post("/push", {"model": "m", "grads": trained})["state"] == "applied")
+
+        cluster.kill(cluster.get("/models/m")["partitions"][0]["shard"])
+        with Redis.from_url(cluster.redis_url) as plain:
+            plain.flushall()
+        eventually(lambda: cluster.get("/models/m")["missing"] == ["w"], within_s=60.0)
+        upload(200)
+
+        assert eventually(lambda: cluster.post("/pull", {"model": "m", "wait_s": 10}))["params"] == {
+            "w": [0.0, 1.0, 2.0, 3.0, 104.0, 105.0],
+            "b": [106.0, 107.0],
+        }

@@ -262,7 +262,7 @@ def test_uploads_are_complete_when_every_parameter_is_in() -> None:
     with pytest.raises(ConflictError):
         d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "wrong"))
     assert d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "secret")) == {"missing": ["b"]}
-    assert d.published[-1]["upload"] == {"token": "secret", "missing": ["b"]}
+    assert d.published[-1]["upload"] == {"token": "secret", "missing": ["b"], "lost": []}
     d.wait(61)
     again = d.send(lambda n: io.CreateModel(n, SPEC | {"params": {"w": up, "b": up}, "partitions": 2}, "second"))
     assert d.result(again)["upload_token"] == "second"

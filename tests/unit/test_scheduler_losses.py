@@ -265,7 +265,11 @@ def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() 
     number = d.send(lambda n: io.CreateModel(n, {"name": "m", "params": params, "partitions": 4}, "another"))
     d.beats()
     assert d.result(number)["upload_token"] == "another"
-    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another"))
+    given = [[i, p["incarnation"]] for i, p in enumerate(d.core.read.model("m")["partitions"]) if i < 2]
+    with pytest.raises(PsError, match="lack values"):  # as from a shard that has not heard of all that was lost
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another", given[1:]))
+    assert d.core.read.model("m")["state"] == "initializing"
+    d.ask(lambda n: io.ParameterUploaded(n, "m", "w", "another", given))
     assert d.core.read.model("m")["state"] == "ready"
 
 
@@ -363,7 +367,8 @@ def test_what_a_file_does_not_give_back_may_come_otherwise(way: str) -> None:
         d.ask(lambda n: io.StartRestore(n, "m"))
         d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
     else:
-        d.ask(lambda n: io.ParameterUploaded(n, "m", "w"))
+        given = [[i, p["incarnation"]] for i, p in enumerate(d.core.read.model("m")["partitions"])]
+        d.ask(lambda n: io.ParameterUploaded(n, "m", "w", None, given))
     model = d.core.read.model("m")
     assert (model["state"], model["files_error"]) == ("ready", None)
     d.wait(2 * FILES_AGAIN_S)

@@ -122,9 +122,9 @@ async def leave_shard(request: Request, name: str) -> Response:
 )
 @role("node")
 async def uploaded(request: Request, m: str) -> Response:
-    """All owners have the first values of one parameter."""
+    """All owners that lacked them have the first values of one parameter."""
     b = await read(request, bodies.Uploaded)
-    return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token))
+    return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token, b.given))
 
 
 @router.get(

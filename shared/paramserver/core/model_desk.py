@@ -185,6 +185,14 @@ class ModelDesk:
         if not any(p.name == e.name for p in model.spec.params):
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
         if model.missing:
+            lacking = [i for i in model.lost if any(p.name == e.name for p in model.params_in(i))]
+            if not {(i, model.owners[i].token) for i in lacking} <= {tuple(row) for row in e.given}:
+                # Lost while these values were on their way to those that the shard had heard of.
+                raise problem(
+                    "initializing",
+                    f"more partitions of model '{model.name}' lack values of '{e.name}' by now",
+                    hint="send the same request again",
+                )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
             self._filled(model, {e.name})
         self.c.answer(e.request, {"missing": sorted(model.missing - {RESTORED})})

@@ -49,6 +49,8 @@ class ParameterUploaded(Struct, frozen=True):
     name: str
     token: str | None = None
     """The upload token quoted; None from a shard that has already compared it (see `upload` in the feed's document)."""
+    given: Sequence[Sequence[int]] = ()
+    """[index, owner token] of each partition that took the values."""
 
 
 class FilesLoaded(Struct, frozen=True):

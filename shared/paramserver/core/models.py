@@ -17,6 +17,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.optimizer import slot_count
 from paramserver.core.owner import Owner
+from paramserver.core.param_spec import ParamSpec
 from paramserver.core.series import Series
 from paramserver.core.spec import ModelSpec
 from paramserver.core.tasks import Dataset, Evaluation
@@ -186,6 +187,10 @@ class Model:
     def partition(self, index: int) -> PartitionKey:
         return PartitionKey(self.key, index)
 
+    def params_in(self, index: int) -> set[ParamSpec]:
+        """The parameters of which one partition has elements."""
+        return {self.spec.params[s.param] for s in self.layout.segments[index]}
+
     def bytes_of(self, index: int) -> int:
         """Bytes of one partition's values."""
         return 4 * self.layout.partition_size(index)
@@ -346,7 +351,7 @@ class Model:
         """The feed's `model`."""
         live = self.roster.live()
         kept = [c for _, c in self.commits]
-        upload = {"token": self.upload_token, "missing": sorted(self.missing)} if self.missing else None
+        told = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
             "type": "model",
             "name": self.name,
@@ -362,7 +367,7 @@ class Model:
             "source": self.source,
             "cut": self.cut,
             "cut_asked": self.pending_cut,
-            "upload": upload,
+            "upload": told if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
             "commits": [
                 c.document(self.name, self.generation) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])

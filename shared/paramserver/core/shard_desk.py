@@ -253,8 +253,7 @@ class ShardDesk:
                 self._begin_anew(model)
                 self.c.place_changed(model)
                 continue
-            inside = {model.spec.params[s.param] for s in model.layout.segments[index]}
-            names = {p.name for p in inside if model.restored or p.init.kind in ("upload", "file")}
+            names = {p.name for p in model.params_in(index) if model.restored or p.init.kind in ("upload", "file")}
             if names and (model.ready or model.lost):
                 model.lost.add(index)
             model.missing |= names
