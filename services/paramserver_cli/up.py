@@ -1,8 +1,10 @@
 """psctl up, down and list: clusters on this machine."""
 
 import json
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +16,7 @@ from paramserver_cli.cluster_file import Cluster, Plan, running
 from paramserver_cli.config import Json, StateDirOption, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
+from paramserver_node.settings import FILE, SchedulerSettings, shown
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 WATCH_S = 0.5
@@ -23,7 +26,10 @@ def up(
     shards: Annotated[int, typer.Option(min=1, max=1024, help="Shard processes.")] = 2,
     workers: Annotated[int, typer.Option(min=0, max=1024, help="Pool workers, which wait for runs.")] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=9, help="Schedulers: one leads, the others stand by.")] = 1,
-    redis: Annotated[str | None, typer.Option(help="URL of a Redis that runs already; else one is started.")] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(help="URL of a Redis that runs already; default: PARAMSERVER_REDIS, else one is started."),
+    ] = None,
     state: StateDirOption = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready; psctl down stops it.")
@@ -48,7 +54,7 @@ def up(
 
         psctl up --schedulers 2                       another scheduler takes over when the first one dies
 
-        psctl up --redis redis://10.0.0.3:6379/0      on a Redis of your own
+        psctl up --redis redis://10.0.0.3:6379/0      on a Redis of your own (with a password: PARAMSERVER_REDIS)
 
         psctl up --host 0.0.0.0                       for other machines too, who need a token: psctl token
     """
@@ -56,7 +62,7 @@ def up(
     plan = Plan(
         shards,
         workers,
-        redis,
+        _redis(redis),
         host,
         port,
         allow=allow or ["paramserver.examples"],
@@ -79,6 +85,19 @@ def up(
         typer.echo("stopping", err=True)
         launch.end(launched)
         raise
+
+
+def _redis(flag: str | None) -> str | None:
+    """The Redis that is meant, by the rule of every setting; None if one is to be started."""
+    if flag is not None and shown(flag) != flag:
+        # What this process was started with cannot be taken back: only the next one can be started otherwise.
+        typer.echo(
+            "warning: everybody on this machine can read the password in --redis while this runs; "
+            "PARAMSERVER_REDIS, or the file that PARAMSERVER_REDIS_FILE names, may hold the URL in its place",
+            err=True,
+        )
+    value, origin = SchedulerSettings.sources({"redis": flag}, os.environ, Path.cwd() / FILE)["redis"]
+    return None if origin == "default" else str(value)
 
 
 def _wait(launched: launch.Launched) -> None:

@@ -173,6 +173,34 @@ def test_the_password_of_a_redis_of_ones_own_is_shown_to_nobody(tmp_path: Path) 
             assert [(f.name, f.stat().st_mode & 0o077) for f in holding] == [("plan.json", 0)]
 
 
+@pytest.mark.parametrize("way", ["--redis", "PARAMSERVER_REDIS"])
+def test_a_password_on_the_command_line_is_warned_of(tmp_path: Path, way: str) -> None:
+    """In the foreground no child shows it; its own command line does for as long as it runs, so it names the setting
+    that does not."""
+    state = tmp_path / "c"
+    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+        plain.config_set("requirepass", "open-sesame")
+        given = url.replace("redis://", "redis://:open-sesame@")
+        argv = [*PSCTL, "up", "--shards", "1", "--json", "--state-dir", str(state)]
+        flag, env = ([way, given], {}) if way == "--redis" else ([], {way: given})
+        with subprocess.Popen(
+            argv + flag, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | env
+        ) as up:
+            assert up.stdout is not None
+            assert up.stderr is not None
+            info: dict[str, Any] = json.loads(up.stdout.readline())
+            lines = {p.pid: " ".join(p.cmdline()) for p in of_state(state)}
+            up.send_signal(signal.SIGINT)
+            told = [line for line in up.stderr.read().splitlines() if "PARAMSERVER_REDIS" in line]
+
+    assert info["redis"] == given.replace("open-sesame", "***")
+    assert len(lines) >= 4
+    assert {pid for pid, line in lines.items() if "open-sesame" in line} == ({up.pid} if flag else set())
+    assert len(told) == (1 if flag else 0)
+    assert not [line for line in told if "open-sesame" in line]
+    assert not [f for f in (state / "logs").iterdir() if b"open-sesame" in f.read_bytes()]
+
+
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     """When a process cannot start, `up` exits with 1 and shows its last lines, and nothing is left."""
     (tmp_path / "c").mkdir()
