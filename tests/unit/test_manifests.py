@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,20 @@ def test_a_full_redis_refuses_before_it_is_killed(compose: dict[str, Any], objec
     assert text.endswith("gb")  # gigabytes of Redis are those of 1024
     assert int(text.removesuffix("gb")) << 30 == memory_limit(objects, "redis") // 2
     assert not {"mem_limit", "deploy"} & set(compose["services"]["redis"])
+
+
+def test_a_redis_by_hand_is_started_as_the_manifests_start_theirs(objects: list[dict[str, Any]]) -> None:
+    """Command lines in the documentation have the same rules for a full Redis and its file, and show no password."""
+    (container,) = pods(objects)["StatefulSet/redis"]["spec"]["containers"]
+    rules = {"--maxmemory", "--maxmemory-policy", "--appendonly"}
+    ours = {a: b for a, b in pairwise(container["args"]) if a in rules}
+    pages = [p.read_text(encoding="utf-8") for p in (ROOT / "docs").glob("*.md")]
+    typed = [line for page in pages for line in page.splitlines() if line.startswith("    redis-server ")]
+
+    assert typed
+    for words in map(shlex.split, typed):
+        assert {a: b for a, b in pairwise(words) if a in rules} == ours
+        assert "--requirepass" not in words
 
 
 def test_a_scheduler_has_memory_for_every_checkpoint_that_redis_has_room_for(objects: list[dict[str, Any]]) -> None:
