@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from paramserver import limits
 from paramserver.core import scheduler_io as io
 
@@ -84,3 +86,42 @@ def test_a_last_shard_that_ends_gets_its_models_cut_at_once() -> None:
     assert (answer["targets"], d.document("m")["cut_asked"]) == (0, 2)
     d.beats()
     assert d.core.read.model("m")["cut"] == 2
+
+
+def journaled_and_cut() -> tuple[Driver, Any]:
+    """A journaled model whose clock 1 is to be a cut, which nobody has stored yet, and its worker."""
+    d = Driver()
+    d.model(**SYNC, ack="journaled", checkpoint={"every_clocks": 1})
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beat("s0", stored=False)
+    d.clock(a, 2)
+    assert [c["cut"] for c in d.commits()] == [False, True]
+    return d, a
+
+
+def join(d: Driver, name: str) -> None:
+    """That shard is started anew, and has not loaded anything yet."""
+    d.shards[name] = d.ask(lambda n: io.JoinShard(n, name, [f"http://{name}:1"]))["epoch"]
+
+
+@pytest.mark.parametrize("loss", ["shard", "redis"])
+def test_a_cut_that_can_not_become_whole_any_more_is_given_up_for_another(loss: str) -> None:
+    """By its journal a new owner may begin beyond the clock; of what had been stored an emptied Redis has nothing."""
+    d, a = journaled_and_cut()
+    d.beat("s0")
+    if loss == "shard":
+        join(d, "s1")
+    else:
+        d.empty_redis()
+    d.restart()
+    d.clock(a, 3)
+    assert not d.commits()[-1]["cut"], "not all partitions are served"
+    for name in d.shards:
+        d.beat(name, stored=False)
+    d.clock(a, 4)
+    assert d.commits()[-1]["cut"]
+    d.beat("s1")
+    assert d.core.read.model("m")["cut"] is None
+    d.beat("s0")
+    assert d.core.read.model("m")["cut"] == 4

@@ -5,11 +5,11 @@ import pytest
 from msgspec.structs import replace
 
 from paramserver import limits
-from paramserver.core.shard_io import SnapshotFailed, StoreSnapshot
+from paramserver.core.shard_io import JournalLost, SnapshotFailed, SnapshotStored, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError
 from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
-from paramserver.types import PushId
+from paramserver.types import ModelKey, PartitionKey, PushId
 
 from .partitions import ROSTER, WORKERS, complete, journaled, listed, ones, pending, spec, stage
 
@@ -196,3 +196,68 @@ def test_a_journaled_model_has_no_cut_before_the_first_commit() -> None:
     assert p.cut is None
     assert not list(driver.core.cuts())
     assert [c.version for c in driver.store.kept[p.key]] == [0]
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["being written", "waiting"])
+def test_a_cut_that_redis_lost_is_stored_again_before_what_came_after_it(lost: int) -> None:
+    """The leader waits for it; and what is stored last is taken for the newest state, so that is all there is."""
+    driver = ShardDriver()
+    driver.serve(journaled(partitions=2, consistency={"mode": "sync"}), workers=ROSTER)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+    driver.commit(1)
+    (store,) = pending(driver, StoreSnapshot)
+    assert (store.capture.key.index, store.cut) == (0, True)
+    key = PartitionKey(ModelKey("m", 1), lost)
+
+    driver.send(JournalLost(key, 1))
+    driver.settle()
+
+    assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 1), (1, 1, 1)]
+    assert [c.clock for c in driver.store.kept[key]] == [2, 1]
+    assert driver.store.cuts[key, 1].clock == 1
+
+
+def test_a_cut_that_redis_lost_is_tried_until_it_is_stored() -> None:
+    """No failure lets what came after it go before."""
+    driver = ShardDriver()
+    driver.serve(journaled(consistency={"mode": "sync"}), workers=ROSTER)
+    driver.advance(10.0)
+    driver.eager = False
+    driver.commit(0, cut=True)
+    driver.commit(1)
+    (first,) = pending(driver, StoreSnapshot)
+    driver.send(JournalLost(first.capture.key, 1))
+    stored = []
+    for outcome in (SnapshotStored, SnapshotFailed, SnapshotStored, SnapshotFailed, SnapshotStored):
+        (store,) = pending(driver, StoreSnapshot)
+        driver.pending.remove(store)
+        stored.append((store.capture.clock, store.cut, store.urgent))
+        driver.send(outcome(store.capture.key, 1, store.capture.version, store.urgent))
+        driver.advance(1.0)
+
+    cut, whole = (1, True, True), (2, False, True)
+    assert stored == [(1, True, False), cut, cut, whole, whole]
+    assert [row[4] for row in driver.core.cuts()] == [1]
+
+
+def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() -> None:
+    """Redis was emptied, so the leader gave it up, and had the partition moved before it was stored again."""
+    driver = ShardDriver()
+    serving = driver.serve(synced(), workers=ROSTER)
+    driver.commit(0, cut=True)
+    driver.advance(1.0)
+    driver.store = SnapshotShelf()
+    driver.eager = False
+    renewed = replace(serving, clock=1, owned={0: 9}, renewed={0: 1})
+    driver.send(renewed)
+    driver.send(replace(renewed, release={0: 7}))
+    driver.send(renewed)
+    driver.settle()
+    assert not list(driver.core.cuts())
+
+    driver.send(replace(renewed, cut_asked=1))
+    driver.settle()
+
+    assert [row[4] for row in driver.core.cuts()] == [1]

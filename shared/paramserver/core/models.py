@@ -161,13 +161,19 @@ class Model:
 
     @property
     def may_cut(self) -> bool:
-        """Whether a cut can be begun now."""
-        return self.pending_cut is None and not self.checkpoints.writing and not self.moving
+        """Whether a cut can be begun now: all who serve a partition come by its clock, and nobody else will before."""
+        return self.pending_cut is None and not self.checkpoints.writing and not self.moving and self.served
 
     def begin_cut(self, now: float) -> None:
         """The present clock is to be stored by every partition."""
         self.pending_cut, self.last_cut_s, self.cut_wanted = self.gate.clock, now, False
         self.cut_seen.clear()
+
+    def give_up_cut(self) -> None:
+        """A cut that is under way may never become whole, so another clock is to be one."""
+        if self.pending_cut is not None:
+            self.pending_cut, self.cut_wanted = None, True
+            self.cut_seen.clear()
 
     def rests(self, now: float) -> bool:
         """Whether the present clock is to be a cut though no commit comes.
@@ -177,7 +183,7 @@ class Model:
         wanted = self.resting or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
         if not wanted or self.durable or self.opening or self.gate.clock <= (self.cut or 0):
             return False
-        return self.may_cut and self.served
+        return self.may_cut
 
     @property
     def version(self) -> int:

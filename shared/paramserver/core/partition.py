@@ -242,11 +242,6 @@ class Partition:
         return not self.level and self.spec.consistency.mode == "sync"
 
     @property
-    def at_cut(self) -> bool:
-        """Whether its present clock is stored as a cut, or about to be."""
-        return self.clock in (self.cut_stored, None if self.cut is None else self.cut.clock)
-
-    @property
     def unsaved(self) -> bool:
         """Whether memory alone holds something that a snapshot would keep; sync at `applied` goes back to cuts."""
         unstored = self.lsn > self.mark.stored or self.mark.rebase is not None

@@ -204,7 +204,7 @@ class ShardCore:
                 p.live_workers = view.live_workers
             if begins and p.state is not None:
                 self.plan.first(p)
-            elif p.state is not None and p.by_cuts and p.clock == model.cut_asked and not p.at_cut:
+            elif p.state is not None and p.by_cuts and p.clock == model.cut_asked and not self.plan.at_cut(p):
                 self.plan.cut(p)
             self._woken.append(p)
             self._advance(model, p, now)

@@ -92,10 +92,10 @@ class ShardDesk:
             if epoch:
                 self.c.fence(shard.name, epoch)
         for model in self.c.models.values():
+            model.give_up_cut()  # of what was stored of it nothing is left
             if model.gate.sync and not model.durable:
                 # No cut is left; until there is a new one, a partition that is lost comes back as it was stored last.
-                model.cut, model.pending_cut, model.cut_wanted, model.switched = None, None, True, True
-                model.cut_seen.clear()
+                model.cut, model.cut_wanted, model.switched = None, True, True
             for i, owner in enumerate(model.owners):
                 if model.partition(i) in e.unseen:
                     self._take_back(owner)
@@ -139,6 +139,8 @@ class ShardDesk:
         stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
+            model.give_up_cut()  # by its journal a partition may begin beyond that clock
+            self.c.save_clock(model)
         elif model.ready and model.cut is not None:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
             self._new_timeline(model, {"cut": model.cut}, model.cut)

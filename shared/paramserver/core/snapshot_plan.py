@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from paramserver import limits
 from paramserver.core.partition import Partition
 from paramserver.core.shard_io import Capture, StoreSnapshot
@@ -93,14 +95,27 @@ class SnapshotPlan:
         self._urgent[partition] = None
 
     def again(self, partition: Partition) -> None:
-        """What Redis had of the partition is lost: all of it is to be written now, whatever is being written."""
+        """What Redis had of the partition is lost: all of it is to be written now, whatever is being written.
+
+        Where there is a journal, a cut that is not stored yet comes before that: the leader waits for it.
+        """
         for lane in (self._usual, self._rush):
-            lane.void = lane.void or lane.key == partition.key
+            if lane.storing is not None and lane.key == partition.key:
+                lane.void = True
+                if partition.level:
+                    self._put_back(partition, lane.storing)
         self.urgent(partition)
 
     def cut(self, partition: Partition) -> None:
         """Capture the partition as it is now, to be stored under its clock."""
         self.store_cut(partition, partition.capture(cut=True))
+
+    def at_cut(self, partition: Partition) -> bool:
+        """Whether its present clock is stored as a cut, or about to be."""
+        written = [lane.storing for lane in (self._usual, self._rush) if lane.key == partition.key and not lane.void]
+        stores = [*self._cuts.get(partition.key, ()), *written]
+        about = {s.capture.clock for s in stores if s is not None and s.cut and s.capture.token == partition.token}
+        return partition.clock == partition.cut_stored or partition.clock in about
 
     def store_cut(self, partition: Partition, capture: Capture) -> None:
         """Store that cut of the partition.
@@ -128,6 +143,9 @@ class SnapshotPlan:
         if self._rush.storing is not None or now < self._rush.retry_at:
             return None
         while (partition := self._first(self._urgent, self._usual)) is not None:
+            if partition.level and partition.key in self._cuts:
+                # It is older, and would take the place of all there is: no journal leads there from it any more.
+                return self._waiting_cut(partition.key, urgent=True)
             del self._urgent[partition]
             if partition.held or not partition.by_cuts or partition.mark.rebase is not None:
                 return self._captured(partition, urgent=True)
@@ -156,9 +174,11 @@ class SnapshotPlan:
         return store
 
     def _cut_next(self) -> PartitionKey | None:
-        """Whose cut may be written now."""
-        key = next(iter(self._cuts), None)
-        return key if key != self._rush.key else None
+        """Whose cut may be written now; one that somebody waits for is urgent."""
+        if not self._cuts:
+            return None
+        rushed = {self._rush.key, *(p.key for p in self._urgent if p.level)}
+        return next((key for key in self._cuts if key not in rushed), None)
 
     def _whole_next(self, now: float) -> Partition | None:
         """Whose present state is due."""
@@ -169,7 +189,7 @@ class SnapshotPlan:
                 return None
         return partition
 
-    def _waiting_cut(self, key: PartitionKey) -> StoreSnapshot:
+    def _waiting_cut(self, key: PartitionKey, *, urgent: bool = False) -> StoreSnapshot:
         """The oldest cut of that partition; the next one of it comes after those of others."""
         waiting = self._cuts[key]
         store = waiting.pop(0)
@@ -177,7 +197,7 @@ class SnapshotPlan:
             self._cuts.move_to_end(key)
         else:
             del self._cuts[key]
-        return store
+        return replace(store, urgent=urgent)
 
     def _captured(self, partition: Partition, *, urgent: bool = False) -> StoreSnapshot:
         """The partition as it is now; nothing of it is due any more."""
@@ -209,14 +229,22 @@ class SnapshotPlan:
             return store
         self.failed += 1
         lane.retry_at = now + _RETRY_S
+        if self._put_back(partition, store):
+            return None
         if urgent:
             self.urgent(partition)
-        elif store.cut and partition.cut is not None and not partition.held:
-            self._cuts.setdefault(partition.key, []).insert(0, store)
-            self._cuts.move_to_end(partition.key, last=False)
         elif not partition.by_cuts:
             self.soon(partition)
         return None
+
+    def _put_back(self, partition: Partition, store: StoreSnapshot) -> bool:
+        """What was not stored is next again, if it is a cut that counts; returns whether it is."""
+        mine = store.capture.token == partition.token
+        counts = store.cut and mine and partition.cut is not None and not partition.held
+        if counts:
+            self._cuts.setdefault(partition.key, []).insert(0, store)
+            self._cuts.move_to_end(partition.key, last=False)
+        return counts
 
     def forget(self, partition: Partition, *, cuts: bool = True) -> None:
         """That ownership has ended, or (without `cuts`) the model is synchronous now: what waits of it is dropped."""

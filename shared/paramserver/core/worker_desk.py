@@ -291,7 +291,7 @@ class WorkerDesk:
                 break  # Some partition has not stored the oldest, and would miss it after a failure.
             if model.opening:
                 # All that a partition applies in this phase comes after this commit, so each must know its clock.
-                if not model.may_cut or not model.served:
+                if not model.may_cut:
                     break
                 model.opening = False
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
