@@ -80,6 +80,29 @@ def test_what_was_found_once_stays_found(found: tuple[int, str, str, str]) -> No
     run(Simulation(*found, change="none", clocks=10))
 
 
+UNFINISHED = {
+    (1, "crashes", "none"): "the owner of a partition died before it had stored it, and the next one was beyond the "
+    "clock by the journal",
+    (47, "emptied", "restores"): "Redis was emptied while the cut was being written",
+    (76, "pauses", "puts"): "the owner of a partition was thought dead",
+}
+"""Seeds in which a cut was waited for that nobody would store any more, and why."""
+
+
+@pytest.mark.parametrize("found", UNFINISHED, ids=str)
+def test_no_cut_is_waited_for_in_vain(found: tuple[int, str, str]) -> None:
+    """One that cannot become whole is given up for another; at `journaled` checkpoints alone ask for any."""
+    seed, kind, change = found
+    run(Simulation(seed, "sync", "journaled", kind, change, checkpoints=2))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
+    """Whatever goes wrong meanwhile: in each kind of trouble."""
+    for seed, kind in enumerate(KINDS):
+        run(Simulation(seed, "sync", level, kind, checkpoints=2))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_trace(kind: str) -> None:
     """A run is a function of its seed: everything happens again in the same order at the same times."""
@@ -215,6 +238,13 @@ def test_not_telling_where_a_timeline_began_turns_the_checkers_red(monkeypatch: 
     monkeypatch.setattr(Model, "feed_document", lambda self, *args: told(self, *args) | {"began": 0})
 
     assert turns_red("sync", "applied", "moves", "restores", within=3)
+
+
+def test_not_giving_up_a_cut_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner that was to store it is gone, and the next one begins beyond its clock."""
+    monkeypatch.setattr(Model, "give_up_cut", lambda self: None)
+
+    assert turns_red("sync", "journaled", "crashes", within=3, checkpoints=2)
 
 
 def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,9 @@ class SimScheduler(Node):
                     feed(document)
             case io.Reply(request, outcome):
                 self.answer(request, outcome)
+            case io.WriteCheckpoint(model, name):
+                # Its files are not simulated: what it asks for beforehand is a cut.
+                self.handle(io.CheckpointFailed(model, name, problem("storage_unavailable", "there is no disk")))
             case _:
                 raise AssertionError(f"the simulation has no {effect}")
 

@@ -10,6 +10,7 @@ are named.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class Simulation:
     kind: str = ""
     change: str = ""
     clocks: int = 8
+    checkpoints: int = 0
+    """So often a checkpoint is due; in sync it asks for a cut, which at `journaled` nothing else does."""
     faults: Faults | None = None
     world: World = field(init=False)
     finished: int = 0
@@ -95,7 +98,7 @@ class Simulation:
                 "consistency": CONSISTENCY[self.mode],
                 "partitions": 4,
                 "ack": self.level,
-                "checkpoint": {"every_minutes": 0},
+                "checkpoint": {"every_minutes": 0, "every_clocks": self.checkpoints},
             }
         )
         self.operator = SimOperator(self)
@@ -104,7 +107,7 @@ class Simulation:
     def replay(self) -> str:
         """The line that runs this again."""
         chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind} --change {self.change}"
-        return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
+        return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen} --checkpoints {self.checkpoints}"
 
     def run(self) -> str:
         """Run to the end; the hash of the trace.  Raises AssertionError when a promise was broken."""
@@ -224,6 +227,14 @@ class Simulation:
                 least = len(self.acknowledged[p.partition]) if self.lossless else 0
                 most = len(self.sent[p.partition])
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
+        self.world.run(PATIENCE_S * 3, lambda: not self._cut_pending)
+        assert not self._cut_pending, "a cut is waited for that nobody will store, and no other will be begun"
+
+    @property
+    def _cut_pending(self) -> bool:
+        """Whether a cut is to become whole, by what the leader has stored."""
+        stored = self.redis.state.get(f"clock:{MODEL}")
+        return stored is None or json.loads(stored)["pending_cut"] is not None
 
     @property
     def lossless(self) -> bool:
@@ -274,11 +285,12 @@ def main() -> int:
     parser.add_argument("--level", choices=LEVELS, default="", help="in place of the seed's")
     parser.add_argument("--kind", choices=list(KINDS), default="", help="in place of the seed's")
     parser.add_argument("--change", choices=CHANGES, default="", help="in place of the seed's")
+    parser.add_argument("--checkpoints", type=int, default=0, help="one each time after so many clocks")
     parser.add_argument("--quiet", action="store_true", help="say failures alone")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
-        simulation = Simulation(seed, args.mode, args.level, args.kind, args.change)
+        simulation = Simulation(seed, args.mode, args.level, args.kind, args.change, checkpoints=args.checkpoints)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()
