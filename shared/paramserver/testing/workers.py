@@ -140,12 +140,13 @@ class SimWorker(SimClient):
     ) -> Script:
         """One push of ones to every partition, the same id until each has answered; None, or why it cannot be.
 
-        With `ends` it ends its iteration where one attempt brings all of it; these attempts are added there.
+        With `ends` the first attempt ends its iteration if it goes to all of them; what it brings is added there.  What
+        is sent again says nothing of it, for two attempts cannot be added up to one push.
         """
-        left = set(range(self.sim.spec.partitions))
+        left, first = set(range(self.sim.spec.partitions)), ends is not None
         while left:
             owners = yield from self.owners(left)
-            first = ends is not None and sum(map(len, owners.values())) == self.sim.spec.partitions
+            first = first and sum(map(len, owners.values())) == self.sim.spec.partitions
             for shard, indices in owners.items():
                 sizes = {i: self.layout.partition_size(i) for i in indices}
                 parts = tuple(push_part(i, np.ones(n, np.float32), n) for i, n in sizes.items())
@@ -168,6 +169,7 @@ class SimWorker(SimClient):
                     return done
                 elif isinstance(done, PsError):
                     yield from self.failed()
+            first = False
         return None
 
     def _released(self, pushes: list[tuple[str, sio.PushReceived]]) -> Script:
