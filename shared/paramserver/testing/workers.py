@@ -140,8 +140,8 @@ class SimWorker(SimClient):
     ) -> Script:
         """One push of ones to every partition, the same id until each has answered; None, or why it cannot be.
 
-        With `ends` the first attempt ends its iteration if it goes to all of them; what it brings is added there.  What
-        is sent again says nothing of it, for two attempts cannot be added up to one push.
+        With `ends` the first attempt ends its iteration if it goes to all of them, and is added there if it brings all.
+        What is sent again says nothing of it, for two attempts cannot be added up to one push.
         """
         left, first = set(range(self.sim.spec.partitions)), ends is not None
         while left:
@@ -169,6 +169,8 @@ class SimWorker(SimClient):
                     return done
                 elif isinstance(done, PsError):
                     yield from self.failed()
+            if first and left and ends:
+                ends.clear()  # by the time that the rest has come, nobody waits there for the commit any more
             first = False
         return None
 
