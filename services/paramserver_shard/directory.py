@@ -29,6 +29,8 @@ class KnownModel:
     """sync: clock of the newest cut that all partitions have stored."""
     upload_token: str | None
     """What uploads of initial values quote, while they are awaited."""
+    missing: frozenset[str] = frozenset()
+    """Parameters of which values are awaited."""
     lost: frozenset[int] = frozenset()
     """Partitions that alone lack values, where a complete model has lost some; empty of one that was never complete."""
 
@@ -90,7 +92,7 @@ class Directory:
             layout = known.layout
         else:
             layout = Layout(ModelSpec.parse(document["spec"]))
-        upload = document.get("upload")
+        upload = document.get("upload") or {"token": None, "missing": (), "lost": ()}
         self.models[name] = KnownModel(
             ModelKey(name, generation),
             layout,
@@ -98,8 +100,9 @@ class Directory:
             str(document["state"]),
             tuple((str(o[0]), int(o[1])) if o else ("", 0) for o in document["owners"]),
             None if document.get("cut") is None else int(document["cut"]),
-            upload["token"] if upload else None,
-            frozenset(upload["lost"]) if upload else frozenset(),
+            upload["token"],
+            frozenset(upload["missing"]),
+            frozenset(upload["lost"]),
         )
 
     def address(self, shard: str) -> str:

@@ -12,8 +12,9 @@ from .processes import eventually, nodes
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
-def test_a_trained_model_waits_for_its_file(tmp_path: Path) -> None:
-    """Redis is emptied and a shard dies: the model says what it lacks; with the file back, only that is set."""
+@pytest.mark.parametrize("way", ["the file", "its values"])
+def test_a_trained_model_waits_for_its_file(tmp_path: Path, way: str) -> None:
+    """Redis is emptied and a shard dies: the model says what it lacks; the file, or somebody's PUT, sets only that."""
     with nodes(tmp_path, shards=2) as cluster:
         file = tmp_path / "state" / "first.safetensors"
         file.parent.mkdir(exist_ok=True)
@@ -30,7 +31,11 @@ def test_a_trained_model_waits_for_its_file(tmp_path: Path) -> None:
         told = eventually(lambda: cluster.get("/models/m")["files_error"], within_s=60.0)
         assert file.name in told
         assert any(told in p for p in cluster.get("/status")["cluster"]["problems"])
-        aside.rename(file)
+        if way == "the file":
+            aside.rename(file)
+        else:
+            given = cluster.http.put("/models/m/params/w", json=list(range(8)))
+            assert given.status_code == 200, given.text
 
         eventually(lambda: cluster.get("/models/m")["state"] == "ready", within_s=60.0)
         pulled = cluster.post("/pull", {"model": "m", "wait_s": 10})["params"]["w"]
