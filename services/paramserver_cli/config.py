@@ -14,7 +14,15 @@ import paramserver as ps
 from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.display import console
 from paramserver_node import tokens
-from paramserver_node.settings import FILE, ClientSettings, SchedulerSettings, ShardSettings, WorkerSettings, redacted
+from paramserver_node.settings import (
+    FILE,
+    ClientSettings,
+    SchedulerSettings,
+    ShardSettings,
+    WorkerSettings,
+    redacted,
+    shown,
+)
 
 Url = Annotated[str | None, typer.Option("--url", help="The cluster; default: PARAMSERVER_URL.", show_default=False)]
 StateDirOption = Annotated[
@@ -42,6 +50,19 @@ def client_settings(flags: dict[str, Any]) -> dict[str, tuple[Any, str]]:
 def state_dir(flag: Path | None) -> StateDir:
     """The state directory that is meant."""
     return StateDir(Path(client_settings({"state_dir": None if flag is None else str(flag)})["state_dir"][0]))
+
+
+def redis_url(flag: str | None) -> str | None:
+    """The Redis that is meant, by the rule of every setting; None where none is named."""
+    if flag is not None and shown(flag) != flag:
+        # What this process was started with cannot be taken back: only the next one can be started otherwise.
+        typer.echo(
+            "warning: everybody on this machine can read the password in --redis while this runs; "
+            "PARAMSERVER_REDIS, or the file that PARAMSERVER_REDIS_FILE names, may hold the URL in its place",
+            err=True,
+        )
+    value, origin = SchedulerSettings.sources({"redis": flag}, os.environ, Path.cwd() / FILE)["redis"]
+    return None if origin == "default" else str(value)
 
 
 def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:

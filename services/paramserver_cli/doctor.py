@@ -22,7 +22,7 @@ from rich.table import Table
 import paramserver as ps
 from paramserver.errors import PsError
 from paramserver_cli import launch, ports
-from paramserver_cli.config import Json, Url, connect
+from paramserver_cli.config import Json, Url, connect, redis_url
 from paramserver_cli.display import console
 from paramserver_node import redis_server
 
@@ -45,7 +45,10 @@ class Finding:
 
 
 def doctor(
-    redis: Annotated[str | None, typer.Option(help="URL of the Redis you mean to use; else the embedded one.")] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(help="URL of the Redis you mean to use; default: PARAMSERVER_REDIS, else the embedded one."),
+    ] = None,
     as_json: Json = False,
     url: Url = None,
 ) -> None:
@@ -55,7 +58,7 @@ def doctor(
 
         psctl doctor --redis redis://10.0.0.3:6379/0
     """
-    findings = [*machine(redis), *cluster(url)]
+    findings = [*machine(redis_url(redis)), *cluster(url)]
     if as_json:
         typer.echo(json.dumps({"items": [asdict(f) for f in findings], "next": None}))
     else:

@@ -1,10 +1,8 @@
 """psctl up, down and list: clusters on this machine."""
 
 import json
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,10 +11,9 @@ from rich.table import Table
 
 from paramserver_cli import keys, launch
 from paramserver_cli.cluster_file import Cluster, Plan, running
-from paramserver_cli.config import Json, StateDirOption, state_dir
+from paramserver_cli.config import Json, StateDirOption, redis_url, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
-from paramserver_node.settings import FILE, SchedulerSettings, shown
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 WATCH_S = 0.5
@@ -62,7 +59,7 @@ def up(
     plan = Plan(
         shards,
         workers,
-        _redis(redis),
+        redis_url(redis),
         host,
         port,
         allow=allow or ["paramserver.examples"],
@@ -85,19 +82,6 @@ def up(
         typer.echo("stopping", err=True)
         launch.end(launched)
         raise
-
-
-def _redis(flag: str | None) -> str | None:
-    """The Redis that is meant, by the rule of every setting; None if one is to be started."""
-    if flag is not None and shown(flag) != flag:
-        # What this process was started with cannot be taken back: only the next one can be started otherwise.
-        typer.echo(
-            "warning: everybody on this machine can read the password in --redis while this runs; "
-            "PARAMSERVER_REDIS, or the file that PARAMSERVER_REDIS_FILE names, may hold the URL in its place",
-            err=True,
-        )
-    value, origin = SchedulerSettings.sources({"redis": flag}, os.environ, Path.cwd() / FILE)["redis"]
-    return None if origin == "default" else str(value)
 
 
 def _wait(launched: launch.Launched) -> None:

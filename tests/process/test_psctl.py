@@ -107,6 +107,15 @@ def test_doctor_asks_for_a_bound_of_redis(tmp_path: Path, more: tuple[str, ...],
     assert (found.result, "CONFIG SET maxmemory" in found.remedy) == (result, result == "warning")
 
 
+def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
+    """That which PARAMSERVER_REDIS names, if it names one."""
+    with redis_server.running(tmp_path, more=("--maxmemory", "1gb")) as url:
+        env = os.environ | {"PARAMSERVER_REDIS": url, "PARAMSERVER_URL": "http://127.0.0.1:1"}
+        done = subprocess.run([*PSCTL, "doctor", "--json"], capture_output=True, text=True, env=env, timeout=60.0)
+    (found,) = [f for f in json.loads(done.stdout)["items"] if f["check"] == "Redis"]
+    assert found["detail"].startswith(url.removeprefix("redis://").split("/")[0])
+
+
 def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_path: Path) -> None:
     """A checkpoint comes back from a folder under another name, and from the cluster's own under the same."""
     model = ps.connect(shared_cluster.url).create_model("saved", {"w": np.arange(6.0)}, optimizer=ps.Sum())
