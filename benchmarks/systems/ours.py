@@ -187,11 +187,11 @@ class Ours:
             yield Running(shards, base, connect, lambda: others, {"paramserver": ps.__version__})
 
 
-def create(client: ps.Client, work: Work, name: str = MODEL) -> ps.Model:
+def create(client: ps.Client, work: Work) -> ps.Model:
     """The model of some work: one vector, plain SGD."""
     values: Any = {"w": work.initial() if work.kind == "W4" else (work.elements,)}
     consistency = ps.Sync(min_workers=work.workers) if work.mode == "sync" else ps.Async()
-    return client.create_model(name, values, optimizer=ps.SGD(lr=work.rate), consistency=consistency)
+    return client.create_model(MODEL, values, optimizer=ps.SGD(lr=work.rate), consistency=consistency)
 
 
 VARIANTS = (

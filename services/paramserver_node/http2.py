@@ -108,9 +108,8 @@ class Connection(asyncio.BufferedProtocol):
         self.transport = transport
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         self._socket = transport.get_extra_info("socket")
+        tcp.prepare(self._socket)  # asyncio forgets it where the listening socket was given to it
         over_tcp = self._socket.family != socket.AF_UNIX
-        if over_tcp:  # asyncio forgets it where the listening socket was given to it
-            tcp.prepare(self._socket)
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
         self._unread = Unread(transport)
         self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno(), self.abort)

@@ -43,6 +43,15 @@ def test_to_another_address_the_kernel_finds_the_size() -> None:
         assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+def test_a_unix_socket_is_left_alone() -> None:
+    """It has no such options."""
+    one, other = socket.socketpair()
+    with one, other:
+        before = send_buffer(one)
+        tcp.prepare(one)
+        assert send_buffer(one) == before
+
+
 def test_a_peer_that_is_gone_is_no_matter() -> None:
     """Whoever reads from the connection next learns of it."""
     with socket.socket() as alone:

@@ -6,7 +6,6 @@ give a request up at any time, and then change the memory that it was sent from.
 """
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from typing import Final
 
@@ -129,9 +128,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The client has the first word; it goes with the first request."""
         self._transport = transport
-        connected = transport.get_extra_info("socket")
-        if connected.family != socket.AF_UNIX:
-            tcp.prepare(connected)
+        tcp.prepare(transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever waits learns of it."""
