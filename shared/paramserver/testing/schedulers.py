@@ -61,7 +61,7 @@ class SimScheduler(Node):
     def start(self) -> None:
         """Read everything back under a new term, as soon as nobody leads."""
         self.up, self.leading = True, False
-        self.seen_term, self._missing_since_s = 0, None
+        self.seen_term, self._missing_since_s, self._answered_s = 0, None, (float("inf"), float("-inf"))
         self._reset()
         self._beat(self.deaths)
 
@@ -79,6 +79,8 @@ class SimScheduler(Node):
     # --- the lease
 
     _missing_since_s: float | None
+    _answered_s: tuple[float, float]
+    """Since when Redis has answered without a gap, and when it did last."""
 
     def _beat(self, life: int) -> None:
         if life != self.deaths:
@@ -88,16 +90,18 @@ class SimScheduler(Node):
             self._renew()
             return
         patient = self._missing_since_s is None or self.world.now - self._missing_since_s < 2 * LEASE_S
-        seen = self.seen_term
+        seen, answered_s = self.seen_term, self._answered_s
 
         def work(redis: SimRedis) -> Any:
-            return redis.term, redis.take(self.name, seen, patient, self.world.now)
+            return redis.term, redis.take(self.name, seen, patient, answered_s, self.world.now)
 
         self.ask_redis("take", work, self._taken)
 
     def _taken(self, answer: Any) -> None:
         if answer is None or self.leading:
             return
+        since_s, last_s = self._answered_s
+        self._answered_s = (since_s if self.world.now - last_s <= 2.0 else self.world.now, self.world.now)
         term, taken = answer
         if isinstance(taken, str):
             if term < self.seen_term and self._missing_since_s is None:

@@ -46,13 +46,19 @@ class SimRedis:
 
     # --- schedulers
 
-    def take(self, who: str, seen: int, patient: bool, now: float) -> tuple[int, dict[str, Any]] | str:
+    def take(
+        self, who: str, seen: int, patient: bool, answered_s: tuple[float, float], now: float
+    ) -> tuple[int, dict[str, Any]] | str:
         """The new term and all fields, where nobody leads; else who does.
 
         `seen` is the highest term that scheduler knows of: a Redis that has none was emptied, and whoever led has it
-        all in memory, so it is left to him for a while (`patient`).
+        all in memory, so it is left to him for a while (`patient`).  A lease that has lapsed is taken by one that has
+        had answers all that time (`answered_s`: since when, and when last), one's own at once: its answer was lost.
         """
-        if now < self.lease_until_s or (self.term < seen and patient):
+        since_s, last_s = answered_s
+        watched = now - since_s >= 1.5 and now - last_s <= 2.0
+        free = self.leader in ("", who) or (watched and now >= self.lease_until_s)
+        if not free or (self.term < seen and patient):
             return self.leader
         self.term, self.leader, self.lease_until_s = max(self.term, seen) + 1, who, now + LEASE_S
         return self.term, {k: json.loads(v) for k, v in self.state.items()}
