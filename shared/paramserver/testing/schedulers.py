@@ -22,16 +22,17 @@ ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished)
 
 @dataclass
 class Ledger:
-    """What schedulers have published, whichever of them: never two lists for one commit."""
+    """What schedulers have told, whichever of them: never two lists for one commit."""
 
     commits: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
     def note(self, document: Document) -> None:
-        """Another document that others have seen."""
-        if document["type"] == "commit":
-            key = (document["generation"], document["timeline"], document["t"])
-            before = self.commits.setdefault(key, document["contributions"])
-            assert before == document["contributions"], f"commit {key} was published with two lists"
+        """Another document that others have seen; a model's tells of commits, also of those whose leader died before it
+        could publish them."""
+        for commit in [document] if document["type"] == "commit" else document.get("commits", ()):
+            key = (document["generation"], commit["timeline"], commit["t"])
+            before = self.commits.setdefault(key, commit["contributions"])
+            assert before == commit["contributions"], f"commit {key} was published with two lists"
 
     def sums(self, timeline: int) -> int:
         """Commits of that timeline that list something."""
@@ -248,6 +249,9 @@ class SimScheduler(Node):
                 for feed in list(self.feeds.values()):
                     feed(document)
             case io.Reply(request, outcome):
+                if isinstance(outcome, Mapping):
+                    for document in outcome.get("documents", ()):
+                        self.ledger.note(document)
                 self.answer(request, outcome)
             case io.WriteCheckpoint(model, name):
                 # Its files are not simulated: what it asks for beforehand is a cut.
