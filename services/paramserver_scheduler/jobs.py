@@ -129,7 +129,7 @@ class Jobs:
             answer = await ask(begin)
             assert answer.body is not None
             model = key = ModelKey(target, int(answer.body["generation"]))
-            await self._shards.restore(key, states, self._owner(key))
+            await self._shards.restore(key, states, self._owner(key), self._timeline(key))
             done = await ask(lambda n: io.RestoreFinished(n, key))
         except Exception as e:
             error = _problem_of(e)
@@ -223,11 +223,19 @@ class Jobs:
             except (RedisError, OSError) as e:
                 log.warning("keys.stay model=%s %s", model, e)
 
+    def _document(self, model: ModelKey) -> Mapping[str, Any]:
+        """What there is to say of that creation of the model; raises PsError."""
+        document = self._runtime.core.read.model(model.name)
+        if document["generation"] != model.generation:
+            raise problem("model_replaced", f"model '{model.name}' was created anew")
+        return document
+
+    def _timeline(self, model: ModelKey) -> Callable[[], int]:
+        return lambda: int(self._document(model)["timeline"])
+
     def _owner(self, model: ModelKey) -> Owner:
         def owner(index: int) -> str:
-            document = self._runtime.core.read.model(model.name)
-            if document["generation"] != model.generation:
-                raise problem("model_replaced", f"model '{model.name}' was created anew")
+            document = self._document(model)
             place = document["partitions"][index]
             shard = document["shards"].get(place["shard"])
             if shard is None or not shard["addresses"]:

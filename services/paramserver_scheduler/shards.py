@@ -9,7 +9,7 @@ import httpx
 
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
 from paramserver.core.shard_io import PartitionState
-from paramserver.errors import PsError, StaleMapError, Unavailable, from_document, problem
+from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, from_document, problem
 from paramserver.limits import CHUNK_BYTES
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
@@ -62,14 +62,17 @@ class ShardClient:
 
         return await _each(partitions, fetch)
 
-    async def restore(self, model: ModelKey, states: Sequence[PartitionState], owner: Owner) -> None:
+    async def restore(
+        self, model: ModelKey, states: Sequence[PartitionState], owner: Owner, timeline: Callable[[], int]
+    ) -> None:
         """Put these states in the place of what the partitions hold; what was staged or buffered is dropped.
 
-        Raises like `states`; some partitions may then have been set.
+        `timeline` gives the one that the model is on, as far as is known here: what arrives when a newer leader has
+        begun another is refused.  Raises like `states`; some partitions may then have been set.
         """
 
         async def send(index: int) -> None:
-            frame, arrays = restore_frame(model.name, model.generation, {index: states[index]})
+            frame, arrays = restore_frame(model.name, model.generation, {index: states[index]}, timeline())
             await self._set(owner(index), frame, arrays)
 
         await _each(len(states), send)
@@ -107,6 +110,9 @@ async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
                 except (httpx.HTTPError, httpx.InvalidURL, Unavailable, StaleMapError) as e:
                     if monotonic() > deadline:
                         raise _as_problem(e) from e
+                except ConflictError as e:
+                    if e.code != "rolled_back" or monotonic() > deadline:
+                        raise
                 await asyncio.sleep(RETRY_S)
 
     tasks: list[asyncio.Task[T]] = []

@@ -63,7 +63,8 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
             return (known, frame), Body((frame.body_bytes(),))
 
         (known, frame), body = await reader.read(request.scope, request.receive, SetFrame, sized)
-        command = SetReceived(0, model, assignments(frame, body.parts[0]), known.key.generation, frame.restore)
+        parts = assignments(frame, body.parts[0])
+        command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
         done = await runtime.push(lambda number: replace(command, request=number))
         membership.check_serving()
         return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)

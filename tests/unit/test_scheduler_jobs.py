@@ -3,6 +3,7 @@
 import asyncio
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,8 @@ from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
-from paramserver.types import ModelKey
+from paramserver.types import AnyArray, ModelKey
+from paramserver.wire.state import SetFrame
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.runtime import Answer
@@ -95,6 +97,28 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
         await shards.assign(assignments(layout, 1, values), lambda index: "http://shard:port")
     assert failed.value.code == "unavailable"
     await shards.aclose()
+
+
+@pytest.mark.asyncio
+async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each request names the present one, until it is taken or the time is up."""
+    monkeypatch.setattr("paramserver_scheduler.shards.RETRY_S", 0.0)
+    shards, timelines = ShardClient(), iter([1, 2, 2])
+    named: list[int | None] = []
+
+    async def refuse_the_first(url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:
+        named.append(frame.timeline)
+        if frame.timeline == 1:
+            raise problem("rolled_back", "the model went on", timeline=2, clock=3)
+
+    monkeypatch.setattr(shards, "_set", refuse_the_first)
+    states = [PartitionState(np.zeros(4, np.float32), (), (1,))] * 2
+    await shards.restore(ModelKey("m", 1), states, lambda index: "http://shard:1", lambda: next(timelines))
+    await shards.aclose()
+
+    assert (named.count(1), named.count(2)) == (1, 2)
 
 
 @pytest.mark.asyncio

@@ -47,10 +47,11 @@ def stage(driver: ShardDriver, seq: int, clock: int) -> None:
     driver.submit({0: np.ones(4, np.float32)}, PushId(WORKER, 1, seq), clock=clock, timeline=driver.view.timeline)
 
 
-def put(driver: ShardDriver, value: float, *, restore: bool = False) -> None:
-    """All values are assigned."""
-    part = AssignPart(0, np.full(4, value, np.float32), "float32", True)
-    driver.send(SetReceived(driver.request(), "m", (part,), restore=restore))
+def put(driver: ShardDriver, value: float, *, restore: bool = False, timeline: int | None = None) -> int:
+    """All values are assigned; the number of the request."""
+    part, request = AssignPart(0, np.full(4, value, np.float32), "float32", True), driver.request()
+    driver.send(SetReceived(request, "m", (part,), restore=restore, timeline=timeline))
+    return request
 
 
 def durable_clock(driver: ShardDriver) -> int:
@@ -110,6 +111,33 @@ def test_who_is_behind_when_a_timeline_begins_begins_with_it(ack: str) -> None:
     driver.commit(3, listed(0), listed(3))
     assert (at(driver), driver.values()) == ((4, 4), [0.5] * 4)
     assert driver.resyncs == 0
+
+
+def test_what_a_restore_sets_too_late_is_refused() -> None:
+    """Its leader was replaced, and the next one has begun another timeline: values and what is staged stay."""
+    driver = behind()
+    begin(driver, 3)
+    stage(driver, 2, 3)
+    with pytest.raises(PsError) as refused:
+        driver.outcome(put(driver, 7.0, restore=True, timeline=0))
+    assert (refused.value.code, refused.value.members["timeline"]) == ("rolled_back", 1)
+    driver.commit(3, listed(3))
+    assert (at(driver), driver.values()) == ((4, 4), [1.0] * 4)
+    driver.outcome(put(driver, 7.0, restore=True, timeline=1))
+    assert driver.values() == [7.0] * 4
+
+
+def test_what_a_restore_sets_is_refused_where_a_timeline_begins_before_its_turn() -> None:
+    """It stands behind a commit that is being computed, and finds another timeline when that is done."""
+    driver = behind(eager=False)
+    driver.commit(0, listed(0))
+    waiting = put(driver, 7.0, restore=True, timeline=0)
+    begin(driver, 3)
+    driver.settle()
+    with pytest.raises(PsError) as refused:
+        driver.outcome(waiting)
+    assert refused.value.code == "rolled_back"
+    assert driver.values() == [1.0] * 4
 
 
 def test_a_new_owner_takes_nothing_of_an_older_timeline_from_the_journal() -> None:

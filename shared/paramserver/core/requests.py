@@ -86,7 +86,7 @@ class RequestDesk:
     def set(self, event: SetReceived, now: float) -> None:
         try:
             model = self._model(event.model, event.request)
-            model.check(event.generation, None)
+            model.check(event.generation, event.timeline)
             admission.check_set(event, model.spec, model.layout)
         except PsError as error:
             self._shard.reply(event.request, error)

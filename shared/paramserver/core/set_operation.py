@@ -19,7 +19,7 @@ class SetOperation(Operation):
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         tasks: list[Task] = []
         try:
-            self.model.check(self.event.generation, None)
+            self.model.check(self.event.generation, self.event.timeline)
             level = self.partitions[0].level
             if level:
                 shard.durability.admit(level, sum(part.data.nbytes for part in self.event.parts))

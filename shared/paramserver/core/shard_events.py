@@ -241,6 +241,8 @@ class SetReceived(Struct, frozen=True):
     generation: int | None = None
     restore: bool = False
     """A restore also drops what is staged or buffered."""
+    timeline: int | None = None
+    """The one it is meant for; None: whichever there is."""
 
 
 class CaptureReceived(Struct, frozen=True):

@@ -39,8 +39,10 @@ class Node:
         self.world.after(self.world.rng.uniform(*self.world.faults.down_s), f"start {self.name}", self.start)
 
     def pause(self, seconds: float) -> None:
-        """Stand still, and notice nothing of it."""
-        self.paused_until_s = self.world.now + seconds
+        """Stand still, and notice nothing of it.  Who does so already wakes no later: else what has come would be taken
+        in another order."""
+        if self.paused_until_s <= self.world.now:
+            self.paused_until_s = self.world.now + seconds
 
     def later(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
         """Do something later, unless this process has died by then; not before a pause is over."""

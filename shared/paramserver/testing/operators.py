@@ -9,6 +9,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core import shard_io as sio
 from paramserver.core.layout import Layout
 from paramserver.errors import PsError
+from paramserver.testing.schedulers import SimScheduler
 from paramserver.testing.workers import SimClient
 from paramserver.testing.world import Script
 from paramserver.types import ModelKey
@@ -46,14 +47,25 @@ class SimOperator(SimClient):
     def _restore(self, turn: int) -> Script:
         self.restored = None
         begun = yield from self._insist(lambda r: io.StartRestore(r, self.sim.spec.name))
-        yield from self._assign(restore=True)
+        if begun is not None:  # else the leader that has begun it does not know, and sets nothing
+            yield from self._set(self._schedulers[0])
         key = ModelKey(self.sim.spec.name, 1)
         ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None))
         if begun is not None and ended["timeline"] == begun["timeline"] + 1:
             self.restored = ended["timeline"]
 
+    def _set(self, leader: SimScheduler) -> Script:
+        """What the leader does itself: where another one has begun a new timeline, it is refused and over."""
+        core = leader.core
+        while True:
+            document = core.read.model(self.sim.spec.name)
+            done = yield from self._assign(timeline=document["timeline"])
+            if done or not leader.leading or leader.core is not core:
+                return
+            yield 0.2
+
     def _put(self, turn: int) -> Script:
-        yield from self._assign(restore=False)
+        yield from self._assign()
 
     def _flip(self, turn: int) -> Script:
         for rule in (MODES[turn % len(MODES)], self.sim.spec.consistency.document()):
@@ -72,8 +84,10 @@ class SimOperator(SimClient):
             assert outcome.retryable, outcome
             yield 0.2
 
-    def _assign(self, *, restore: bool) -> Script:
-        """Every value of every partition, one shard after the other, until all have said that it is done."""
+    def _assign(self, *, timeline: int | None = None) -> Script:
+        """Every value of every partition, one shard after the other, until all have said that it is done; with
+        `timeline` as a restore, and false once the model is on another one."""
+        restore = timeline is not None
         left = set(range(self.sim.spec.partitions))
         while left:
             for shard, indices in (yield from self.owners(left)).items():
@@ -81,12 +95,15 @@ class SimOperator(SimClient):
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"set {indices}",
-                    lambda r, p=parts: sio.SetReceived(r, self.sim.spec.name, p, 1, restore),  # type: ignore[misc]
+                    lambda r, p=parts: sio.SetReceived(r, self.sim.spec.name, p, 1, restore, timeline),  # type: ignore[misc]
                 )
-                if isinstance(done, PsError):
-                    yield from self.failed()
-                else:
+                if not isinstance(done, PsError):
                     left -= set(indices)
+                elif done.code == "rolled_back":
+                    return False
+                else:
+                    yield from self.failed()
+        return True
 
     def _part(self, index: int, restore: bool) -> sio.AssignPart:
         values = np.full(self.layout.partition_size(index), ASSIGNED, np.float32)

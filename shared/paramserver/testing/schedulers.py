@@ -9,13 +9,15 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.scheduler import SchedulerCore
 from paramserver.errors import PsError, problem
 from paramserver.testing.nodes import Node
-from paramserver.testing.storage import LEASE_S, SimRedis, Verdict
+from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
 from paramserver.types import PartitionKey, Token
 
 Document = Mapping[str, Any]
 TICK_S = 0.5
 RETRY_S = 0.25
+EMPTIED_S = 10.0
+"""How long a leader has for writing everything again to an emptied Redis, before another begins with nothing."""
 ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished)
 """What is never delivered twice: a restore is work of the leading process, which does not ask itself over a network."""
 
@@ -90,7 +92,7 @@ class SimScheduler(Node):
         if self.leading:
             self._renew()
             return
-        patient = self._missing_since_s is None or self.world.now - self._missing_since_s < 2 * LEASE_S
+        patient = self._missing_since_s is None or self.world.now - self._missing_since_s < EMPTIED_S
         seen, answered_s = self.seen_term, self._answered_s
 
         def work(redis: SimRedis) -> Any:

@@ -72,6 +72,8 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
     parts: tuple[SetPart, ...]
     restore: bool = False
     """Drops staged and buffered gradients."""
+    timeline: Count | None = None
+    """Refused where the model is on another one by then; None: it goes with any."""
 
     def body_bytes(self) -> int:
         """Length of the body."""
@@ -79,7 +81,7 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
 
 
 def restore_frame(
-    model: str, generation: int, states: Mapping[int, PartitionState]
+    model: str, generation: int, states: Mapping[int, PartitionState], timeline: int | None = None
 ) -> tuple[SetFrame, Sequence[AnyArray]]:
     """The frame that puts these whole states in place of what the partitions hold, with its body as arrays."""
     parts: list[SetPart] = []
@@ -88,4 +90,4 @@ def restore_frame(
         size = state.values.size
         parts.append(SetPart(index, size, None, "float32", size, len(state.slots), state.steps))
         body += [state.values, *state.slots]
-    return SetFrame(model, generation, tuple(parts), restore=True), body
+    return SetFrame(model, generation, tuple(parts), restore=True, timeline=timeline), body
