@@ -43,6 +43,7 @@ class WorkerHeartbeat(Body):
 
     epoch: Count
     clock: Count | None = Field(None, description="iterations finished")
+    since: Count | None = Field(None, description="as in POST /models/{m}/clock")
     timeline: Count | None = None
     metrics: dict[str, Any] = Field({}, examples=[{"loss": 0.3, "samples_per_s": 900.0}])
     state: Any = Field(None, description="JSON that checkpoints keep and the worker's next incarnation gets")
@@ -54,6 +55,9 @@ class Clock(Body):
     worker: Id
     epoch: Count
     clock: Count
+    since: Count | None = Field(
+        None, description="it has worked on every clock from this one; left out: from where it was last told to go on"
+    )
     wait_s: Seconds = 0.0
     timeline: Count | None = None
 

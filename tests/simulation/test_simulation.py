@@ -7,6 +7,7 @@ import pytest
 from paramserver.core import shard_io as sio
 from paramserver.core.cluster import Cluster
 from paramserver.core.durability import Durability
+from paramserver.core.gate import Gate
 from paramserver.core.models import Model
 from paramserver.core.partition import Partition
 from paramserver.core.shard import ShardCore
@@ -101,6 +102,16 @@ def test_checkpoints_of_a_synchronous_model_find_their_cuts(level: str) -> None:
     """Whatever goes wrong meanwhile: in each kind of trouble."""
     for seed, kind in enumerate(KINDS):
         run(Simulation(seed, "sync", level, kind, checkpoints=2))
+
+
+@pytest.mark.parametrize("late", ["fold", "drop"])
+@pytest.mark.parametrize(
+    "first", [0, pytest.param(12, marks=pytest.mark.slow), pytest.param(24, marks=pytest.mark.slow)]
+)
+def test_a_quorum_under_faults_divides_by_what_was_pushed(late: str, first: int) -> None:
+    """Two of three workers are enough; each commit is the mean of whole contributions, late ones folded or not."""
+    for seed in range(first, first + 12):
+        run(Simulation(seed, "sync", checkpoints=2 * (seed % 3), late=late))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -245,6 +256,15 @@ def test_not_giving_up_a_cut_turns_the_checkers_red(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Model, "give_up_cut", lambda self: None)
 
     assert turns_red("sync", "journaled", "emptied", within=17, checkpoints=2)
+
+
+def test_listing_clocks_that_were_left_out_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A straggler is believed to have worked on all that the others have gone on over."""
+    report = Gate.report
+
+    monkeypatch.setattr(Gate, "report", lambda self, worker, done, since=None: report(self, worker, done, 0))
+
+    assert turns_red("sync", "applied", within=6, late="fold")
 
 
 def test_counting_commits_as_durable_by_versions_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,21 @@ def test_a_clock_that_is_not_released_in_time_is_reported_and_waited_for() -> No
     assert session.clock == 2
 
 
+def test_a_worker_says_since_when_it_has_left_no_clock_out() -> None:
+    """Told to go on where the others are, it has worked on nothing between; heartbeats say so too."""
+    node = Shard()
+    session, its = iterations(node)
+    node.released = False
+    node.script[CLOCK] = [ok({"released": True, "clock": c, "version": 0, "state": "active"}) for c in (1, 5, 6)]
+
+    for _ in range(3):
+        drive(its.step(GRAD, {}, deadline(), None), node)
+    drive(session.beat(deadline()), node)
+
+    assert [(b["clock"], b["since"]) for b in node.bodies(CLOCK)] == [(1, 0), (2, 0), (6, 5)]
+    assert [(b["clock"], b["since"]) for b in node.bodies(BEAT)] == [(6, 5)]
+
+
 def test_only_a_first_attempt_ends_an_iteration() -> None:
     """Where parts had to be sent again the shards cannot tell between them what is whole: the worker reports it."""
     node = Shard()

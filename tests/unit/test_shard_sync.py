@@ -352,7 +352,8 @@ def test_a_commit_is_computed_on_all_partitions_together_and_lost_ones_do_not_ho
 
 
 def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> None:
-    """Not where a commit left it out to be folded into a later one, nor where the scheduler has something to say."""
+    """Not where a commit left it out to be folded into a later one, where there were further ones, nor where the
+    scheduler has something to say."""
     driver = ShardDriver()
     driver.serve(spec(late="fold"), workers=ROSTER)
     served = driver.core.served(ModelKey("m", 1))
@@ -372,4 +373,6 @@ def test_a_worker_goes_on_without_asking_once_nothing_of_its_push_is_left() -> N
     assert not served.over([0], WORKERS[0], 1, 1)
     driver.commit(2, listed(0, 2))
     assert served.over([0], WORKERS[0], 1, 2)
+    driver.commit(3, listed(2, 3))
+    assert not served.over([0], WORKERS[0], 1, 2), "the others have gone on, to where the scheduler knows"
     assert not served.over([1], WORKERS[0], 1, 2), "of a partition that is not here nothing is known"

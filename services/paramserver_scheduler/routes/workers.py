@@ -87,7 +87,8 @@ async def get_worker(request: Request, m: str, w: str) -> Response:
 async def heartbeat(request: Request, m: str, w: str) -> Response:
     """A sign of life, due each second; 409 `fenced` when the lease has run out: join again."""
     b = await read(request, bodies.WorkerHeartbeat)
-    return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, b.epoch, b.clock, b.timeline, b.metrics, b.state))
+    told = b.epoch, b.clock, b.timeline, b.metrics, b.state, b.since
+    return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, *told))
 
 
 @router.delete("/workers/{w:path}", status_code=204, responses=gives(204, "Left"))
@@ -107,7 +108,8 @@ async def leave(request: Request, m: str, w: str) -> Response:
 async def clock(request: Request, m: str) -> Response:
     """Report iterations finished and wait until the consistency mode lets this worker go on. Repeatable."""
     b = await read(request, bodies.Clock)
-    return await reply(request, lambda n: io.ReportClock(n, m, b.worker, b.epoch, b.clock, b.timeline, b.wait_s))
+    told = b.worker, b.epoch, b.clock, b.timeline, b.wait_s, b.since
+    return await reply(request, lambda n: io.ReportClock(n, m, *told))
 
 
 def epoch_of(request: Request) -> int | None:

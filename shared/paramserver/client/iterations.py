@@ -41,7 +41,7 @@ class Iterations:
         give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
             wait_s = max(0.0, min(POLL_S, give_up - deadline.clock()))
-            body = {"clock": done, "timeline": timeline}
+            body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
             doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock)
             if doc is None:
                 return s.clock

@@ -75,6 +75,8 @@ class Session:
         self.timeline = 0
         self.clock = 0
         """Iterations finished, which is also the number of the one to work on."""
+        self.since = 0
+        """The first clock of those up to now of which this worker has left none out."""
         self.mode = "async"
         self.status = "active"
         """What the scheduler wants: `active`, `paused`, `draining` or `stop`."""
@@ -123,7 +125,7 @@ class Session:
             self.rank = int(doc["rank"])
             self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
             self.timeline = int(doc.get("timeline") or 0)
-            self.clock = int(doc.get("clock") or 0)
+            self.clock = self.since = int(doc.get("clock") or 0)
             self._min_version = 0
             self.reports.joined(None if self.joined else doc.get("state"))
             self.joined = True
@@ -141,8 +143,9 @@ class Session:
 
     def beat(self, deadline: Deadline) -> Call[None]:
         """One heartbeat: say that the worker lives and how far it is, take up what the scheduler wants."""
-        epoch, timeline = self.numbers.epoch, self.timeline
-        body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "timeline": timeline}
+        with self._lock:
+            epoch, timeline = self.numbers.epoch, self.timeline
+            body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "since": self.since, "timeline": timeline}
         state, points = self.reports.fresh_state(self.worker), self.reports.take()
         try:
             yield from self.reports.pass_on(self.model, self.worker, points, deadline, but=1)
@@ -348,7 +351,7 @@ class Session:
         yield from self._while_paused(until)
         with self._lock:
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self.clock = clock
+                self._at(clock)
                 self._min_version = max(self._min_version, min_version)
 
     # -------------------------------------------------------------------------------------------- tasks and metrics
@@ -379,8 +382,14 @@ class Session:
         doc = yield from self.ask(path, body, epoch, timeline, POLL_S if wait else 0.0, deadline.clock)
         with self._lock:  # while it waited it held nobody up, so the model may be some clocks further
             if doc and self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self.clock = max(self.clock, int(doc.get("clock") or 0))
+                self._at(max(self.clock, int(doc.get("clock") or 0)))
         return doc
+
+    def _at(self, clock: int) -> None:
+        """So many iterations are finished: one more, or the others have gone on without this worker."""
+        if clock > self.clock + 1:
+            self.since = clock
+        self.clock = clock
 
     def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, Any] | None = None) -> Call[None]:
         """Say that a task is worked through."""
@@ -438,7 +447,7 @@ class Session:
                 new = int(error.members.get("timeline") or 0)
                 if new > self.timeline:
                     self.timeline = new
-                    self.clock = int(error.members.get("clock") or 0)
+                    self.clock = self.since = int(error.members.get("clock") or 0)
                     self._min_version = 0
                     self._base = None
                     log.warning("worker.rolled_back worker=%s timeline=%d clock=%d", self.worker, new, self.clock)

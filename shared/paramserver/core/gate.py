@@ -114,21 +114,37 @@ class Gate:
             return self.clock
         return min(w.done for w in counting)
 
-    def report(self, worker: Worker, done: int) -> None:
+    def report(self, worker: Worker, done: int, since: int | None = None) -> None:
         """The worker has finished `done` iterations; absolute, so an older report changes nothing.
 
+        `since`: it has worked on every clock from there; None: from where it was last told to go on.
         Raises RequestError (`invalid_field`) for a number that cannot be.
         """
         top = max(worker.done, self.clock) + AHEAD_MAX if self.sync else CLOCK_MAX
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
+        if since is not None and not 0 <= since <= done:
+            raise problem("invalid_field", f"since: must be from 0 to clock {done}, not {since}", where="since")
         if done <= worker.done:
             return
         if self.sync:
-            # A worker that was told to go on at `granted` has not worked on the clocks between.
-            first = worker.granted if worker.done < worker.granted < done else worker.done
-            worker.pending.extend(range(first, done))
+            if since is None and worker.granted <= done:
+                since = worker.granted
+            worker.pending.extend(range(max(worker.done, since or 0), done))
         worker.done = done
+
+    def late(self, roster: Roster) -> dict[str, list[Any]]:
+        """sync: (epoch, iterations done, clock granted, late clocks) by name, where a later list may have one that the
+        others have passed; of everybody else the open clock says all that."""
+        return {
+            w.name: [w.epoch, w.done, w.granted, [c for c in w.pending if c < self.clock]]
+            for w in roster.counting()
+            if self.may_fold(w)
+        }
+
+    def may_fold(self, worker: Worker) -> bool:
+        """sync: whether a clock of this worker that the others have passed may still enter a list."""
+        return self.sync and self.rule.late == "fold" and min([worker.done, *worker.pending[:1]]) < self.clock
 
     def resume(self, worker: Worker, roster: Roster) -> None:
         """A resting worker has data again: it goes on where one who joins would begin."""

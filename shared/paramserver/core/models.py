@@ -313,6 +313,7 @@ class Model:
             "switched": self.switched,
             "cut_wanted": self.cut_wanted,
             "opening": self.opening,
+            "late": self.gate.late(self.roster),
             "evaluated": self.evaluated,
             "evaluations": [[e.clock, *(e.leased or ())] for e in self.evaluations],
             "checkpoint_number": self.checkpoints.number,

@@ -57,9 +57,13 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         model_name, _, worker = name.partition(":")
         model = c.models[model_name]
         # In sync what it had done beyond the open clock is in no list, or of a timeline that is over: it says so again.
-        clock = model.gate.clock if model.gate.sync else doc["clock"]
+        done = granted = model.gate.clock if model.gate.sync else doc["clock"]
+        pending: list[int] = []
+        epoch, *late = groups["clock"][model_name].get("late", {}).get(worker, (0,))
+        if epoch == doc["epoch"]:
+            done, granted, pending = late
         model.roster.workers[worker] = Worker(
-            worker, doc["epoch"], now, doc["alive"], doc["rank"], clock, granted=clock, state=doc["state"],
+            worker, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted, state=doc["state"],
             # A plain client that has not been told of a rollback yet is told now.
             timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
         )  # fmt: skip

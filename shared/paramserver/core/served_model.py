@@ -151,13 +151,14 @@ class ServedModel:
         return all((p := self.partitions.get(i)) is not None and p.clock == clock and held in p.staged for i in indices)
 
     def over(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
-        """Whether what the worker pushed to these partitions for that clock is needed no more, and nobody asks for it.
+        """Whether what the worker pushed to these partitions for that clock is needed no more, the next one is open,
+        and nobody asks for the worker.
 
-        Then the worker may go on without asking the scheduler.
+        Then it may go on without asking the scheduler.
         """
         held = (worker, epoch, clock)
         return self.asks_at < clock and all(
-            (p := self.partitions.get(i)) is not None and held not in p.staged for i in indices
+            (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and held not in p.staged for i in indices
         )
 
     def live(self) -> dict[str, int]:

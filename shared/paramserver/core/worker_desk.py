@@ -184,7 +184,7 @@ class WorkerDesk:
         if e.clock is not None:
             _count(e.clock, "clock")
             self._check_timeline(model, worker, e.timeline)
-            self._report(model, worker, e.clock)
+            self._report(model, worker, e.clock, e.since)
         self.note(model, worker.name, worker.done, metrics, now)
         worker.note(metrics)
         body = {
@@ -195,10 +195,13 @@ class WorkerDesk:
         }
         self.c.answer_now(e.request, body)
 
-    def _report(self, model: Model, worker: Worker, clock: int) -> None:
+    def _report(self, model: Model, worker: Worker, clock: int, since: int | None) -> None:
+        before = worker.done
         if clock > worker.done:
             model.gate.resume(worker, model.roster)
-        model.gate.report(worker, clock)
+        model.gate.report(worker, clock, since)
+        if worker.done > before and model.gate.may_fold(worker):
+            self.c.save_clock(model)
         self.c.touch(model)
 
     def _check_timeline(self, model: Model, worker: Worker, timeline: int | None) -> None:
@@ -250,7 +253,7 @@ class WorkerDesk:
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
-        self._report(model, worker, e.clock)
+        self._report(model, worker, e.clock, e.since)
         model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
         worker.parked += 1
 
@@ -271,7 +274,7 @@ class WorkerDesk:
         worker.ended_on.add(e.shard)
         if len(worker.ended_on) >= e.shards:
             worker.timeline = e.timeline
-            self._report(model, worker, e.clock)
+            self._report(model, worker, e.clock, e.clock - 1)  # which was the next one, so there is none before it
 
     # --- what follows from all that ---
 
@@ -345,7 +348,10 @@ class WorkerDesk:
         waiting = [] if released else gate.waiting_for(clock, model.roster)
         if not released and not model.ready:
             waiting = ["the model's initial values"]
-        worker.granted = gate.next_clock(worker)
+        if worker.granted < (granted := gate.next_clock(worker)):
+            worker.granted = granted
+            if gate.may_fold(worker):
+                self.c.save_clock(model)  # another leader must know what it was told to leave out
         return {
             "released": released,
             "clock": worker.granted,

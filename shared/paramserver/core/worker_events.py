@@ -44,6 +44,8 @@ class WorkerHeartbeat(Struct, frozen=True):
     metrics: Json = field(default_factory=dict)
     state: Any = None
     """Whatever the worker wants kept with checkpoints (its iterator, its random state); None: as before."""
+    since: int | None = None
+    """As in `ReportClock`."""
 
 
 class LeaveWorker(Struct, frozen=True):
@@ -100,6 +102,8 @@ class ReportClock(Struct, frozen=True):
     clock: int
     timeline: int | None = None
     wait_s: float = 0.0
+    since: int | None = None
+    """The first of the clocks that it has worked on without leaving one out, up to `clock`; None: as it was told."""
 
 
 class ReportMetrics(Struct, frozen=True):

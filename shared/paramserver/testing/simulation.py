@@ -63,6 +63,9 @@ class Simulation:
     clocks: int = 8
     checkpoints: int = 0
     """So often a checkpoint is due; in sync it asks for a cut, which at `journaled` nothing else does."""
+    late: str = ""
+    """sync: two of three workers are enough, and this is what becomes of the third one's clock; empty: all are waited
+    for."""
     faults: Faults | None = None
     world: World = field(init=False)
     finished: int = 0
@@ -95,7 +98,7 @@ class Simulation:
                 "name": MODEL,
                 "params": {"w": {"shape": [20]}, "b": {"shape": [4]}},
                 "optimizer": {"name": "sum"},
-                "consistency": CONSISTENCY[self.mode],
+                "consistency": CONSISTENCY[self.mode] | ({"quorum": 0.6, "late": self.late} if self.late else {}),
                 "partitions": 4,
                 "ack": self.level,
                 "checkpoint": {"every_minutes": 0, "every_clocks": self.checkpoints},
@@ -107,7 +110,8 @@ class Simulation:
     def replay(self) -> str:
         """The line that runs this again."""
         chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind} --change {self.change}"
-        return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen} --checkpoints {self.checkpoints}"
+        chosen += f" --checkpoints {self.checkpoints}" + (f" --late {self.late}" if self.late else "")
+        return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
     def run(self) -> str:
         """Run to the end; the hash of the trace.  Raises AssertionError when a promise was broken."""
@@ -289,11 +293,13 @@ def main() -> int:
     parser.add_argument("--kind", choices=list(KINDS), default="", help="in place of the seed's")
     parser.add_argument("--change", choices=CHANGES, default="", help="in place of the seed's")
     parser.add_argument("--checkpoints", type=int, default=0, help="one each time after so many clocks")
+    parser.add_argument("--late", choices=["fold", "drop"], default="", help="of --mode sync: two of three are enough")
     parser.add_argument("--quiet", action="store_true", help="say failures alone")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
-        simulation = Simulation(seed, args.mode, args.level, args.kind, args.change, checkpoints=args.checkpoints)
+        settings = {"checkpoints": args.checkpoints, "late": args.late}
+        simulation = Simulation(seed, args.mode, args.level, args.kind, args.change, **settings)
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()

@@ -115,6 +115,7 @@ class SimWorker(SimClient):
         """Clock after clock; false when it has to join again."""
         sync = self.sim.mode == "sync"
         clock, timeline = int(me["clock"]), int(me["timeline"])
+        since = clock
         while clock < self.sim.clocks:
             self.seq += 1
             ends = sync and self.sim.world.chance(0.7)
@@ -124,14 +125,16 @@ class SimWorker(SimClient):
             if outcome is None and pushes and (yield from self._released(pushes)):
                 outcome = {"clock": clock + 1}
             elif outcome is None:
-                outcome = yield from self._report(me, clock + 1, timeline)
+                outcome = yield from self._report(me, clock + 1, timeline, since)
             if isinstance(outcome, PsError):
                 if outcome.code != "rolled_back":
                     return False
                 clock, timeline = int(outcome.members["clock"]), int(outcome.members["timeline"])
+                since = clock
                 continue
-            clock = max(clock + 1, int(outcome["clock"])) if sync else clock + 1
-            beating.clock, beating.timeline = clock, timeline
+            before, clock = clock, max(clock + 1, int(outcome["clock"])) if sync else clock + 1
+            since = since if clock == before + 1 else clock
+            beating.clock, beating.timeline, beating.since = clock, timeline, since
             self.sim.observe(self.index, (yield from self.pull(clock if sync else 0)))
         return True
 
@@ -187,11 +190,11 @@ class SimWorker(SimClient):
         self.sim.observe(self.index, pulled)
         return len(pulled) == self.sim.spec.partitions
 
-    def _report(self, me: Any, clock: int, timeline: int) -> Script:
+    def _report(self, me: Any, clock: int, timeline: int, since: int) -> Script:
         model = self.sim.spec.name
         while True:
             answer = yield from self.ask(
-                lambda r: io.ReportClock(r, model, me["worker"], me["epoch"], clock, timeline, wait_s=3.0)
+                lambda r: io.ReportClock(r, model, me["worker"], me["epoch"], clock, timeline, 3.0, since)
             )
             if isinstance(answer, PsError):
                 if not answer.retryable:
@@ -208,6 +211,7 @@ class _Heartbeat:
         self.over = False
         self.clock: int | None = None
         self.timeline: int | None = None
+        self.since: int | None = None
         self._client = SimClient(worker.sim, worker.name)
         self._me = me
 
@@ -216,6 +220,6 @@ class _Heartbeat:
         worker, epoch, model = self._me["worker"], self._me["epoch"], self._client.sim.spec.name
         while not self.over:
             yield from self._client.ask(
-                lambda r: io.WorkerHeartbeat(r, model, worker, epoch, self.clock, self.timeline)
+                lambda r: io.WorkerHeartbeat(r, model, worker, epoch, self.clock, self.timeline, since=self.since)
             )
             yield 1.0

@@ -1,0 +1,110 @@
+"""Late clocks in sync with a quorum: each that was worked on enters a list once, none that was left out ever does."""
+
+from typing import Any
+
+import pytest
+
+from paramserver.core import scheduler_io as io
+from paramserver.errors import PsError
+
+from .scheduling import Driver
+from .test_scheduler_staged import told
+
+FOLD: dict[str, Any] = {"consistency": {"mode": "sync", "quorum": 0.5, "late": "fold"}}
+
+
+def gone_on(to: int = 3) -> tuple[Driver, Any, Any]:
+    """Of two workers the first has gone on to that clock without the second."""
+    d = Driver()
+    d.model(**FOLD)
+    a, b = d.join("a"), d.join("b")
+    for clock in range(1, to + 1):
+        d.clock_of(a, clock)
+        d.beats()
+    return d, a, b
+
+
+def beat(d: Driver, worker: Any, clock: int, since: int | None = None) -> None:
+    """The worker says that it lives and where it is."""
+    d.ask(lambda n: io.WorkerHeartbeat(n, "m", worker["worker"], worker["epoch"], clock, since=since))
+
+
+def listed_of(d: Driver, worker: Any) -> list[int]:
+    """The clocks that commits have listed for it, in order."""
+    return [c for commit in d.commits() for name, _, _, c, _ in commit["contributions"] if name == worker["worker"]]
+
+
+@pytest.mark.parametrize("since", [None, 3])
+def test_clocks_that_a_worker_was_told_to_leave_out_are_never_listed(since: int | None) -> None:
+    """Though its heartbeats say the clock it goes on at: no mean is divided by what nobody has pushed."""
+    d, a, b = gone_on()
+    assert d.result(d.clock_of(b, 1))["clock"] == 3
+    beat(d, b, 3, since)
+    d.clock_of(b, 4)
+    d.clock_of(a, 5)
+
+    assert listed_of(d, b) == [0, 3]
+
+
+def test_who_heard_from_a_shard_where_to_go_on_says_so() -> None:
+    """The scheduler has told it nothing; `since` is all that there is."""
+    d, a, b = gone_on()
+    beat(d, b, 3, 3)
+    d.clock_of(a, 4)
+    d.send(lambda n: io.ReportClock(n, "m", b["worker"], b["epoch"], 5, None, 0.0, 4))
+    d.clock_of(a, 5)
+    d.clock_of(a, 6)
+
+    assert listed_of(d, b) == [4]
+
+
+def test_a_push_that_ends_its_iteration_stands_for_that_clock_alone() -> None:
+    """A shard tells of the clock that is open; those before it the worker has left out."""
+    d, a, b = gone_on()
+    told(d, b, "s0", clock=4, shards=1)
+    d.clock_of(a, 4)
+    d.clock_of(a, 5)
+
+    assert listed_of(d, b) == [3]
+
+
+@pytest.mark.parametrize("when", ["reported before", "reported after"])
+def test_a_late_clock_is_folded_whoever_leads_by_then(when: str) -> None:
+    """Its report is stored before it is answered, and whoever leads knows which clocks are still to be told."""
+    d, a, b = gone_on()
+    if when == "reported before":
+        d.clock_of(b, 1)
+    d.restart()
+    if when == "reported after":
+        d.clock_of(b, 1)
+    beat(d, b, 3, 3)
+    beat(d, a, 3, 0)
+    d.clock_of(a, 4)
+    d.clock_of(b, 5)
+    d.clock_of(a, 5)
+
+    assert listed_of(d, b) == [0, 3, 4]
+
+
+def test_another_leader_knows_where_a_worker_was_told_to_go_on() -> None:
+    """Also a plain client's, which never says `since`."""
+    d, a, b = gone_on()
+    d.clock_of(b, 1)
+    d.clock_of(a, 4)
+    assert listed_of(d, b) == [0]
+    d.restart()
+    beat(d, b, 3)
+    d.clock_of(b, 4)
+    d.clock_of(a, 5)
+    d.clock_of(a, 6)
+
+    assert listed_of(d, b) == [0, 3]
+
+
+@pytest.mark.parametrize("since", [-1, 5])
+def test_a_beginning_that_cannot_be_is_refused(since: int) -> None:
+    """It lies between the first clock and the one reported."""
+    d, _, b = gone_on()
+    with pytest.raises(PsError) as refused:
+        beat(d, b, 4, since)
+    assert (refused.value.code, refused.value.members["where"]) == ("invalid_field", "since")
