@@ -123,8 +123,9 @@ def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() ->
 
 
 def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_emptied() -> None:
-    """The old owner still has it in memory; one whose new owner was told of it stays with that one."""
-    for unseen in (True, False):
+    """The old owner still has it in memory, though the new one has died meanwhile; one whose new owner was told of it
+    stays with that one."""
+    for unseen, died in ((True, False), (True, True), (False, False)):
         d = Driver()
         d.model(**EIGHT)
         d.shard("s2")
@@ -132,6 +133,8 @@ def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_empti
         owner, token = d.owners()[index] or "", d.core.read.model("m")["partitions"][index]["incarnation"]
         d.beat(owner, released=[row(d, index, number)])
         new = d.core.read.model("m")["partitions"][index]["incarnation"]
+        if died:
+            d.shard("s2")
         d.hash.clear()
         d.tokens.clear()
         d.term += 1

@@ -24,7 +24,7 @@ class Owner:
     renewed: Token = 0
     """Who holds it under that token or a higher one goes on with its memory; 0: begins anew from its source."""
     previous: tuple[str, int, Token] | None = None
-    """(shard, its epoch, token) of who handed it over, until the new owner serves it."""
+    """(shard, its epoch, token) of who handed it over, until a new owner serves it."""
     target: str | None = None
     """The shard it is moving to: a wish, which no other leader will know of."""
     release: int = 0

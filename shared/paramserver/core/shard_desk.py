@@ -188,8 +188,10 @@ class ShardDesk:
                     if m is model:
                         held[o.shard] += m.bytes_of(i)
         for i, shard in assign(orphans, live, held, total).items():
-            model.owners[i].shard = shard
+            owner = model.owners[i]
+            owner.shard, previous = shard, owner.previous
             self.c.give_token(model, i)
+            owner.previous = previous
         self.c.place_changed(model)
 
     # --- reports ---
