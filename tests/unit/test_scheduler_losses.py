@@ -134,7 +134,7 @@ def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_empti
         d.beat(owner, released=[row(d, index, number)])
         new = d.core.read.model("m")["partitions"][index]["incarnation"]
         if died:
-            d.shard("s2")
+            d.ask(lambda n: io.JoinShard(n, "s2", ["http://s2:1"]))
         d.hash.clear()
         d.tokens.clear()
         d.term += 1
