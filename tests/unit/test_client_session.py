@@ -12,6 +12,7 @@ from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
 from paramserver.client.numbers import PushNumbers
 from paramserver.client.session import Session
+from paramserver.client.task_requests import TaskRequests
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError, Unavailable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
@@ -273,7 +274,7 @@ def test_stop_ends_waiting_and_tasks() -> None:
 
     drive(Iterations(session).advance(deadline(), None), node)
 
-    assert drive(session.lease("train", deadline()), node) is None
+    assert drive(TaskRequests(session).lease("train", deadline()), node) is None
     assert session.status == "stop"
 
 
@@ -297,9 +298,9 @@ def test_tasks_are_waited_for_and_done() -> None:
     ]
     node.script["/models/m/tasks/train%3A0%3A2/done"] = [ok({"done": True})]
 
-    found = drive(session.lease("train", deadline()), node)
+    found = drive(TaskRequests(session).lease("train", deadline()), node)
     assert found is not None
-    drive(session.done(found, deadline()), node)
+    drive(TaskRequests(session).done(found, deadline()), node)
 
     assert (found.start, found.stop, found.index) == (20, 30, 2)
     assert session.clock == 4, "while it waited it held nobody up, so it goes on where the others are"
@@ -324,13 +325,13 @@ def test_a_lease_says_what_is_still_worked_on() -> None:
     node.script[LEASE] = [*(given(t) for t in tasks), given(None), given(None)]
     node.script["/models/m/tasks/train%3A0%3A0/done"] = [ok({"done": True})]
 
-    first, second, _ = (drive(session.lease("train", deadline()), node) for _ in tasks)
+    first, second, _ = (drive(TaskRequests(session).lease("train", deadline()), node) for _ in tasks)
     assert first is not None
     assert second is not None
-    drive(session.done(first, deadline()), node)
+    drive(TaskRequests(session).done(first, deadline()), node)
     session.holding.put_down(second)
-    drive(session.lease("train", deadline(), wait=False), node)
-    drive(session.lease("other", deadline(), wait=False), node)
+    drive(TaskRequests(session).lease("train", deadline(), wait=False), node)
+    drive(TaskRequests(session).lease("other", deadline(), wait=False), node)
 
     ids = [t["id"] for t in tasks]
     assert [b["holding"] for b in node.bodies(LEASE)] == [[], ids[:1], ids[:2], ids[2:], []]
@@ -342,7 +343,7 @@ def test_a_task_that_was_given_in_an_answer_that_is_lost_is_not_held() -> None:
     session = opened(node)
     node.script[LEASE] = [problem("in_doubt", "the connection broke"), given(TASK)]
 
-    assert drive(session.lease("train", deadline()), node) is not None
+    assert drive(TaskRequests(session).lease("train", deadline()), node) is not None
 
     assert [b["holding"] for b in node.bodies(LEASE)] == [[], []]
 
@@ -351,7 +352,7 @@ def test_one_task_of_a_dataset_is_asked_for_at_a_time() -> None:
     """Else what one thread says it holds would lack the task that another is just being given."""
     node = Node()
     session = opened(node)
-    asking, other = session.lease("train", deadline()), session.lease("train", deadline())
+    asking, other = TaskRequests(session).lease("train", deadline()), TaskRequests(session).lease("train", deadline())
     (request,) = cast(list[Request], next(asking))
 
     assert isinstance(next(other), Pause)
@@ -367,13 +368,13 @@ def test_a_request_for_a_task_that_is_given_up_lets_the_next_one_be_made() -> No
     """As when Ctrl-C or a cancelled task ends it."""
     node = Node()
     session = opened(node)
-    asking = session.lease("train", deadline())
+    asking = TaskRequests(session).lease("train", deadline())
     next(asking)
 
     asking.close()
     node.script[LEASE] = [given(TASK)]
 
-    assert drive(session.lease("train", deadline()), node) is not None
+    assert drive(TaskRequests(session).lease("train", deadline()), node) is not None
 
 
 def test_numbers_stay_within_the_window() -> None:

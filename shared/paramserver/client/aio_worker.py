@@ -16,6 +16,7 @@ from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
 from paramserver.client.session import Session
 from paramserver.client.streaming import AsyncPushStream
+from paramserver.client.task_requests import TaskRequests
 from paramserver.client.tasks import EVALUATE, Task
 from paramserver.client.worker import LEAVE_S
 from paramserver.client.worker_view import WorkerView, of_another_process
@@ -46,6 +47,7 @@ class AsyncWorker(WorkerView):
         silence_s = client.timeout if timeout is None else timeout
         self._session = Session(client.cluster, model, name, rank, silence_s, codec)
         self._iterations = Iterations(self._session)
+        self._tasks = TaskRequests(self._session)
         self._heartbeat: asyncio.Task[None] | None = None
         """Owned by this object: started by `__aenter__`, cancelled and awaited by `__aexit__`."""
         self._left = False
@@ -184,10 +186,10 @@ class AsyncWorker(WorkerView):
 
     async def tasks(self, dataset: str = "train") -> AsyncIterator[Task]:
         """See `Worker.tasks`."""
-        while (task := await self._run(self._session.lease(dataset, self._deadline(None)))) is not None:
+        while (task := await self._run(self._tasks.lease(dataset, self._deadline(None)))) is not None:
             try:
                 yield task
-                await self._run(self._session.done(task, self._deadline(None)))
+                await self._run(self._tasks.done(task, self._deadline(None)))
             finally:
                 self._session.holding.put_down(task)
 
@@ -197,14 +199,14 @@ class AsyncWorker(WorkerView):
         """See `Worker.evaluate`; `measure` may be a coroutine function."""
         if not self._session.evaluation_waits:
             return None
-        task = await self._run(self._session.lease(EVALUATE, self._deadline(None), wait=False))
+        task = await self._run(self._tasks.lease(EVALUATE, self._deadline(None), wait=False))
         if task is None:
             return None
         try:
             measured = measure(await self.pull())
             found = await measured if isawaitable(measured) else measured
             metrics = {k: float(v) for k, v in found.items()}
-            await self._run(self._session.done(task, self._deadline(None), metrics))
+            await self._run(self._tasks.done(task, self._deadline(None), metrics))
         finally:
             self._session.holding.put_down(task)
         return metrics

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from paramserver import limits
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Clock, Deadline, Pause, Request, json_request
+from paramserver.client.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
 from paramserver.client.cluster import Cluster, control, model_path
 from paramserver.client.encoding import Feedback, codec_of
 from paramserver.client.frames import PushTerms
@@ -29,7 +29,7 @@ from paramserver.client.numbers import PushNumbers
 from paramserver.client.pushed import DROPPED, Pushed
 from paramserver.client.reports import Reports, document, numbers_of, refused, send
 from paramserver.client.retry import Backoff
-from paramserver.client.tasks import Holding, Task
+from paramserver.client.tasks import Holding
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
@@ -348,42 +348,17 @@ class Session:
         Pulls from now on have at least `min_version`.  While the worker is asked to pause it waits first, without an
         end or `until` then, and raises Unavailable (`unavailable`): the clock is to be reported again.
         """
-        yield from self._while_paused(until)
+        yield from self.while_paused(until)
         with self._lock:
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
                 self._at(clock)
                 self._min_version = max(self._min_version, min_version)
 
-    # -------------------------------------------------------------------------------------------- tasks and metrics
-
-    def lease(self, dataset: str, deadline: Deadline, wait: bool = True) -> Call[Task | None]:
-        """The next range of a dataset; None when it is worked through, or the worker is to finish."""
-        while self.status not in ("draining", "stop"):
-            yield from self._while_paused()
-            if not self.holding.begin(dataset):
-                yield Pause(0.05)
-                continue
-            try:
-                doc = yield from self._lease(dataset, deadline, wait)
-                task = self.holding.take(dataset, doc) if doc is not None else None
-            finally:
-                self.holding.end(dataset)
-            if task is not None:
-                return task
-            if doc is not None and (doc.get("finished") or not wait):
-                return None
-        return None
-
-    def _lease(self, dataset: str, deadline: Deadline, wait: bool) -> Call[Any]:
-        """The scheduler's answer to one request for a task; None: see `ask`."""
-        epoch, timeline = self.numbers.epoch, self.timeline
-        body = {"dataset": dataset, "holding": self.holding.ids(dataset)}
-        path = model_path(self.model, "tasks", "lease")
-        doc = yield from self.ask(path, body, epoch, timeline, POLL_S if wait else 0.0, deadline.clock)
-        with self._lock:  # while it waited it held nobody up, so the model may be some clocks further
-            if doc and self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self._at(max(self.clock, int(doc.get("clock") or 0)))
-        return doc
+    def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
+        """The model has reached that clock while this worker held nobody up, if it is still what it was then."""
+        with self._lock:
+            if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
+                self._at(max(self.clock, clock))
 
     def _at(self, clock: int) -> None:
         """So many iterations are finished: one more, or the others have gone on without this worker."""
@@ -391,19 +366,7 @@ class Session:
             self.since = clock
         self.clock = clock
 
-    def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, Any] | None = None) -> Call[None]:
-        """Say that a task is worked through."""
-        body: dict[str, Any] = {"worker": self.worker, "epoch": self.numbers.epoch}
-        if metrics:
-            body["metrics"] = numbers_of(metrics)
-        path = model_path(self.model, "tasks", task.id, "done")
-        try:
-            yield from control(_request("POST", path, body), deadline)
-        except PsError as e:
-            if e.code not in ("fenced", "unknown_worker", "unknown_task"):
-                raise
-            log.warning("task.lost worker=%s task=%s: it is worked through again", self.worker, task.id)
-        self.holding.done(task)
+    # -------------------------------------------------------------------------------------------- metrics
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
         """Send a report now, after what is kept for the next heartbeat."""
@@ -492,7 +455,8 @@ class Session:
         if "evaluate" in doc:
             self._evaluation_waits = bool(doc["evaluate"])
 
-    def _while_paused(self, until: Deadline | None = None) -> Call[None]:
+    def while_paused(self, until: Deadline | None = None) -> Call[None]:
+        """Returns once the worker is not asked to pause, or raises Unavailable (`unavailable`) at `until`."""
         while self.status == "paused":
             if until is not None and until.left_s() <= 0:
                 raise problem(

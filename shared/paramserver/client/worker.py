@@ -15,6 +15,7 @@ from paramserver.client.iterations import Iterations
 from paramserver.client.pushed import Pushed
 from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
+from paramserver.client.task_requests import TaskRequests
 from paramserver.client.tasks import EVALUATE, Task
 from paramserver.client.worker_view import WorkerView, of_another_process
 from paramserver.codecs.codec import Codec
@@ -50,6 +51,7 @@ class Worker(WorkerView):
         silence_s = client.timeout if timeout is None else timeout
         self._session = Session(client.cluster, model, name, rank, silence_s, codec)
         self._iterations = Iterations(self._session)
+        self._tasks = TaskRequests(self._session)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = -1
@@ -219,10 +221,10 @@ class Worker(WorkerView):
         so a range may be worked on twice, and none is lost.  A range whose loop is left (`break`, an exception) is free
         again when this worker asks for its next one.
         """
-        while (task := self._run(self._session.lease(dataset, self._deadline(None)))) is not None:
+        while (task := self._run(self._tasks.lease(dataset, self._deadline(None)))) is not None:
             try:
                 yield task
-                self._run(self._session.done(task, self._deadline(None)))
+                self._run(self._tasks.done(task, self._deadline(None)))
             finally:
                 self._session.holding.put_down(task)
 
@@ -234,12 +236,12 @@ class Worker(WorkerView):
         """
         if not self._session.evaluation_waits:
             return None
-        task = self._run(self._session.lease(EVALUATE, self._deadline(None), wait=False))
+        task = self._run(self._tasks.lease(EVALUATE, self._deadline(None), wait=False))
         if task is None:
             return None
         try:
             metrics = {k: float(v) for k, v in measure(self.pull()).items()}
-            self._run(self._session.done(task, self._deadline(None), metrics))
+            self._run(self._tasks.done(task, self._deadline(None), metrics))
         finally:
             self._session.holding.put_down(task)
         return metrics

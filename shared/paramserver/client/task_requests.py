@@ -1,0 +1,66 @@
+"""What one worker asks the cluster to hand out: ranges of a dataset, evaluations."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paramserver.client.calls import ATTEMPT_S, POLL_S, Call, Deadline, Pause, json_request
+from paramserver.client.cluster import control, model_path
+from paramserver.client.reports import numbers_of
+from paramserver.client.session import Session
+from paramserver.client.tasks import Task
+from paramserver.errors import PsError
+
+log = logging.getLogger("paramserver")
+
+
+class TaskRequests:
+    """Leases tasks for one session, and says which are worked through."""
+
+    def __init__(self, session: Session) -> None:
+        self._session: Final = session
+
+    def lease(self, dataset: str, deadline: Deadline, wait: bool = True) -> Call[Task | None]:
+        """The next range of a dataset; None when it is worked through, or the worker is to finish."""
+        s = self._session
+        while s.status not in ("draining", "stop"):
+            yield from s.while_paused()
+            if not s.holding.begin(dataset):
+                yield Pause(0.05)
+                continue
+            try:
+                doc = yield from self._lease(dataset, deadline, wait)
+                task = s.holding.take(dataset, doc) if doc is not None else None
+            finally:
+                s.holding.end(dataset)
+            if task is not None:
+                return task
+            if doc is not None and (doc.get("finished") or not wait):
+                return None
+        return None
+
+    def _lease(self, dataset: str, deadline: Deadline, wait: bool) -> Call[Any]:
+        """The scheduler's answer to one request for a task; None: see `Session.ask`."""
+        s = self._session
+        epoch, timeline = s.numbers.epoch, s.timeline
+        body = {"dataset": dataset, "holding": s.holding.ids(dataset)}
+        path = model_path(s.model, "tasks", "lease")
+        doc = yield from s.ask(path, body, epoch, timeline, POLL_S if wait else 0.0, deadline.clock)
+        if doc:  # while it waited it held nobody up, so the model may be some clocks further
+            s.catch_up(int(doc.get("clock") or 0), epoch, timeline)
+        return doc
+
+    def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, Any] | None = None) -> Call[None]:
+        """Say that a task is worked through."""
+        s = self._session
+        body: dict[str, Any] = {"worker": s.worker, "epoch": s.numbers.epoch}
+        if metrics:
+            body["metrics"] = numbers_of(metrics)
+        path = model_path(s.model, "tasks", task.id, "done")
+        try:
+            yield from control(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)
+        except PsError as e:
+            if e.code not in ("fenced", "unknown_worker", "unknown_task"):
+                raise
+            log.warning("task.lost worker=%s task=%s: it is worked through again", s.worker, task.id)
+        s.holding.done(task)
