@@ -67,7 +67,7 @@ class Shards:
         self.versions = [0] * partitions
         self.seen: set[tuple[str, int, int, int]] = set()
         self.owners = ["a" if i % 2 == 0 else "b" for i in range(partitions)]
-        self.map_epoch = 1
+        self.map_epoch, self.generation = 1, 7
         self.answering = {A, B}
         self.timelines: dict[str | None, list[int]] = {}
         self.log: list[tuple[str | None, str]] = []
@@ -90,7 +90,7 @@ class Shards:
 
     def document(self) -> dict[str, Any]:
         return {
-            "name": "m", "generation": 7, "timeline": 0, "clock": 0, "map_epoch": self.map_epoch,
+            "name": "m", "generation": self.generation, "timeline": 0, "clock": 0, "map_epoch": self.map_epoch,
             "spec": self.spec.document(), "bounds": list(self.layout.bounds), "state": "ready",
             "partitions": [{"index": i, "shard": o} for i, o in enumerate(self.owners)],
             "shards": {"a": {"addresses": [A]}, "b": {"addresses": [B + "/"]}},

@@ -128,7 +128,8 @@ def test_refusals_are_raised_at_once(
     shards: Shards, now: Now, cluster: Cluster, code: str, raised: type[PsError]
 ) -> None:
     """What trying again cannot change reaches the caller with its members."""
-    shards.wrong_once("/push", refusal(code, timeline=4))
+    for _ in "ab":
+        shards.wrong_once("/push", refusal(code, timeline=4))
 
     with pytest.raises(raised) as e:
         drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)

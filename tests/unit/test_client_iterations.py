@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paramserver import limits
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.encoding import Encoded
 from paramserver.client.iterations import Iterations
@@ -112,6 +113,52 @@ def test_a_worker_says_since_when_it_has_left_no_clock_out() -> None:
 
     assert [(b["clock"], b["since"]) for b in node.bodies(CLOCK)] == [(1, 0), (2, 0), (6, 5)]
     assert [(b["clock"], b["since"]) for b in node.bodies(BEAT)] == [(6, 5)]
+
+
+@pytest.mark.parametrize("what", ["rolled_back", "fenced"])
+def test_a_clock_is_not_told_whose_push_was_lost_before(what: str) -> None:
+    """The heartbeat has followed a rollback, or joined again, since the push was accepted: the iteration is done anew,
+    for at this clock the others' mean would be divided by a gradient that is nowhere."""
+    node = Shard()
+    session, its = iterations(node)
+    drive(session.push(GRAD, deadline()), node)
+    node.timeline += what == "rolled_back"
+    node.script[BEAT] = [no(what, timeline=node.timeline, clock=0, epoch=session.numbers.epoch)]
+    drive(session.beat(deadline()), node)
+
+    assert drive(its.advance(deadline(), None), node) == 0
+    assert node.bodies(CLOCK) == []
+
+    drive(session.pull(deadline()), node)
+    drive(session.push(GRAD, deadline()), node)
+    assert drive(its.advance(deadline(), None), node) == 1
+    assert [b["clock"] for b in node.bodies(CLOCK)] == [1]
+
+
+def test_a_clock_is_not_told_whose_push_was_dropped() -> None:
+    """It was computed from values that a rollback took back."""
+    node = Shard()
+    session, its = iterations(node)
+    drive(session.pull(deadline()), node)
+    node.timeline = 1
+    node.script[BEAT] = [no("rolled_back", timeline=1, clock=0)]
+    drive(session.beat(deadline()), node)
+
+    assert drive(session.push(GRAD, deadline()), node).state == "dropped"
+    assert drive(its.advance(deadline(), None), node) == 0
+    assert (node.pushes, node.bodies(CLOCK)) == ([], [])
+
+
+def test_a_codec_that_there_is_not_takes_no_number() -> None:
+    """However often it is asked for, pushes go on."""
+    node = Shard()
+    _, its = iterations(node)
+    for _ in range(limits.WINDOW + 1):
+        with pytest.raises(RequestError):
+            drive(its.exchange(GRAD, {}, deadline(), None, codec="no-such-codec"), node)
+
+    drive(its.exchange(GRAD, {}, Deadline.after(0.2), None), node)
+    assert len(node.pushes) == 1
 
 
 def test_only_a_first_attempt_ends_an_iteration() -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from paramserver import limits
 from paramserver.client.calls import Deadline, Outcome, Pause, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
@@ -37,7 +38,7 @@ class Node:
             {"name": "m", "params": {"w": {"shape": [4]}}, "consistency": {"mode": mode}, "partitions": 1}
         )
         self.mode = mode
-        self.epoch, self.timeline, self.clock, self.version = 0, 0, 0, 0
+        self.epoch, self.timeline, self.clock, self.version, self.generation = 0, 0, 0, 0, 1
         self.script: dict[str, list[Outcome]] = {}
         self.sent: list[tuple[str, str, Any]] = []
         self.pushes: list[PushFrame] = []
@@ -78,7 +79,7 @@ class Node:
             reply = PushReply(state, False, 0, 0, 1, self.timeline, [(0, 0, 1, 0)])
             return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))
         self.pulls.append(decode_header(body, PullFrame)[0])
-        values = PullReply("m", 1, self.timeline, self.version, 1, "float32", [(0, self.version, 1)])
+        values = PullReply("m", self.generation, self.timeline, self.version, 1, "float32", [(0, self.version, 1)])
         assert request.sink is not None
         request.sink.begin()
         request.sink.feed(memoryview(encode_header(values) + np.zeros(4, "<f4").tobytes()))
@@ -88,7 +89,8 @@ class Node:
     def document(self) -> dict[str, Any]:
         spec = {**self.spec.document(), "consistency": {"mode": self.mode}}
         return {
-            "name": "m", "generation": 1, "timeline": self.timeline, "clock": self.clock, "map_epoch": 1, "spec": spec,
+            "name": "m", "generation": self.generation, "timeline": self.timeline, "clock": self.clock,
+            "map_epoch": self.generation, "spec": spec,
             "partitions": [{"index": 0, "shard": "a"}], "shards": {"a": {"addresses": ["http://a:1"]}},
         }  # fmt: skip
 
@@ -116,6 +118,40 @@ BEAT = "/models/m/workers/m%2Fw0"
 
 
 GRAD = {"w": np.ones(4, np.float32)}
+
+
+def test_a_gradient_is_dropped_that_a_rollback_overtakes_while_a_number_is_waited_for() -> None:
+    """It does not go out under the new timeline, and its number is free again."""
+    node = Node()
+    session = opened(node)
+    drive(session.pull(deadline()), node)
+    taken = [drive(session.numbers.take(deadline()), node) for _ in range(limits.WINDOW)]
+    pushing = session.push(GRAD, deadline())
+    assert isinstance(next(pushing), Pause)
+    node.timeline = 1
+    node.script[BEAT] = [no("rolled_back", timeline=1, clock=0)]
+    drive(session.beat(deadline()), node)
+    for push_id in taken:
+        session.numbers.settle(push_id)
+
+    with pytest.raises(StopIteration) as over:
+        pushing.send([])
+    assert over.value.value.state == "dropped"
+    assert node.pushes == []
+
+
+def test_a_gradient_of_a_model_that_was_created_anew_is_dropped() -> None:
+    """Its values say nothing of the one that has the name now; the next pull does."""
+    node = Node("async")
+    session = opened(node)
+    drive(session.pull(deadline()), node)
+    node.generation = 2
+    drive(session.look(deadline()), node)
+
+    assert drive(session.push(GRAD, deadline()), node).state == "dropped"
+    drive(session.pull(deadline()), node)
+    assert drive(session.push(GRAD, deadline()), node).state == "applied"
+    assert len(node.pushes) == 1
 
 
 def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:

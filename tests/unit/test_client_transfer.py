@@ -13,7 +13,8 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.shared_arrays import SharedArrays
-from paramserver.errors import ConflictError, RequestError
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import ConflictError, InDoubt, RequestError
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -80,6 +81,62 @@ def test_a_copy_is_filled_like_what_it_was_made_of(
     assert (second.version, second.flat.tolist()) == (1, expected().tolist())
     assert np.array_equal(second["b"], expected()[50:])
     assert first.flat.tolist() == list(range(64))
+
+
+def refused_by(shards: Shards, shard: str, code: str) -> None:
+    """That shard refuses the next push; the other one takes its part."""
+    shards.trouble.append(lambda r: refusal(code) if r.to == shard and r.path == "/push" else None)
+
+
+def test_a_refusal_of_one_shard_is_in_doubt_where_another_has_taken_its_part(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """Whoever pushed again what was refused would count it twice there; the error says why, and which partitions."""
+    refused_by(shards, B, "too_stale")
+    with pytest.raises(InDoubt) as caught:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert (caught.value.members["refused"], caught.value.members["partitions"]) == ("too_stale", [0, 2])
+
+
+def test_a_refusal_before_anything_was_taken_is_one(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """Nothing has changed, and what is wrong can be mended and pushed again; in sync half a push counts for nothing."""
+    for shard in (A, B):
+        refused_by(shards, shard, "too_stale")
+    with pytest.raises(ConflictError) as caught:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    assert caught.value.code == "too_stale"
+    shards.trouble.clear()
+    shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "sync"}})
+    cluster.forget("m")
+    refused_by(shards, B, "rolled_back")
+    with pytest.raises(ConflictError) as caught:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    assert caught.value.code == "rolled_back"
+
+
+def test_what_is_pushed_and_filled_at_once_is_sent_again_as_it_was(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """The values of one shard arrive in the very arrays of the gradient, before the other one has its part."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    before = shards.flat.copy()
+    shards.trouble.append(lambda r: refusal("unavailable") if r.to == B and r.path == "/pushpull" else None)
+
+    drive(transfer.pushpull(cluster, "m", Deadline.after(30, now), p.flat, terms(), out=p), shards, now)
+
+    assert shards.flat.tolist() == (2 * before).tolist()
+    assert p.flat.tolist() == shards.flat.tolist()
+
+
+def test_a_base_of_a_model_that_was_created_anew_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """The gradient was computed from another model's values."""
+    p = drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.generation = 8
+    cluster.forget("m")
+
+    with pytest.raises(ConflictError) as caught:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=p)), shards, now)
+    assert caught.value.code == "model_replaced"
+    assert not shards.pushes
 
 
 def test_out_that_does_not_fit_is_refused(shards: Shards, now: Now, cluster: Cluster) -> None:

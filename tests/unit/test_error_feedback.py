@@ -12,7 +12,7 @@ from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Draft, Feedback
 from paramserver.codecs import Codec, decode_whole
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import FencedError, PsError, Unavailable
+from paramserver.errors import InDoubt, PsError, Unavailable
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import A, Now, Shards, drive, refusal, terms
@@ -100,7 +100,7 @@ def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["push", "exchange"])
-@pytest.mark.parametrize(("outcome", "error"), [("fenced", FencedError), ("unavailable", Unavailable)])
+@pytest.mark.parametrize(("outcome", "error"), [("fenced", InDoubt), ("unavailable", Unavailable)])
 def test_a_push_that_one_shard_alone_takes_is_sent_once_there(way: str, outcome: str, error: type[PsError]) -> None:
     """What it carried of earlier ones to that shard is not sent again; to the others it goes with the next."""
     sender = Sender()

@@ -163,6 +163,16 @@ def prepare(
     return gradient
 
 
+def apart(grads: Grads, out: AnyArray) -> Grads:
+    """The same, copied where they share memory with `out`: values arrive there while a shard may still have to be sent
+    its part once more."""
+    if isinstance(grads, np.ndarray):
+        return grads.copy() if np.may_share_memory(grads, out) else grads
+    if isinstance(grads, Mapping) and not isinstance(grads, GradientArrays):
+        return {n: apart(a, out) if isinstance(a, np.ndarray) else a for n, a in grads.items()}
+    return grads
+
+
 def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) -> Gradient:
     if ranges:
         raise problem("invalid_range", "ranges need gradients under names", hint='push({"w": values}, ranges={"w": …})')

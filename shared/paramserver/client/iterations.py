@@ -5,6 +5,7 @@ the scheduler, and answer when the commit is there.  What that cannot settle (a 
 something that the scheduler wants to say) is left to `advance`, which asks the scheduler for as long as it takes.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
 from paramserver.errors import PsError, Unavailable, from_document, problem
+
+log = logging.getLogger("paramserver")
 
 PUSHED: Final = "the gradient is pushed: worker.clock() goes on waiting, another step would count it twice"
 DONE: Final = "the iteration is done: worker.pull() brings the values, another step would count its gradient twice"
@@ -37,6 +40,11 @@ class Iterations:
         """
         s = self._session
         epoch, timeline = s.numbers.epoch, s.timeline
+        if s.mode == "sync" and s.pushed is not None and s.pushed != (epoch, timeline):
+            # What was pushed for this clock went with a rollback or the worker's lease, as the heartbeat has noticed.
+            log.warning("clock.kept worker=%s clock=%d reason=its push was dropped", s.worker, s.clock)
+            s.pushed = None
+            return s.clock
         done, version = s.clock + 1, 0
         give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
@@ -44,6 +52,7 @@ class Iterations:
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
             doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock)
             if doc is None:
+                s.pushed = None
                 return s.clock
             if doc.get("released"):
                 version = int(doc.get("version") or 0) if s.mode == "sync" else 0
@@ -148,10 +157,10 @@ class Iterations:
         **terms: Any,
     ) -> Call[tuple[Pushed, Params | None] | None]:
         s = self._session
+        options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
         _, agreed = yield from s.begin(deadline, ends_s=ends_s, **terms)
         if agreed is None:
             return None
-        options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
         exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)
         try:
             found = yield from s.settled(exchanging, agreed, deadline)

@@ -33,11 +33,12 @@ from paramserver.client.tasks import Holding
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, Unavailable, problem
 
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
+NOTHING: Final = (-1, -1)
 MAP_AGE_S: Final = 5.0
 """How often a heartbeat looks for changed settings."""
 
@@ -64,8 +65,10 @@ class Session:
         self._join_in_doubt = False
         """Whether the last join was asked for several times, so that a later epoch may be this worker's own."""
         self._looked_at = 0.0
-        self._pulled: tuple[int, int] | None = None
-        """Epoch and timeline of the values that gradients are now computed from."""
+        self._pulled: tuple[int, int, int] | None = None
+        """Epoch, timeline and creation of the values that gradients are now computed from."""
+        self.pushed: tuple[int, int] | None = None
+        """Epoch and timeline under which the present iteration's last push was accepted; `NOTHING`: it was dropped."""
         self._base: Mapping[int, tuple[int, int]] | None = None
         self._min_version = 0
         self.numbers = PushNumbers("", 0)
@@ -238,8 +241,10 @@ class Session:
 
     def goes_on_from(self, values: Params, epoch: int, timeline: int) -> None:
         """Gradients are computed from these values from now on."""
-        self._pulled = (epoch, timeline)
-        self._base = {**(self._base or {}), **values.origin.versions}
+        generation = values.origin.generation
+        same = self._pulled is not None and self._pulled[2] == generation
+        self._pulled = (epoch, timeline, generation)
+        self._base = {**(self._base or {} if same else {}), **values.origin.versions}
 
     def push(
         self,
@@ -285,13 +290,17 @@ class Session:
         if streamed and held.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
             raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
-        if self._outlived(self.numbers.epoch, self.timeline):
-            log.warning("push.dropped worker=%s reason=computed from values that were rolled back", self.worker)
-            self._pulled = None
-            return held.layout, None
-        push_id = yield from self.numbers.take(deadline)
-        chosen = base if base is not None else self._base
-        return held.layout, PushTerms(push_id, self.clock, weight, ack, self.timeline, chosen, ends_s)
+        if not self._outlived(self.numbers.epoch, self.timeline, held.generation):
+            push_id = yield from self.numbers.take(deadline)
+            with self._lock:  # the heartbeat may have followed a rollback while a number was waited for
+                timeline, clock = self.timeline, self.clock
+            if not self._outlived(push_id.epoch, timeline, held.generation):
+                chosen = base if base is not None else self._base
+                return held.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, ends_s)
+            self.numbers.settle(push_id)
+        log.warning("push.dropped worker=%s reason=computed from values that are no more", self.worker)
+        self._dropped()
+        return held.layout, None
 
     def deliver(
         self,
@@ -316,20 +325,31 @@ class Session:
 
     def settled(self, pushing: Call[T], terms: PushTerms, deadline: Deadline) -> Call[T | None]:
         """What `pushing` gives; None where the model or the worker is no longer what it was computed for."""
+        epoch, timeline = terms.push_id.epoch, terms.timeline or 0
         try:
-            return (yield from pushing)
+            done = yield from pushing
         except PsError as e:
             if not self._follows(e):
                 raise
             log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
-            yield from self._follow(e, terms.push_id.epoch, terms.timeline or 0, deadline)
-            self._pulled = None
+            yield from self._follow(e, epoch, timeline, deadline)
+            self._dropped()
             return None
+        self.pushed = (epoch, timeline)
+        return done
+
+    def _dropped(self) -> None:
+        """Nothing of a push counts; its iteration ends only where another one does."""
+        self._pulled = None
+        self.pushed = self.pushed or NOTHING
 
     def check_mode(self, done: Pushed, deadline: Deadline) -> Call[None]:
         """Look which mode the model is in where a push was not treated as it would be in the one known."""
         if (done.state == "staged") != (self.mode == "sync"):
-            yield from self.look(deadline)  # the mode was changed a moment ago
+            try:
+                yield from self.look(deadline)  # the mode was changed a moment ago
+            except Unavailable as e:  # the push is there all the same; the heartbeat looks again
+                log.info("worker.mode_unknown worker=%s error=%s", self.worker, e.code)
 
     def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
         """A push and then the values; the clock stays."""
@@ -350,6 +370,7 @@ class Session:
         """
         yield from self.while_paused(until)
         with self._lock:
+            self.pushed = None
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
                 self._at(clock)
                 self._min_version = max(self._min_version, min_version)
@@ -440,11 +461,13 @@ class Session:
         finally:
             self._joining = False
 
-    def _outlived(self, epoch: int, timeline: int) -> bool:
-        """Whether the gradient at hand was computed before a rollback, or in sync before a new join."""
+    def _outlived(self, epoch: int, timeline: int, generation: int) -> bool:
+        """Whether the gradient at hand was computed before a rollback, in sync before a new join, or of a model that
+        was created anew since."""
         if self._pulled is None:
             return False
-        return self._pulled[1] != timeline or (self.mode == "sync" and self._pulled[0] != epoch)
+        sync = self.mode == "sync"
+        return self._pulled[1:] != (timeline, generation) or (sync and self._pulled[0] != epoch)
 
     def _heed(self, doc: Mapping[str, Any]) -> None:
         """Take up what the scheduler asks for in one of its answers."""

@@ -1,11 +1,6 @@
-"""Push, pull and pushpull of one model, to all shards they concern at once.
+"""Push, pull and pushpull of one model, as calls; how parts reach their shards is in `sends`."""
 
-A shard that refuses because it no longer owns a partition, or that cannot be reached, only delays the parts it was to
-have: the map is fetched anew and what is not done yet is sent again, to whoever owns it then, under the same push id.
-"""
-
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import numpy as np
@@ -17,15 +12,10 @@ from paramserver.client.calls import (
     POLL_S,
     Call,
     Deadline,
-    Outcome,
     Pause,
-    Response,
-    error_of,
-    json_of,
-    json_request,
 )
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import Draft, Feedback, drafted, ready
+from paramserver.client.encoding import Feedback, drafted, ready
 from paramserver.client.frames import (
     Incoming,
     Outgoing,
@@ -35,194 +25,17 @@ from paramserver.client.frames import (
     pull_request,
     push_reply,
 )
-from paramserver.client.gradients import Grads
+from paramserver.client.gradients import Grads, apart
 from paramserver.client.pushed import Pushed, summed
-from paramserver.client.retry import Backoff, judged, may_be_done, passes
-from paramserver.client.same_host import Leased, Slot
+from paramserver.client.same_host import Leased
+from paramserver.client.sends import Transfer, origin_of
 from paramserver.codecs.codec import Codec
-from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
-from paramserver.errors import ConflictError, InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
+from paramserver.core.selection import Names, Ranges, Selection, listed, select
+from paramserver.errors import ConflictError, InDoubt, Unavailable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
 
-REFRESH_S: Final = 2.0
-"""How long a call waits for a new map before it tries again by the old one."""
 _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
-
-
-class Transfer:
-    """The sends of one call, kept until every part is done."""
-
-    def __init__(
-        self, cluster: Cluster, held: ModelMap, selection: Selection, deadline: Deadline, draft: Draft | None = None
-    ) -> None:
-        self.cluster, self.held, self.selection, self.deadline = cluster, held, selection, deadline
-        self._backoff = Backoff(deadline)
-        self._moved = 0
-        # In sync a push counts on all partitions or on none, which is known at its end.
-        self._draft = draft if draft is not None and held.spec.consistency.mode != "sync" else None
-
-    def groups(self, parts: list[Part]) -> list[tuple[str | None, list[Part]]]:
-        """The parts by the way they take."""
-        out: dict[str | None, list[Part]] = {}
-        for part in parts:
-            out.setdefault(self.cluster.route(self.held, part.partition), []).append(part)
-        return list(out.items())
-
-    def settle(
-        self,
-        groups: list[tuple[str | None, list[Part]]],
-        outcomes: list[Outcome],
-        outgoing: Outgoing | None = None,
-    ) -> Call[tuple[list[tuple[int, Response]], list[Part]]]:
-        """Sort outcomes into the good ones (index, response) and the parts to send again, after a pause if any.
-
-        Raises the first refusal that trying again cannot change, or the failure that outlasted the deadline.
-        """
-        good: list[tuple[int, Response]] = []
-        again: list[Part] = []
-        failures: list[PsError] = []
-        stale = False
-        refused: PsError | None = None
-        for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
-            result = judged(outcome)
-            if isinstance(result, Response):
-                good.append((i, result))
-                if self._draft is not None:
-                    self._draft.accepted([p.partition for p in parts])
-                continue
-            again += parts
-            if isinstance(result, StaleMapError):
-                stale = True
-                failures.append(result)
-            elif result.code == "slot_gone":
-                continue  # another slot is asked for at once
-            elif passes(result):
-                stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
-                if to is not None and isinstance(result, Unreachable):
-                    self.cluster.lost(to, self.deadline.clock())
-                failures.append(result)
-            else:
-                refused = refused or result
-        if refused is not None:
-            if refused.code in ("model_replaced", "unknown_model"):
-                self.cluster.forget(self.held.name)
-            if outgoing is not None:
-                outgoing.explain(refused)
-            raise refused
-        if failures:
-            done = outgoing is not None and bool(good)  # of a push, on some partitions
-            self._backoff.in_doubt = self._backoff.in_doubt or done or any(map(may_be_done, failures))
-            moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
-            self._moved += 1
-            if not moved_once:  # a first 421 is answered at once with a fresh map; everything else waits
-                yield self._backoff.pause(failures[0])
-            if stale:
-                yield from self._refresh()
-        again.sort(key=lambda p: p.partition)
-        return good, again
-
-    def _slots(self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]]) -> Call[dict[str | None, Slot]]:
-        """A slot for each way on this machine that is worth one; what gets none is sent."""
-        found: dict[str | None, Slot] = {}
-        wanted: list[tuple[str, int]] = []
-        for to, parts in groups:
-            size = outgoing.slot_bytes(to, parts)
-            if to is None or not size:
-                continue
-            slot = outgoing.lies_in(to, parts) or self.cluster.same_host.slot(to, size)
-            if slot is None:
-                wanted.append((to, size))
-            else:
-                found[to] = slot
-        if wanted:
-            asked = [replace(json_request("POST", "/slots", {"bytes": size}), to=to) for to, size in wanted]
-            outcomes = yield [self.deadline.bound(r) for r in asked]
-            for (to, size), outcome in zip(wanted, outcomes, strict=True):
-                if isinstance(outcome, Response) and outcome.status == 200:
-                    slot = self.cluster.same_host.lent(to, str(json_of(outcome)["slot"]), size)
-                    if slot is not None:
-                        found[to] = slot
-        return found
-
-    def sent(
-        self,
-        outgoing: Outgoing,
-        groups: list[tuple[str | None, list[Part]]],
-        pull: PullTerms | None = None,
-        sinks: Sequence[Incoming] = (),
-    ) -> Call[list[Outcome]]:
-        """The outcomes of a push, or with `pull` of a pushpull into `sinks`, by each way; slots are kept, or left."""
-        slots = yield from self._slots(outgoing, groups)
-        begun, outcomes = False, []
-        try:
-            bare = outgoing.requests(self.held, groups, slots, pull, 0.0)
-            requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
-            begun = True
-            outcomes = yield requests
-            return outcomes
-        finally:  # whoever is interrupted knows nothing of any slot
-            for i, (to, parts) in enumerate(groups):
-                if (slot := slots.get(to)) is None:
-                    continue
-                ours = not begun or (bool(outcomes) and _is_over(outcomes[i], sinks[i] if sinks else None))
-                if outgoing.place is not None and (begun or slot.lies):  # else who knows what was written to it
-                    outgoing.place.settled(slot, parts, ours=ours)
-                elif ours:
-                    self.cluster.same_host.keep(slot)
-
-    def without_memory(self, arrivals: Arrivals) -> list[Part]:
-        """What shards lent cannot be mapped here: they are reached by their other addresses; all parts anew."""
-        for address in arrivals.lenders:
-            self.cluster.lost(address, self.deadline.clock())
-        return list(self.selection.parts)
-
-    def remember(self, replies: Sequence[PushReply], leased: Sequence[Leased]) -> None:
-        """Keep what a push has made, where all shards have lent it: the next pull may want it."""
-        held = self.cluster.same_host.hold(leased)  # what is not kept is over with this
-        versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
-        timelines = {r.timeline for r in replies}
-        if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.held.spec.partitions:
-            origin = _origin(self.held.name, self.held.generation, timelines.pop(), versions)
-            self.cluster.present.pushed(origin, held)
-
-    def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
-        """The replies of the newest timeline, and the parts to pull again because theirs was older.
-
-        While a synchronous model goes back to an earlier clock, some shards hear of it a moment before the others.
-        """
-        newest = max(r.timeline for r in replies)
-        kept = [r for r in replies if r.timeline == newest]
-        have = {p for r in kept for p, _, _ in r.parts}
-        older = [p for p in self.selection.parts if p.partition not in have]
-        if older:
-            yield self._backoff.pause(problem("unavailable", "the model is going back to an earlier clock"))
-        return kept, older
-
-    def _refresh(self) -> Call[None]:
-        """Take up a newer map if a scheduler tells one soon; shards serve on without it."""
-        soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
-        try:
-            fresh = yield from self.cluster.map_of(self.held.name, soon, newer_than=self.held)
-        except Unavailable:
-            return
-        if fresh.generation != self.held.generation:
-            raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
-        self.held = fresh
-
-
-def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:
-    """Whether a push was applied or refused for good, so that its slot is this client's again."""
-    if not isinstance(outcome, Response):
-        return False
-    over = outcome.status == 200
-    if over and sink is not None:
-        pushed = None if sink.reply is None else sink.reply.push
-        over = pushed is not None and (pushed.state == "applied" or pushed.released)
-    if not over and 400 <= outcome.status < 500:
-        error = error_of(outcome)
-        over = error.code != "slot_gone" and not may_be_done(error)
-    return over
 
 
 def wire_dtype(selection: Selection, dtype: str | None) -> DType:
@@ -409,6 +222,8 @@ def exchange(
     held = yield from cluster.map_of(model, deadline)
     if ranges is not None:
         ranges = listed(None, ranges)[1]
+    if out is not None:
+        grads = apart(grads, out.flat)
     with drafted(feedback) as draft:  # given back where the push fails
         gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft)
         selection = gradient.selection
@@ -458,7 +273,14 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     origin = base.origin
     if origin.model != held.name:
         raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{held.name}'")
-    return replace(terms, base=origin.versions if origin.generation == held.generation else None)
+    if origin.generation != held.generation:
+        raise problem(
+            "model_replaced",
+            f"model '{held.name}' was created anew since `base` was pulled",
+            hint="pull, and compute the gradient from these values",
+            generation=held.generation,
+        )
+    return replace(terms, base=origin.versions)
 
 
 def check_out(held: ModelMap, out: Params | None) -> None:
@@ -481,14 +303,9 @@ def _memory(selection: Selection, dtype: DType, out: Params | None) -> AnyArray:
 
 def _params(selection: Selection, flat: AnyArray, out: Params | None, model: str, replies: list[PullReply]) -> Params:
     versions = {p: (v, i) for r in replies for p, v, i in r.parts}
-    origin = _origin(model, replies[0].generation, max([r.timeline for r in replies]), versions)
+    origin = origin_of(model, replies[0].generation, max([r.timeline for r in replies]), versions)
     return _handed_out(selection, flat, out, origin)
 
 
 def _handed_out(selection: Selection, flat: AnyArray, out: Params | None, origin: Origin) -> Params:
     return out.refreshed(origin) if out is not None else Params(selection, flat, origin)
-
-
-def _origin(model: str, generation: int, timeline: int, versions: Mapping[int, tuple[int, int]]) -> Origin:
-    oldest, newest = min([v for v, _ in versions.values()]), max([i for _, i in versions.values()])
-    return Origin(model, generation, timeline, oldest, newest, versions)
