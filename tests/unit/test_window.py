@@ -122,6 +122,20 @@ def test_windows_start_small_and_are_bounded() -> None:
     assert memory.epoch("other 0") == 1
 
 
+def test_names_that_anybody_makes_up_push_out_no_joined_worker() -> None:
+    """Those are as many as the scheduler knows; a snapshot keeps both, in their order."""
+    memory = PushMemory()
+    memory.record(PushId("run/w", 3, 0), None, 7, 1)
+    for i in range(limits.WORKERS_PER_MODEL_MAX + 1):
+        memory.record(PushId(f"other {i}", 1, 0), None, 7, 0)
+    after = PushMemory.restore(memory.export())
+
+    for known in (memory, after):
+        assert (known.epoch("run/w"), known.epoch("other 0"), known.epoch("other 1")) == (3, None, 1)
+        assert known.judge(PushId("run/w", 3, 0), None, 7) == Seen(1, False)
+    assert after.export() == memory.export()
+
+
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("consistency", [{"mode": "async"}, {"mode": "sync"}, {"mode": "buffered", "count": 3}])
 def test_content_counts_whenever_it_is_looked_at(consistency: dict[str, Any], index: int) -> None:

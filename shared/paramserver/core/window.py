@@ -9,6 +9,7 @@ is older cannot be told and is refused.  An epoch fences all lower ones of its w
 from array import array
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -96,13 +97,21 @@ class Window:
 
 
 class PushMemory:
-    """All windows and idempotency keys of one partition."""
+    """All windows and idempotency keys of one partition.
 
-    __slots__ = ("_keys", "_windows")
+    Names that the scheduler issued hold a `/`, and it knows so many at most; anybody may make up others, which push
+    none of those out.
+    """
+
+    __slots__ = ("_issued", "_keys", "_plain")
 
     def __init__(self) -> None:
-        self._windows: dict[str, Window] = {}  # least recently used first
+        self._issued: dict[str, Window] = {}  # least recently used first
+        self._plain: dict[str, Window] = {}  # likewise
         self._keys: dict[bytes, tuple[int, int]] = {}  # oldest first: digest -> (crc, version)
+
+    def _among(self, worker: str) -> dict[str, Window]:
+        return self._issued if "/" in worker else self._plain
 
     def judge(self, push_id: PushId | None, key: str | None, crc: int) -> Seen | None:
         """None for a push that is new here, else what was answered when it came first.
@@ -110,7 +119,7 @@ class PushMemory:
         Raises ConflictError `fenced` (lower epoch) or `outside_window`, RequestError `id_reused`.
         """
         if push_id is not None:
-            window = self._windows.get(push_id.worker)
+            window = self._among(push_id.worker).get(push_id.worker)
             if window is None or push_id.epoch > window.epoch:
                 return None
             if push_id.epoch < window.epoch:
@@ -125,20 +134,21 @@ class PushMemory:
     def holds(self, push_id: PushId | None, key: str | None) -> bool:
         """Whether `judge` compares the content of such a push with an earlier one's."""
         if push_id is not None:
-            window = self._windows.get(push_id.worker)
+            window = self._among(push_id.worker).get(push_id.worker)
             return window is not None and window.epoch == push_id.epoch and window.holds(push_id.seq)
         return key is not None and _digest(key) in self._keys
 
     def record(self, push_id: PushId | None, key: str | None, crc: int, version: int, late: bool = False) -> None:
         """Remember a push that was accepted, with the version it is answered with."""
         if push_id is not None:
-            window = self._windows.pop(push_id.worker, None)
+            windows = self._among(push_id.worker)
+            window = windows.pop(push_id.worker, None)
             if window is None or window.epoch < push_id.epoch:
                 window = Window(push_id.epoch)
             window.record(push_id.seq, crc, version, late)
-            self._windows[push_id.worker] = window
-            if len(self._windows) > limits.WORKERS_PER_MODEL_MAX:
-                del self._windows[next(iter(self._windows))]
+            windows[push_id.worker] = window
+            if len(windows) > limits.WORKERS_PER_MODEL_MAX:
+                del windows[next(iter(windows))]
         elif key is not None:
             self._keys[_digest(key)] = (crc, version)
             if len(self._keys) > limits.IDEMPOTENCY_KEYS_MAX:
@@ -146,12 +156,13 @@ class PushMemory:
 
     def epoch(self, worker: str) -> int | None:
         """The highest epoch of that worker that pushed here."""
-        window = self._windows.get(worker)
+        window = self._among(worker).get(worker)
         return None if window is None else window.epoch
 
     def export(self) -> dict[str, Any]:
         """Plain lists, strings and integers, for a snapshot."""
-        windows = [[w, x.epoch, x.highest, *map(list, x.entries())] for w, x in self._windows.items()]
+        known = chain(self._plain.items(), self._issued.items())
+        windows = [[w, x.epoch, x.highest, *map(list, x.entries())] for w, x in known]
         return {"windows": windows, "keys": [[d, *v] for d, v in self._keys.items()]}
 
     @classmethod
@@ -163,7 +174,7 @@ class PushMemory:
             for seq, crc, version in _by_seq(entries):
                 window.record(seq, crc, version if version >= 0 else ~version, version < 0)
             window.highest = highest
-            memory._windows[worker] = window
+            memory._among(worker)[worker] = window
         for digest, crc, version in exported.get("keys", ()):
             memory._keys[bytes(digest)] = (crc, version)
         return memory
@@ -171,7 +182,8 @@ class PushMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of what is remembered, names and Python's own overhead left out."""
-        return sum(w.nbytes for w in self._windows.values()) + 32 * len(self._keys)
+        windows = chain(self._plain.values(), self._issued.values())
+        return sum(w.nbytes for w in windows) + 32 * len(self._keys)
 
 
 def fenced(worker: str, epoch: int, newest: int) -> PsError:
