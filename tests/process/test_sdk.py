@@ -256,6 +256,29 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(client: ps.Client, name: st
     assert not np.array_equal(other.pull()["w"], w0)
 
 
+def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(
+    client: ps.Client, name: str, tmp_path: Path
+) -> None:
+    """The model keeps its settings and takes the values; one with other parameters is not touched."""
+    model = client.create_model(name, {"w": np.zeros(4, np.float32)}, optimizer=ps.SGD(lr=1.0))
+    model.push({"w": -np.ones(4)})
+    model.set(lr=0.5)
+    model.checkpoint(tmp_path / "ckpt")
+    model.push({"w": -np.ones(4)})
+
+    with pytest.raises(ps.ConflictError):
+        client.restore(tmp_path / "ckpt")
+    client.restore(tmp_path / "ckpt", exist_ok=True)
+
+    assert model.pull()["w"].tolist() == [1.0] * 4
+    model.push({"w": -np.ones(4)})
+    assert model.pull()["w"].tolist() == [1.5] * 4
+    other = client.create_model(name + "-o", {"v": np.zeros(4, np.float32)})
+    with pytest.raises(ps.PsError, match="lacks parameter 'v'"):
+        client.restore(tmp_path / "ckpt", as_=other.name, exist_ok=True)
+    assert other.pull()["v"].tolist() == [0.0] * 4
+
+
 def test_a_checkpoint_on_this_machine_holds_the_workers_states(client: ps.Client, name: str, tmp_path: Path) -> None:
     """What each worker wanted kept, also of one that has left; nothing of a worker that wanted nothing kept."""
     model = client.create_model(name, {"w": (4,)})

@@ -12,7 +12,7 @@ from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.control import create_model, listed
 from paramserver.client.retry import Backoff, judged, passes
 from paramserver.core.shard_io import PartitionState
-from paramserver.errors import PsError, StaleMapError, problem
+from paramserver.errors import NotFoundError, PsError, StaleMapError, problem
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame
 
@@ -60,7 +60,9 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
 def restore(
     cluster: Cluster, path: str, as_: str | None, partitions: int | None, deadline: Deadline, *, exist_ok: bool
 ) -> Call[ModelMap]:
-    """Make a model from a checkpoint folder, or with `exist_ok` set the one that is there to its values."""
+    """Make a model from a checkpoint folder, or with `exist_ok` set the one that is there to its values, whatever its
+    settings are by now.
+    """
     from paramserver import checkpoint
     from paramserver.core.assembly import scatter
 
@@ -71,7 +73,11 @@ def restore(
         p["init"] = {"kind": "zeros"}  # the values come right after
     if partitions is not None:
         document["partitions"] = partitions
-    held = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
+    held = (yield from _there(cluster, document["name"], deadline)) if exist_ok else None
+    if held is None:
+        held = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
+    elif partitions not in (None, held.spec.partitions):
+        raise problem("conflict", f"model '{held.name}' has {held.spec.partitions} partitions for as long as it lives")
     states = scatter(held.layout, found.params, found.slots, found.steps)
     pending = list(range(len(states)))
     backoff = Backoff(deadline)
@@ -81,6 +87,15 @@ def restore(
         again, held = yield from _settled(cluster, held, now, (yield requests), backoff, deadline, {})
         pending = again + later
     return held
+
+
+def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
+    """The model of that name as it is now, if there is one."""
+    try:
+        held = yield from cluster.map_of(model, deadline)
+        return (yield from cluster.map_of(model, deadline, newer_than=held))
+    except NotFoundError:
+        return None
 
 
 def _states(
