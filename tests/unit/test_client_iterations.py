@@ -1,5 +1,6 @@
 """A worker's iterations as pure calls: what one round trip settles, and when the scheduler is asked after all."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -343,6 +344,30 @@ def test_it_waits_at_the_shard_for_no_longer_than_its_caller_would() -> None:
     waits: list[Any] = [f.ends and f.ends[1] for f in node.pushes]
     assert 0.0 < waits[0] <= 0.5
     assert waits[1] == 2.0
+
+
+@pytest.mark.parametrize("way", ["step", "exchange"])
+def test_what_it_waited_at_the_shard_is_part_of_its_time(way: str) -> None:
+    """Of 5 s half is over when the shard answers without the commit: so long is left for the scheduler."""
+    now = Now()
+
+    class Late(Shard):
+        def __call__(self, request: Request) -> Outcome:
+            now.s += 2.5 if request.path in ("/push", "/pushpull") else 0.0
+            if request.path == CLOCK:
+                self.sent.append((request.method, CLOCK, json.loads(bytes(request.body or b""))))
+                now.s += self.bodies(CLOCK)[-1]["wait_s"]
+                return ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})
+            return super().__call__(request)
+
+    node = Late()
+    node.released = False
+    _, its = iterations(node)
+    began_s = now.s
+
+    with pytest.raises(Unavailable, match="not released in 5 s"):
+        drive(getattr(its, way)(GRAD, {}, Deadline.after(30.0, now), 5.0), node, now)
+    assert now.s - began_s == pytest.approx(5.0)
 
 
 class Slow(Shard):

@@ -32,11 +32,12 @@ class Iterations:
     def __init__(self, session: Session) -> None:
         self._session: Final = session
 
-    def advance(self, deadline: Deadline, patience_s: float | None) -> Call[int]:
+    def advance(self, deadline: Deadline, patience_s: float | None, began_s: float | None = None) -> Call[int]:
         """Report the present iteration finished and wait until the next may begin; its number.
 
-        Waiting for other workers has no end of its own unless `patience_s` is given; only a silent cluster makes it
-        raise before.  Raises Unavailable (`unavailable`) naming whom it waited for, or that the run is paused.
+        Waiting for other workers has no end of its own unless `patience_s` is given, counted from `began_s` or from
+        now; only a silent cluster makes it raise before.  Raises Unavailable (`unavailable`) naming whom it waited for,
+        or that the run is paused.
         """
         s = self._session
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -46,7 +47,8 @@ class Iterations:
             s.pushed = None
             return s.clock
         done, version = s.clock + 1, 0
-        give_up = deadline.clock() + patience_s if patience_s is not None else float("inf")
+        began_s = deadline.clock() if began_s is None else began_s
+        give_up = began_s + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
             wait_s = max(0.0, min(POLL_S, give_up - deadline.clock()))
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
@@ -71,12 +73,13 @@ class Iterations:
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
     ) -> Call[Pushed]:
         """Push, clock, report; the clock does not advance over a gradient that was dropped."""
-        s, told = self._session, numbers_of(metrics)
+        s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         done = yield from s.push(grads, deadline, ends_s=self._ends_s(deadline, patience_s), **options)
         if done.state != "dropped":
             s.reports.note(s.clock, told)
-            yield from self._finish(deadline, patience_s, (clock + 1, epoch, timeline) if done.released else None)
+            released = (clock + 1, epoch, timeline) if done.released else None
+            yield from self._finish(deadline, patience_s, released, began_s)
         return done
 
     def exchange(
@@ -91,7 +94,7 @@ class Iterations:
         **options: Any,
     ) -> Call[Params]:
         """Push, clock, report, and the values to go on from."""
-        s, told = self._session, numbers_of(metrics)
+        s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
         if view and out is not None:
             raise problem("invalid_field", "out= and copy=False exclude each other")
         if s.mode == "ssp":  # the values are wanted as they are when the others have come so far
@@ -104,7 +107,8 @@ class Iterations:
             pushed, values = found
             s.reports.note(s.clock, told)
             released = pushed.released or s.mode not in ("ssp", "sync")
-            yield from self._finish(deadline, patience_s, (clock + 1, epoch, timeline) if released else None)
+            over = (clock + 1, epoch, timeline) if released else None
+            yield from self._finish(deadline, patience_s, over, began_s)
             if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
                 s.goes_on_from(values, epoch, timeline)
                 return values.frozen() if view else values
@@ -129,7 +133,7 @@ class Iterations:
             raise _hinting(e, DONE) from e
 
     def _finish(
-        self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None
+        self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None, began_s: float
     ) -> Call[None]:
         """End an iteration whose push is there: by `advance`, or as the shards have `released` it.
 
@@ -137,7 +141,7 @@ class Iterations:
         """
         try:
             if released is None:
-                yield from self.advance(deadline, patience_s)
+                yield from self.advance(deadline, patience_s, began_s)
             else:
                 until = deadline if patience_s is not None else None
                 yield from self._session.go_on(*released, until=until)
