@@ -137,6 +137,18 @@ def test_refusals_are_raised_at_once(
     assert e.value.members["timeline"] == 4
 
 
+def test_a_read_is_never_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """It changes nothing: where no answer comes in time, that is all that is said."""
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    silent = problem("in_doubt", "http://a:1 did not answer within 3 s")
+    shards.trouble += [lambda r: silent if r.path == "/pull" else None] * 1000
+
+    with pytest.raises(Unavailable, match="did not answer within 3 s") as e:
+        drive(transfer.pull(cluster, "m", Deadline.after(3, now)), shards, now)
+
+    assert e.value.code == "unavailable"
+
+
 def test_the_deadline_ends_a_call_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
     """If an attempt may have been done, the error says so even when later ones could not even connect."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)

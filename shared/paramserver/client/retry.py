@@ -21,8 +21,10 @@ _random = random.Random()
 class Backoff:
     """The pauses of one call, and whether it may pause again."""
 
-    def __init__(self, deadline: Deadline, rng: random.Random = _random) -> None:
+    def __init__(self, deadline: Deadline, rng: random.Random = _random, *, reads: bool = False) -> None:
         self.deadline = deadline
+        self.reads = reads
+        """Whether the call changes nothing, so that there is nothing to be in doubt about."""
         self.in_doubt = False
         """Whether an attempt may have been done without our knowing."""
         self._rng = rng
@@ -43,6 +45,9 @@ class Backoff:
 
     def final(self, error: PsError) -> PsError:
         """What to raise when time is up: InDoubt if any attempt may have been done, else the last failure."""
+        if self.reads:
+            lost = isinstance(error, InDoubt)
+            return problem("unavailable", error.detail, hint="try again, with a longer timeout") if lost else error
         if self.in_doubt and not isinstance(error, InDoubt):
             return problem("in_doubt", f"no answer in time: {error.detail}", hint=error.hint)
         return error
@@ -70,7 +75,7 @@ def deliver(request: Request, deadline: Deadline, backoff: Backoff | None = None
 
     Raises the PsError of a refusal, or of the last failure once the deadline is near.
     """
-    backoff = backoff or Backoff(deadline)
+    backoff = backoff or Backoff(deadline, reads=request.method == "GET")
     while True:
         attempt = replace(request, timeout_s=min(request.timeout_s, max(deadline.left_s(), 0.001)))
         (outcome,) = yield [attempt]

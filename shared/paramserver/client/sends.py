@@ -42,10 +42,17 @@ class Transfer:
     """The sends of one call, kept until every part is done."""
 
     def __init__(
-        self, cluster: Cluster, held: ModelMap, selection: Selection, deadline: Deadline, draft: Draft | None = None
+        self,
+        cluster: Cluster,
+        held: ModelMap,
+        selection: Selection,
+        deadline: Deadline,
+        draft: Draft | None = None,
+        *,
+        reads: bool = False,
     ) -> None:
         self.cluster, self.held, self.selection, self.deadline = cluster, held, selection, deadline
-        self._backoff = Backoff(deadline)
+        self._backoff = Backoff(deadline, reads=reads)
         self._moved = 0
         self._taken: list[int] = []
         """Partitions that have their part of a push."""

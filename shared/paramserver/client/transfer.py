@@ -78,7 +78,7 @@ def pull(
         if values is not None:
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
-    transfer = Transfer(cluster, held, selection, deadline)
+    transfer = Transfer(cluster, held, selection, deadline, reads=True)
     wait_until = deadline.clock() + float(wait_s)
     arrivals, found = Arrivals(cluster.same_host, held.layout), None
     replies: list[PullReply] = []
