@@ -261,13 +261,15 @@ def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: s
 @pytest.mark.parametrize("way", ["step", "exchange"])
 def test_an_encoder_with_a_memory_hears_that_its_push_was_accepted(way: str) -> None:
     """Also where waiting for the clock fails afterwards; not where the gradient is dropped."""
-    node, heard = Shard(), list[str]()
+    node, heard = Shard(), list[tuple[Any, ...]]()
     session, its = iterations(node)
     held = drive(session.cluster.map_of("m", deadline()), node)
 
     def encoded(name: str) -> Encoded:
         codec, whole = Codec.parse("int8"), select(held.layout)
-        return Encoded(whole, codec, {0: (np.zeros(8, np.uint8), 8)}, 0.0, 1, lambda: heard.append(name))
+        return Encoded(
+            whole, codec, {0: (np.zeros(8, np.uint8), 8)}, 0.0, 1, lambda parts: heard.append((name, *parts))
+        )
 
     def go(name: str) -> Any:
         drive(getattr(its, way)(encoded(name), {}, deadline(), None), node)
@@ -281,7 +283,7 @@ def test_an_encoder_with_a_memory_hears_that_its_push_was_accepted(way: str) -> 
     with pytest.raises(RequestError):
         go("not released")
 
-    assert heard == ["released", "not released"]
+    assert heard == [("released", 0), ("not released", 0)]
 
 
 def test_a_scheduler_that_falls_silent_after_the_push_does_not_hide_that_it_is_pushed() -> None:

@@ -13,6 +13,7 @@ from paramserver.client.encoding import Draft, Feedback
 from paramserver.codecs import Codec, decode_whole
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, Unavailable
+from paramserver.types import F32
 from paramserver.wire.frame import MEDIA_TYPE, PullReply, PushFrame, PushReply, decode_header, encode_header
 
 from .sharding import A, Now, Shards, drive, refusal, terms
@@ -23,8 +24,9 @@ CODEC = Codec.parse("int8")
 class Decoding(Shards):
     """Two shards that decode what is pushed to them: `says` may refuse a push in its place, or drop it as late."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, codec: Codec = CODEC) -> None:
         super().__init__()
+        self.coding = codec.coding
         self.spec = ModelSpec.parse({**self.spec.document(), "consistency": {"mode": mode}})
         self.arrived = np.zeros(self.layout.size, np.float64)
         self.says: Callable[[Request], Outcome | bool] = lambda _: False
@@ -39,7 +41,8 @@ class Decoding(Shards):
         for part, (size, _) in zip(frame.parts, frame.sizes, strict=True):
             lo, hi = self.layout.bounds[part.partition : part.partition + 2]
             if not said:
-                self.arrived[lo:hi] += decode_whole("int8", np.frombuffer(data, np.uint8, size, at), hi - lo)
+                body = np.frombuffer(data, np.uint8, size, at).copy()  # aligned, as a shard has it
+                self.arrived[lo:hi] += decode_whole(self.coding, body, hi - lo)
             at += size
         state = "staged" if self.spec.consistency.mode == "sync" else "applied"
         done = PushReply(state, False, 1, 0, 9, 0, [(p.partition, 1, 9, 0) for p in frame.parts], late=said)
@@ -55,8 +58,9 @@ class Decoding(Shards):
 class Sender:
     """A worker's memory, and what it pushes."""
 
-    def __init__(self, mode: str = "async") -> None:
-        self.shards, self.now, self.cluster = Decoding(mode), Now(), Cluster(("http://given:1",))
+    def __init__(self, mode: str = "async", codec: Codec = CODEC) -> None:
+        self.shards, self.now, self.cluster = Decoding(mode, codec), Now(), Cluster(("http://given:1",))
+        self.codec = codec
         self.memory = Feedback()
         self.wanted = np.zeros(64, np.float64)
         self.seq = 0
@@ -68,19 +72,29 @@ class Sender:
         self.seq += 1
         call: Any = transfer.push if way == "push" else transfer.exchange
         how: Any = {} if way == "push" else {"ends_s": 1.0}
-        deadline = Deadline.after(5, self.now)
-        calling = call(self.cluster, "m", deadline, gradient, terms(self.seq, **how), codec=CODEC, feedback=self.memory)
+        content, codec = self.content(gradient)
+        options: Any = {"codec": codec, "feedback": self.memory}
+        calling = call(self.cluster, "m", Deadline.after(5, self.now), content, terms(self.seq, **how), **options)
         done = drive(calling, self.shards, self.now)
         return done if way == "push" else done[0]
 
-    def check(self) -> None:
-        """What has arrived and what is left out are together what was to arrive."""
+    def content(self, gradient: F32) -> tuple[Any, Codec | None]:
+        """What is pushed of a gradient, and the codec that is still to be applied to it."""
+        return gradient, self.codec
+
+    def left(self) -> Any:
+        """What is left out of each element so far."""
         draft, left, bounds = Draft(self.memory), np.zeros(64), self.shards.layout.bounds
         for i in range(4):
             residual, _ = draft.arrays(7, i, bounds[i + 1] - bounds[i])
             if residual is not None:
                 left[bounds[i] : bounds[i + 1]] = residual
         draft.give_back()
+        return left
+
+    def check(self) -> None:
+        """What has arrived and what is left out are together what was to arrive."""
+        left = self.left()
         np.testing.assert_allclose(self.shards.arrived + left, self.wanted, atol=1e-5)
 
 

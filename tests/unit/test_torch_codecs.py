@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paramserver.client.calls import Deadline
 from paramserver.client.cluster import ModelMap
 from paramserver.client.encoding import Draft, Encoded, Feedback, ready
 from paramserver.client.gradient_arrays import GradientArrays
@@ -15,7 +16,11 @@ from paramserver.client.same_host import SameHost
 from paramserver.codecs import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import RequestError
+from paramserver.errors import InDoubt, PsError, RequestError, Unavailable
+from paramserver.types import F32
+
+from .sharding import A, drive, refusal
+from .test_error_feedback import Sender
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("needs torch: pip install torch==2.13.0", allow_module_level=True)
@@ -89,7 +94,7 @@ def test_buffers_send_what_the_plain_client_sends(text: str, device: str) -> Non
         if step == 1:
             draft.give_back()
         else:
-            made.keep()
+            made.keep(ours.parts)
             draft.keep()
 
 
@@ -99,6 +104,85 @@ def _written(gradient: Any, part: Any) -> bytes:
     out = np.empty(gradient.body_bytes([part]), np.uint8)
     gradient.write([part], out.data, Scan())
     return out.tobytes()
+
+
+def left_out(made: buffers.GradientBuffers) -> list[Any]:
+    """What a lossy codec has left out so far, by partition."""
+    found = [made._of[partition].left(partition) for partition in sorted(made._of)]
+    return [tensor.cpu().clone() for tensor in found if tensor is not None]
+
+
+class TorchSender(Sender):
+    """A worker whose gradients are encoded where they lie, and what it pushes."""
+
+    def __init__(self, mode: str, codec: Codec, device: str) -> None:
+        super().__init__(mode, codec)
+        model = drive(self.cluster.map_of("m", Deadline.after(5, self.now)), self.shards, self.now)
+        self.device = torch.device(device)
+        self.made = buffers.GradientBuffers(model, codec, self.device)
+
+    def content(self, gradient: F32) -> tuple[Any, Codec | None]:
+        """The gradient of both parameters, encoded."""
+        flat = torch.from_numpy(gradient).to(self.device)
+        return self.made.encode({"w": flat[:50].view(10, 5), "b": flat[50:]}), None
+
+    def left(self) -> Any:
+        """What is left out of each element so far."""
+        return np.concatenate([array.numpy() for array in left_out(self.made)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("text", ["int8", "topk:0.1"])
+@pytest.mark.parametrize("way", ["push", "exchange"])
+@pytest.mark.parametrize(("outcome", "error"), [("fenced", InDoubt), ("unavailable", Unavailable)])
+def test_a_push_that_one_shard_alone_takes_is_sent_once_there(
+    way: str, outcome: str, error: type[PsError], text: str, device: str
+) -> None:
+    """What it carried of earlier ones to that shard is not sent again; to the others it goes with the next."""
+    sender = TorchSender("async", Codec.parse(text), device)
+    there = np.repeat([True, False, True, False], np.diff(sender.shards.layout.bounds))
+    sender.push(0, way)
+    sender.shards.says = lambda request: request.to != A and refusal(outcome)
+    with pytest.raises(error):
+        sender.push(1, way, counts=there)
+    sender.check()
+    sender.shards.says = lambda _: False
+    sender.push(2, way)
+
+    sender.check()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("text", ["int8", "topk:0.1"])
+def test_a_shard_may_take_a_part_of_what_it_owns(text: str, device: str) -> None:
+    """Partitions that lie in one buffer are remembered each by itself; what was not accepted stays as it was."""
+    made = buffers.GradientBuffers(held(("a",) * 4), Codec.parse(text), torch.device(device))
+    for seed in range(2):
+        made.encode({n: torch.from_numpy(g).to(device) for n, g in gradients(seed).items()})
+        made.keep(range(4))
+    before = left_out(made)
+    made.encode({n: torch.from_numpy(g).to(device) for n, g in gradients(2).items()})
+
+    made.keep([1])
+    made.keep([1, 2])
+
+    after = left_out(made)
+    assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("text", ["int8", "topk:0.1"])
+def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(text: str) -> None:
+    """Nothing of it is applied, nor of what it carried of earlier ones: that goes with the next."""
+    sender = TorchSender("sync", Codec.parse(text), "cpu")
+    sender.push(0)
+    sender.shards.says = lambda request: request.to == A
+    before = sender.shards.arrived.copy()
+    assert sender.push(1, counts=False).late
+    sender.shards.arrived = before  # the other one drops at the commit what it had staged
+    sender.shards.says = lambda _: False
+    sender.push(2)
+
+    sender.check()
 
 
 def test_on_the_cpu_gradients_lie_where_they_are_pushed_from() -> None:

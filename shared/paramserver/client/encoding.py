@@ -1,7 +1,7 @@
 """Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import hypot, isfinite
 
@@ -67,8 +67,8 @@ class Draft:
     def __init__(self, feedback: Feedback) -> None:
         self._feedback = feedback
         self._parts: dict[int, tuple[int, F32 | None, F32]] = {}
-        self.kept: Callable[[], None] | None = None
-        """Called too where the push was accepted."""
+        self._theirs: set[int] = set()
+        self._kept: Callable[[Collection[int]], None] | None = None
 
     def __enter__(self) -> "Draft":
         return self
@@ -85,25 +85,31 @@ class Draft:
         self._parts[partition] = (generation, residual, left)
         return residual, left
 
-    def accepted(self, parts: Iterable[int]) -> None:
+    def encoded(self, gradient: "Encoded") -> None:
+        """The push is of what an encoder with a memory of its own has made: that is told what was accepted."""
+        self._theirs, self._kept = set(gradient.parts), gradient.kept
+
+    def accepted(self, parts: Collection[int]) -> None:
         """The push was, on those partitions, whatever becomes of it on others."""
         for partition in parts:
             if (taken := self._parts.pop(partition, None)) is not None:
                 generation, residual, left = taken
                 self._feedback.add(generation, partition, left, residual)
+        theirs = self._theirs.intersection(parts)
+        if theirs and self._kept is not None:
+            self._theirs -= theirs
+            self._kept(theirs)
 
     def keep(self) -> None:
         """The push was accepted."""
-        self.accepted(list(self._parts))
-        if self.kept is not None:
-            self.kept()
+        self.accepted([*self._parts, *self._theirs])
 
     def give_back(self) -> None:
         """It was not, or is begun anew."""
         for partition, (generation, residual, left) in self._parts.items():
             if residual is not None:
                 self._feedback.add(generation, partition, residual, left)
-        self._parts, self.kept = {}, None
+        self._parts, self._theirs, self._kept = {}, set(), None
 
 
 def drafted(feedback: Feedback | None) -> AbstractContextManager[Draft | None]:
@@ -125,8 +131,8 @@ class Encoded(Struct, frozen=True):
     """2-norm of what the parts decode to."""
     generation: int
     """The creation of the model that it fits."""
-    kept: Callable[[], None] | None = None
-    """Called once its push was accepted: of an encoder with a memory of its own."""
+    kept: Callable[[Collection[int]], None] | None = None
+    """Told of the partitions on which its push was accepted, of each once: of an encoder with a memory of its own."""
 
     @property
     def dtype(self) -> DType:
@@ -176,7 +182,7 @@ def ready(
         if grads.generation != generation:
             raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
         if draft is not None:
-            draft.kept = grads.kept
+            draft.encoded(grads)
         return grads
     if codec is None:
         return prepare(layout, grads, ranges, dtype, partitions)

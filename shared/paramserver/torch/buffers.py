@@ -7,7 +7,7 @@ them are encoded at once.  What the codec leaves out lies beside it on the devic
 stream and ends in pinned host memory; on a CPU the same code runs without either.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import sqrt
@@ -78,6 +78,8 @@ class ShardBuffer:
         self.grads = torch.zeros(at, dtype=torch.float32, device=device)
         self._left = torch.zeros_like(self.grads) if codec.whole else None
         self._draft = torch.zeros_like(self.grads) if codec.whole else None
+        self._accepted: set[int] = set()
+        """Partitions whose draft is what is left out of them, as soon as it is asked for."""
         pinned = device.type == "cuda"
         self._host = torch.empty(byte, dtype=torch.uint8, pin_memory=True) if pinned else None
 
@@ -88,6 +90,7 @@ class ShardBuffer:
 
     def left(self, partition: int) -> Tensor | None:
         """What the codec has left out of one partition so far; None for codecs that leave nothing out."""
+        self._settle()
         place = self.places[partition]
         return None if self._left is None else self._left[place.start : place.start + place.size]
 
@@ -97,6 +100,7 @@ class ShardBuffer:
         The squares, float64 of shape [], are of what the bytes decode to, and not finite if that is not.
         """
         codec = self.codec
+        self._settle()
         if codec.coding == "int8":
             packed, squares = self._int8()
         elif codec.coding == "topk":
@@ -129,9 +133,22 @@ class ShardBuffer:
             squares = squares + more
         return torch.cat(pieces), squares
 
-    def keep(self) -> None:
-        """The push was accepted: what it left out is added to the next one."""
-        self._left, self._draft = self._draft, self._left
+    def keep(self, partitions: Collection[int]) -> None:
+        """The push was accepted on those of its partitions: what it left out of them is added to the next one."""
+        self._accepted.update(self.places.keys() & partitions)
+
+    def _settle(self) -> None:
+        """Take up what was accepted, before the next encoding and on its stream; nothing moves where all of it was."""
+        if self._left is None or self._draft is None:
+            return
+        if len(self._accepted) == len(self.places):
+            self._left, self._draft = self._draft, self._left
+        else:
+            for partition in self._accepted:
+                place = self.places[partition]
+                span = slice(place.start, place.start + place.size)
+                self._left[span].copy_(self._draft[span])
+        self._accepted.clear()
 
 
 class HostGradients:
@@ -217,8 +234,7 @@ class GradientBuffers:
             raise combined([problem("non_finite", f"'{n}' holds NaN or infinity", where=n) for n in bad])
         raise problem("non_finite", f"the gradient is beyond what {self.codec.text} can say")
 
-    def keep(self) -> None:
-        """The push was accepted."""
-        if self.codec.whole:
-            for shard in self._shards:
-                shard.keep()
+    def keep(self, partitions: Collection[int]) -> None:
+        """The push was accepted on those partitions, whatever becomes of it on others."""
+        for shard in self._shards:
+            shard.keep(partitions)
