@@ -11,7 +11,7 @@ import pytest
 
 import paramserver as ps
 
-from .cluster import Cluster
+from .cluster import Cluster, eventually
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("needs torch: pip install torch==2.13.0", allow_module_level=True)
@@ -193,6 +193,55 @@ def test_what_does_not_fit_is_listed(client: ps.Client, name: str, shared_cluste
     with pytest.raises(ps.RequestError, match="URL"):
         ParameterServerOptimizer(module(), f"{shared_cluster.url}/nothing")
     assert [w["alive"] for w in client.model(name).workers()] == [False]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+def test_training_goes_on_in_a_model_that_was_created_anew(client: ps.Client, name: str, codec: str) -> None:
+    """After the next pull, in every codec, however the new one is cut and orders its parameters."""
+    net = module()
+    model = client.model(name)
+
+    def trained() -> str:
+        try:
+            opt.pull()
+            opt.zero_grad()
+            loss_of(net, slice(None), 0).backward()
+            opt.step()
+        except ps.PsError as e:
+            return e.code
+        assert opt.pushed is not None
+        return opt.pushed.state
+
+    with ParameterServerOptimizer(net, model, ps.SGD(0.05), codec=codec) as opt:
+        assert trained() == "applied"
+        for partitions in (1, 5):
+            model.delete()
+            values = dict(reversed(_values(module(1)).items()))
+            client.create_model(name, values, optimizer=ps.SGD(0.05), partitions=partitions)
+
+            eventually(lambda: trained() == "applied", what="a step in the new model")
+            assert trained() == "applied"
+            pulled = model.pull()
+            assert all(np.array_equal(value, pulled[n]) for n, value in _values(net).items())
+
+
+def test_a_model_that_was_created_anew_for_another_module_is_refused(client: ps.Client, name: str) -> None:
+    """Every difference is listed, and nothing is pushed to it."""
+    net = module()
+    model = client.model(name)
+    with ParameterServerOptimizer(net, model, ps.SGD(0.05), codec="int8") as opt:
+        model.delete()
+        client.create_model(name, _values(nn.Linear(12, 17)), optimizer=ps.SGD(0.05))
+
+        def said() -> Any:
+            with pytest.raises(ps.PsError) as e:
+                opt.step()
+            return e.value.errors
+
+        loss_of(net, slice(None), 0).backward()
+        found = eventually(said, what="the differences")
+    assert {x["where"] for x in found} == {"weight", "bias", *dict(module().named_parameters())}
+    assert model.info()["version"] == 0
 
 
 def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> None:

@@ -185,6 +185,25 @@ def test_a_push_that_was_too_late_leaves_the_memory_as_it_was(text: str) -> None
     sender.check()
 
 
+@pytest.mark.parametrize("text", ["fp16", "int8", "topk:0.1"])
+def test_a_model_that_was_created_anew_is_encoded_for(text: str) -> None:
+    """What was left out of the former one's gradients is not the new one's, which may be cut in another way."""
+    codec, cpu = Codec.parse(text), torch.device("cpu")
+    spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 2})
+    anew = ModelMap("m", 3, 0, 0, 1, spec, Layout(spec), ("a", "b"), {}, {})
+    made = buffers.GradientBuffers(held(), codec, cpu)
+    grads = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
+    for model in (replace(held(), generation=2), anew, replace(held(), generation=4)):
+        made.encode(grads)
+        made.keep(range(4))
+        made.arrange(model)
+
+        ours, fresh = made.encode(grads), buffers.GradientBuffers(model, codec, cpu).encode(grads)
+
+        assert ours.generation == model.generation
+        assert [p.tobytes() for p, _ in ours.parts.values()] == [p.tobytes() for p, _ in fresh.parts.values()]
+
+
 def test_on_the_cpu_gradients_lie_where_they_are_pushed_from() -> None:
     """Whatever dtype they come in; what has none in a step counts as zero then, and not as it was."""
     arrays = GradientArrays(held().layout, SameHost())

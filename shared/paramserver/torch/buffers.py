@@ -186,7 +186,10 @@ class GradientBuffers:
         self.arrange(held)
 
     def arrange(self, held: ModelMap) -> None:
-        """Take up who owns what now; what codecs have left out so far moves along."""
+        """Take up who owns what now; what codecs have left out so far moves along, within one creation of the model."""
+        if held.generation != self._generation:
+            self.selection, self._generation = select(held.layout), held.generation
+            self._owners, self._of = (), {}
         if held.owners == self._owners:
             return
         sizes = {p.partition: p.stop - p.start for p in self.selection.parts}

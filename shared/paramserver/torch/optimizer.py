@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.client import Client, connect
+from paramserver.client.cluster import ModelMap
 from paramserver.client.consistency import Consistency
 from paramserver.client.model import Model
 from paramserver.client.optimizers import Optimizer
@@ -98,7 +99,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 self._buffers = HostGradients(self._worker.gradients())
             else:
                 self._buffers = GradientBuffers(held, self._codec, device)
-            self._values = _Values(held.layout, wire_dtype(select(held.layout), pull.coding if pull else None), device)
+            self._device, self._pull_coding = device, pull.coding if pull else None
+            self._take_up(held)
             self._take_in()
             self._leave = weakref.finalize(self, stack.pop_all().close)
         self.pushed: Pushed | None = None
@@ -146,7 +148,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._take_in()
 
     def _push(self, loss: float | None) -> None:
-        held = self._map()
+        held = self._fitting()
         grads = {n: p.grad for n, p in self._params.items()}
         missing = [n for n, g in grads.items() if g is None and held.layout.by_name[n].trainable]
         there = {n: g for n, g in grads.items() if g is not None}
@@ -160,6 +162,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
 
     def _take_in(self) -> None:
+        self._fitting()
         self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
         self._values.into(self._params)
 
@@ -197,7 +200,20 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 raise
             log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
 
-    def _map(self) -> Any:
+    def _fitting(self) -> ModelMap:
+        """The model's map; raises RequestError where the model was created anew and does not fit the module."""
+        held = self._map()
+        if held.generation != self._generation:
+            check_fit(self._params, held)
+            self._take_up(held)
+        return held
+
+    def _take_up(self, held: ModelMap) -> None:
+        """Values come as they lie in that creation of the model, which may order its parameters in another way."""
+        dtype = wire_dtype(select(held.layout), self._pull_coding)
+        self._values, self._generation = _Values(held.layout, dtype, self._device), held.generation
+
+    def _map(self) -> ModelMap:
         client = self._client
         return client.run(client.cluster.map_of(self._model.name, client.deadline(None)))
 
