@@ -263,6 +263,31 @@ def test_parameters_without_a_gradient_stay(client: ps.Client, name: str) -> Non
         assert opt.worker.clock_number == 3
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, codec: str, alone: bool) -> None:
+    """Before anything is sent, a changed learning rate neither, and with the ways out; made dense they travel."""
+    table: Any = nn.Embedding(10, 4, sparse=True)
+    net: Any = nn.ModuleDict({"table": table, "last": nn.Linear(4, 1)})
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05), codec=codec) as opt:
+        rows = table(torch.tensor([1, 2]))
+        (rows if alone else net["last"](rows)).sum().backward()
+        opt.param_groups[0]["lr"] = 0.5
+
+        with pytest.raises(ps.RequestError, match=r"'table\.weight'") as e:
+            opt.step()
+
+        assert e.value.code == "invalid_dtype"
+        assert ".to_dense()" in e.value.hint
+        assert "sparse=False" in e.value.hint
+        said = client.model(name).info()
+        assert (said["version"], said["spec"]["optimizer"]["lr"], opt.worker.clock_number) == (0, 0.05, 0)
+        table.weight.grad = table.weight.grad.to_dense()
+        opt.step()
+        assert opt.pushed is not None
+        assert opt.pushed.state == "applied"
+
+
 def test_a_learning_rate_that_was_refused_is_told_again(client: ps.Client, name: str) -> None:
     """A step does not go on with another rate than its param group says."""
     with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.05)) as opt:

@@ -243,6 +243,16 @@ def test_names_are_needed() -> None:
         assert "ParameterServerOptimizer(net.named_parameters(), ...)" in e.value.hint
 
 
+def test_gradients_that_are_not_dense_are_listed() -> None:
+    """With the ways out; views are dense, and what is None is left alone."""
+    rows = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    fitting.check_dense({"w": rows, "b": None, "view": rows.t(), "expanded": rows[:1].expand(5, 2)})
+    with pytest.raises(RequestError, match="'coo', 'rows'") as e:
+        fitting.check_dense({"coo": rows.to_sparse(), "w": rows, "rows": rows.to_sparse(1)})
+    assert [(x["code"], x["where"]) for x in e.value.errors] == [("invalid_dtype", "coo"), ("invalid_dtype", "rows")]
+    assert ".to_dense()" in e.value.hint
+
+
 def test_every_difference_is_listed() -> None:
     """Missing, surplus and differently shaped parameters come in one error."""
     module = {"w": torch.zeros(40, 31), "b": torch.zeros(7), "new": torch.zeros(2)}

@@ -80,3 +80,18 @@ def check_fit(params: Mapping[str, Tensor], held: ModelMap) -> None:
             hint="take another name, or delete the model",
             errors=tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors),
         )
+
+
+def check_dense(grads: Mapping[str, Tensor | None]) -> None:
+    """Raise one RequestError (`invalid_dtype`) that lists every gradient in a sparse layout, which cannot travel."""
+    wrong = {n: g.layout for n, g in grads.items() if g is not None and g.layout != torch.strided}
+    if wrong:
+        raise problem(
+            "invalid_dtype",
+            f"gradients must be dense, these are not: {', '.join(repr(n) for n in wrong)}",
+            hint="take sparse=False for the layer, or p.grad = p.grad.to_dense() before the step",
+            errors=tuple(
+                {"code": "invalid_dtype", "detail": f"'{n}' has a gradient in {layout}", "where": n}
+                for n, layout in wrong.items()
+            ),
+        )

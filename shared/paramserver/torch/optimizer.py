@@ -27,7 +27,7 @@ from paramserver.core.selection import select
 from paramserver.errors import ConflictError, NotFoundError, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
-from paramserver.torch.fitting import as_params, check_fit, named
+from paramserver.torch.fitting import as_params, check_dense, check_fit, named
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
@@ -131,14 +131,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         """Push the gradients, finish the clock, take the parameters in; the closure's loss, if there is a closure.
 
         A push may be dropped where the model went back to an earlier clock (`pushed.state`); the parameters that come
-        in are then those of that clock.
+        in are then those of that clock.  Raises RequestError (`invalid_dtype`) for sparse gradients; nothing is sent.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grads = {n: p.grad for n, p in self._params.items()}
+        check_dense(grads)
         self._tell_rate()
-        self._push(float(loss.detach()) if isinstance(loss, Tensor) else loss)
+        self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
         self._take_in()
         return loss
 
@@ -147,9 +149,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         """Take the present parameters in without a step."""
         self._take_in()
 
-    def _push(self, loss: float | None) -> None:
+    def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
         held = self._fitting()
-        grads = {n: p.grad for n, p in self._params.items()}
         missing = [n for n, g in grads.items() if g is None and held.layout.by_name[n].trainable]
         there = {n: g for n, g in grads.items() if g is not None}
         if not there:
