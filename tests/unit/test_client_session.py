@@ -154,6 +154,17 @@ def test_a_gradient_of_a_model_that_was_created_anew_is_dropped() -> None:
     assert len(node.pushes) == 1
 
 
+def test_a_worker_of_a_model_that_was_created_anew_joins_it() -> None:
+    """The new one has never heard of it; what was computed for the old one is dropped."""
+    node = Node("async")
+    session = opened(node)
+    node.script["/push"] = [no("reserved_worker")]
+
+    assert drive(session.push(GRAD, deadline()), node).state == "dropped"
+    assert drive(session.push(GRAD, deadline()), node).state == "applied"
+    assert session.numbers.epoch == 2
+
+
 def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
     """Clock t travels with the push, t + 1 with the report, and the next pull waits for the commit."""
     node = Node()

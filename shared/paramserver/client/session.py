@@ -422,7 +422,8 @@ class Session:
 
     def _follows(self, error: PsError) -> bool:
         """Whether `_follow` can take up what has happened."""
-        return error.code in ("rolled_back", "fenced", "unknown_worker")
+        # Who joined a model that was created anew since has never joined this one.
+        return error.code in ("rolled_back", "fenced", "unknown_worker", "reserved_worker")
 
     def _follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
         """Take up a rollback or join again, unless another call of this session has done so already."""
