@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ import paramserver as ps
 from paramserver.client import same_host
 from paramserver.client.calls import Outcome, Request
 from paramserver.client.gradients import Gradient, Scan
+from paramserver.client.model import Model
 from paramserver.core.selection import Part
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
@@ -223,6 +225,55 @@ def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: py
     assert (grads.flat == -1.0).all()
     model.push(grads)
     assert (model.pull().flat == 2.0).all()
+
+
+def test_a_push_interrupted_while_it_asks_for_a_slot_is_over(
+    client: ps.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lay in the slot of another shard lies there still, and the next push uses it."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads)
+    lying, stale = grads.place._mapped.values()
+    stale.slot.used_at -= same_host._FRESH_S
+
+    def interrupted(requests: list[Request]) -> list[Outcome]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model._client.transport, "perform", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.push(grads)
+    assert not lying.pushing
+    assert shared(grads) > 0.0
+    model.push(grads)
+    assert shared(grads) == 1.0
+    assert (model.pull().flat == 2.0).all()
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_pushes_of_the_same_arrays_at_once_are_exact(cluster: Nodes, client: ps.Client, clients: int) -> None:
+    """None of them sees pages that are being changed for another, and the arrays keep their contents."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+
+    def push(mine: Model) -> None:
+        for _ in range(100):
+            mine.push(grads)
+
+    with ps.connect(cluster.url) as other:
+        there = [model, (client, other)[clients - 1].model(model.name)]
+        threads = [threading.Thread(target=push, args=(mine,)) for mine in there]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert (grads.flat == -1.0).all()
+    assert (model.pull().flat == 200.0).all()
+    model.push(grads)
+    assert shared(grads) == 1.0
 
 
 def test_a_closed_client_leaves_the_arrays_to_their_owner(cluster: Nodes, client: ps.Client) -> None:

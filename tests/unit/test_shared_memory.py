@@ -17,7 +17,7 @@ import pytest
 from paramserver import limits
 from paramserver.client.board import BoardView
 from paramserver.client.same_host import Leased, SameHost
-from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, Window, Windows, writable
+from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, Room, Window, Windows, writable
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
@@ -329,6 +329,30 @@ def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: Buff
         windows.of([(path + "x", 4 * COUNT)])
     with pytest.raises(ValueError, match="page"):
         windows.of([(path, PAGE_BYTES + 4), (path, 4)])
+
+
+def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
+    """Whoever reads a room while its pages are changed finds its contents at every moment."""
+    size, path = 64 * PAGE_BYTES, tmp_path / "slot"
+    path.write_bytes(bytes([7]) * size)
+    room, runs, over, found = Room(size), [(0, 0, size)], threading.Event(), set[int]()
+    room.show(str(path), runs)
+
+    def read() -> None:
+        while not over.is_set():
+            found.update((int(room.memory.min()), int(room.memory.max())))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(2000):
+        room.keep(runs)
+        room.show(str(path), runs)
+    room.keep(runs)
+    over.set()
+    reader.join()
+    assert found == {7}
+    room.memory[:] = 8
+    assert path.read_bytes() == bytes([7]) * size
 
 
 def test_a_folder_is_its_users_alone(folder: SharedFolder) -> None:

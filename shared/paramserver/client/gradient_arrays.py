@@ -76,11 +76,8 @@ class Place:
             found = self._mapped.get(address)
             if found is None or found.pushing:
                 return None
-            fresh = self._same_host.fresh(found.slot)
-            if found.parts != _spans(parts) or not fresh:
-                self._leave(address)
-                if fresh:
-                    self._same_host.keep(found.slot)
+            if found.parts != _spans(parts) or not self._same_host.fresh(found.slot):
+                self._give_up(address)
                 return None
             found.pushing = True
             return found.slot
@@ -99,13 +96,18 @@ class Place:
                 self._same_host.keep(slot)
 
     def _take(self, slot: Slot, parts: Sequence[Part]) -> bool:
-        """Put the slot, which holds these very parts, where they lie; whether it could be done."""
+        """Put the slot, which holds these very parts, where they lie; whether it could be done.
+
+        Of pushes that are made at once the first one's slots lie there, and the others' are as those of any gradient.
+        """
         runs = _runs(parts, self._size)
-        if runs is None:
+        if runs is None or slot.address in self._mapped:
             return False
-        for address, other in list(self._mapped.items()):
-            if address == slot.address or _overlap(other.runs, runs):
-                self._leave(address)
+        others = [address for address, other in self._mapped.items() if _overlap(other.runs, runs)]
+        if any(self._mapped[address].pushing for address in others):
+            return False
+        for address in others:
+            self._give_up(address)
         try:
             self._room.show(slot.path, runs)
         except OSError as error:
@@ -121,6 +123,14 @@ class Place:
         found = self._mapped.pop(address)
         found.slot.lies = False
         self._room.keep(found.runs)
+
+    def _give_up(self, address: str) -> None:
+        """That slot, which no push has, is to be used otherwise, if it is this client's still."""
+        found = self._mapped[address]
+        fresh = self._same_host.fresh(found.slot)
+        self._leave(address)
+        if fresh:
+            self._same_host.keep(found.slot)
 
     def give_back(self, same_host: SameHost) -> None:
         """Slots of that client are its to use otherwise, if no push has them."""

@@ -140,9 +140,10 @@ class Transfer:
             partitions=sorted(self._taken),
         ) from refused
 
-    def _slots(self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]]) -> Call[dict[str | None, Slot]]:
-        """A slot for each way on this machine that is worth one; what gets none is sent."""
-        found: dict[str | None, Slot] = {}
+    def _slots(
+        self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]], found: dict[str | None, Slot]
+    ) -> Call[None]:
+        """Into `found` a slot for each way on this machine that is worth one; what gets none is sent."""
         wanted: list[tuple[str, int]] = []
         for to, parts in groups:
             size = outgoing.slot_bytes(to, parts)
@@ -161,7 +162,6 @@ class Transfer:
                     slot = self.cluster.same_host.lent(to, str(json_of(outcome)["slot"]), size)
                     if slot is not None:
                         found[to] = slot
-        return found
 
     def sent(
         self,
@@ -171,9 +171,10 @@ class Transfer:
         sinks: Sequence[Incoming] = (),
     ) -> Call[list[Outcome]]:
         """The outcomes of a push, or with `pull` of a pushpull into `sinks`, by each way; slots are kept, or left."""
-        slots = yield from self._slots(outgoing, groups)
+        slots: dict[str | None, Slot] = {}
         begun, outcomes = False, []
         try:
+            yield from self._slots(outgoing, groups, slots)  # who is interrupted in there has some of them
             bare = outgoing.requests(self.held, groups, slots, pull, 0.0)
             requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
             begun = True

@@ -26,8 +26,11 @@ POSSIBLE: Final = sys.platform.startswith("linux")
 KEPT_MAX: Final = 8
 """Windows kept for when the same buffers come again, which they do: a shard takes turns with a few."""
 _PROT_NONE: Final = 0
+_READ_WRITE: Final = 0x1 | 0x2
 _MAP_FIXED: Final = 0x10
 _MAP_POPULATE: Final = 0x8000
+_MOVES: Final = 0x1 | 0x2
+"""MREMAP_MAYMOVE and MREMAP_FIXED."""
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _OF_A_ROOM: Final[dict[str, int]] = {"flags": _PRIVATE} if POSSIBLE else {}
@@ -45,6 +48,8 @@ def _libc() -> Any:
     number = ctypes.c_int
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, number, ctypes.c_void_p]
     return libc
 
 
@@ -86,9 +91,19 @@ class Window:
 def _mapped(at: int | None, size: int, protection: int, flags: int, file: int, offset: int = 0) -> int:
     start = _libc().mmap(at, size, protection, flags, file, offset)
     if start == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
+        raise _failed("map", size)
     return int(start)
+
+
+def _moved(start: int, size: int, to: int) -> None:
+    """Those pages are at `to` from now on, in place of what was there; nobody finds neither."""
+    if _libc().mremap(start, size, size, _MOVES, to) == _MAP_FAILED:
+        raise _failed("move", size)
+
+
+def _failed(what: str, size: int) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"cannot {what} {size} bytes: {os.strerror(number)}")
 
 
 class Room:
@@ -111,11 +126,20 @@ class Room:
             os.close(file)
 
     def keep(self, runs: Sequence[Run]) -> None:
-        """Those runs are private again, with the same contents."""
+        """Those runs are private again, with the same contents; whoever reads them meanwhile finds nothing else.
+
+        Raises OSError, those runs from the first that failed being as they were.
+        """
         for start, _, size in runs:
-            contents = self.memory[start : start + size].copy()
-            self._map(start, size, _PRIVATE, -1, 0)
-            self.memory[start : start + size] = contents
+            # Filled elsewhere first: mapped in its place it would be zeros for a moment, which another push may see.
+            pages, at = _whole_pages(size), self._start + start
+            fresh = _mapped(None, pages, _READ_WRITE, _PRIVATE, -1)
+            try:
+                ctypes.memmove(fresh, at, size)
+                _moved(fresh, pages, at)
+            except OSError:
+                _libc().munmap(fresh, pages)
+                raise
 
     def clear(self, runs: Sequence[Run]) -> None:
         """Those runs are private again, and zeros."""
@@ -123,8 +147,7 @@ class Room:
             self._map(start, size, _PRIVATE, -1, 0)
 
     def _map(self, start: int, size: int, flags: int, file: int, offset: int) -> None:
-        at, protection = self._start + start, mmap.PROT_READ | mmap.PROT_WRITE
-        _mapped(at, _whole_pages(size), protection, flags | _MAP_FIXED, file, offset)
+        _mapped(self._start + start, _whole_pages(size), _READ_WRITE, flags | _MAP_FIXED, file, offset)
 
 
 def _whole_pages(size_bytes: int) -> int:
