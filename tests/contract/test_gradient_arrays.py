@@ -308,6 +308,49 @@ def test_a_forked_child_cannot_touch_its_parents_gradients(client: ps.Client) ->
     assert (model.pull().flat == 2.0).all()
 
 
+def test_arrays_for_each_step_write_into_the_same_slots(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last array of a set its slots serve the next set."""
+    model = made(client)
+    model.push(model.gradients())
+    asked = requests_of(model, monkeypatch)
+    for _ in range(20):
+        grads = model.gradients()
+        grads.flat[:] = -1.0
+        model.push(grads)
+    assert set(asked) == {"/push"}
+    assert shared(grads) == 1.0
+    assert (model.pull().flat == 20.0).all()
+
+
+def test_a_view_keeps_the_slots_of_its_arrays(client: ps.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as somebody can write to it, no other push has its memory; a forked child does not see it."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads)
+    view = grads["b"][1, 1:]
+    del grads
+    others = [model.gradients() for _ in range(3)]
+    for other in others:
+        other.flat[:] = -5.0
+        model.push(other)
+    assert (view == -1.0).all()
+    view[:] = 7.0
+    assert all((other.flat == -5.0).all() for other in others)
+
+    child = os.fork()
+    if not child:
+        os._exit(int(view.any()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (view == 7.0).all()
+
+    del view
+    asked = requests_of(model, monkeypatch)
+    model.push(model.gradients())
+    assert "/slots" not in asked
+    assert (model.pull().flat == 16.0).all()
+
+
 def test_two_sets_of_arrays_take_turns(client: ps.Client) -> None:
     """One is filled while the other is on its way: neither sees the other's slots."""
     model = made(client)

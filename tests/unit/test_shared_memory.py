@@ -17,7 +17,7 @@ import pytest
 from paramserver import limits
 from paramserver.client.board import BoardView
 from paramserver.client.same_host import Leased, SameHost
-from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, Room, Window, Windows, writable
+from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, Room, Window, Windows, private, writable
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
@@ -335,12 +335,13 @@ def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
     """Whoever reads a room while its pages are changed finds its contents at every moment."""
     size, path = 64 * PAGE_BYTES, tmp_path / "slot"
     path.write_bytes(bytes([7]) * size)
-    room, runs, over, found = Room(size), [(0, 0, size)], threading.Event(), set[int]()
+    memory, runs, over, found = private(size), [(0, 0, size)], threading.Event(), set[int]()
+    room, values = Room(memory), np.frombuffer(memory, np.uint8)
     room.show(str(path), runs)
 
     def read() -> None:
         while not over.is_set():
-            found.update((int(room.memory.min()), int(room.memory.max())))
+            found.update((int(values.min()), int(values.max())))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -351,7 +352,7 @@ def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
     over.set()
     reader.join()
     assert found == {7}
-    room.memory[:] = 8
+    values[:] = 8
     assert path.read_bytes() == bytes([7]) * size
 
 

@@ -6,6 +6,7 @@ used any more (its shard has kept it, or taken it back, or partitions have moved
 same contents, and the push after it begins anew.  Elsewhere, and wherever slots cannot be had, these are plain arrays.
 """
 
+import mmap
 import threading
 import weakref
 from collections.abc import Sequence
@@ -17,10 +18,9 @@ import numpy as np
 from paramserver.client.arrays import NamedArrays
 from paramserver.client.forks import in_child
 from paramserver.client.same_host import SameHost, Slot
-from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run
+from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run, private
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, select
-from paramserver.types import F32
 
 _ITEM: Final = 4
 """Bytes of an element."""
@@ -36,8 +36,9 @@ class GradientArrays(NamedArrays):
     __slots__ = ("place",)
 
     def __init__(self, layout: Layout, same_host: SameHost) -> None:
-        self.place: Final = Place(layout.size * _ITEM, same_host)
-        super().__init__(select(layout), self.place.values())
+        memory = private(layout.size * _ITEM)
+        self.place: Final = Place(memory, same_host)
+        super().__init__(select(layout), np.frombuffer(memory, np.float32))
 
     def __repr__(self) -> str:
         return f"<GradientArrays of {len(self)} parameters, {self.flat.size} elements>"
@@ -55,20 +56,21 @@ class _Mapped:
 
 
 class Place:
-    """Where gradients are computed, and which of its pages are slots; safe between threads."""
+    """Where gradients are computed, and which of its pages are slots; safe between threads.
 
-    def __init__(self, size_bytes: int, same_host: SameHost) -> None:
-        self._room = Room(size_bytes)
-        self._size = size_bytes
+    It lasts as long as the memory, which any view of the arrays keeps: a slot that is lent to another push while
+    somebody can write to it here would change what is pushed.
+    """
+
+    def __init__(self, memory: mmap.mmap, same_host: SameHost) -> None:
+        self._room = Room(memory)
+        self._size = len(memory)
         self._same_host = same_host
         self._lock = threading.RLock()
         self._mapped: dict[str, _Mapped] = {}
         _PLACES.add(weakref.ref(self, _PLACES.discard))
         in_child(self._forget)
-
-    def values(self) -> F32:
-        """The arrays' memory."""
-        return self._room.memory[: self._size].view(np.float32)
+        weakref.finalize(memory, self._end).atexit = False
 
     def slot(self, address: str, parts: Sequence[Part]) -> Slot | None:
         """The slot of that shard in which just these parts lie already; the push that is made now has it."""
@@ -127,25 +129,31 @@ class Place:
     def _give_up(self, address: str) -> None:
         """That slot, which no push has, is to be used otherwise, if it is this client's still."""
         found = self._mapped[address]
-        fresh = self._same_host.fresh(found.slot)
         self._leave(address)
-        if fresh:
-            self._same_host.keep(found.slot)
+        self._same_host.idle(found.slot)
+
+    def _end(self) -> None:
+        """No array is left.  Takes no lock: this may come in the middle of whatever a thread does."""
+        for found in self._mapped.values():
+            if not found.pushing:
+                self._same_host.dropped(found.slot)
 
     def give_back(self, same_host: SameHost) -> None:
         """Slots of that client are its to use otherwise, if no push has them."""
-        if same_host is not self._same_host:
+        memory = self._room.held()
+        if same_host is not self._same_host or memory is None:
             return
         with self._lock:
             for address, found in list(self._mapped.items()):
                 self._leave(address)
                 if not found.pushing:
-                    self._same_host.keep(found.slot)
+                    self._same_host.idle(found.slot)
 
     def _forget(self) -> None:
         """In a forked child: the slots are the parent's, which may be writing to them."""
         self._lock = threading.RLock()
-        for found in self._mapped.values():
+        memory = self._room.held()
+        for found in self._mapped.values() if memory is not None else ():
             self._room.clear(found.runs)
         self._mapped.clear()
 

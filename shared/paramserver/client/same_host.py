@@ -94,6 +94,7 @@ class SameHost:
         self._lock = threading.Lock()
         self._shards: dict[str, _Shard] = {}
         self._windows = Windows()
+        self._dropped: deque[Slot] = deque()
 
     def released(self, address: str | None) -> tuple[int, ...]:
         """Leases of that shard that are over, to be told with the next request; each is returned once."""
@@ -107,6 +108,7 @@ class SameHost:
     def slot(self, address: str, size_bytes: int) -> Slot | None:
         """An idle slot of at least that size."""
         with self._lock:
+            self._pick_up()
             idle = self._shard(address).slots
             idle[:] = [s for s in idle if self.fresh(s)]
             found = next((s for s in idle if s.memory.size >= size_bytes), None)
@@ -134,14 +136,32 @@ class SameHost:
     def keep(self, slot: Slot) -> None:
         """That slot is this client's again."""
         self.touch(slot)
+        self.idle(slot)
+
+    def idle(self, slot: Slot) -> None:
+        """That slot, this client's since it was last used, is to be used by others."""
         with self._lock:
-            idle = self._shard(slot.address).slots
-            idle.append(slot)
-            del idle[:-_SLOTS_KEPT]
+            self._put(slot)
+
+    def dropped(self, slot: Slot) -> None:
+        """The same, told in the middle of whatever a thread does, this object's own methods among it."""
+        self._dropped.append(slot)
+
+    def _pick_up(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._put(self._dropped.popleft())
+
+    def _put(self, slot: Slot) -> None:
+        slot.lies = False
+        idle = self._shard(slot.address).slots
+        idle.append(slot)
+        del idle[:-_SLOTS_KEPT]
 
     def returned(self) -> list[Slot]:
         """All idle slots, which this client has no more use for."""
         with self._lock:
+            self._pick_up()
             slots = [s for shard in self._shards.values() for s in shard.slots]
             for shard in self._shards.values():
                 shard.slots = []

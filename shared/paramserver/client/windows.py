@@ -106,13 +106,21 @@ def _failed(what: str, size: int) -> OSError:
     return OSError(number, f"cannot {what} {size} bytes: {os.strerror(number)}")
 
 
-class Room:
-    """Private memory, zeros at first; runs of its pages can be those of a file instead."""
+def private(size_bytes: int) -> mmap.mmap:
+    """Memory of one's own, zeros at first, that can be a room."""
+    return mmap.mmap(-1, size_bytes, **_OF_A_ROOM)
 
-    def __init__(self, size_bytes: int) -> None:
-        self.memory: Final = np.frombuffer(mmap.mmap(-1, size_bytes, **_OF_A_ROOM), np.uint8)
-        """1-D uint8, writable; the room lasts as long as any view of it."""
-        self._start = int(self.memory.__array_interface__["data"][0])
+
+class Room:
+    """Private memory of which runs of pages can be those of a file instead; it lasts as long as any array in it."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = weakref.ref(memory)
+        self._start = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+    def held(self) -> mmap.mmap | None:
+        """The memory, which must be held while anything is done here; None once it is gone."""
+        return self._memory()
 
     def show(self, path: str, runs: Sequence[Run]) -> None:
         """From now on those runs are the file's; raises OSError, some of them being the file's already."""
