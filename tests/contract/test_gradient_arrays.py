@@ -1,15 +1,17 @@
 """Arrays to compute gradients in: they become what the shards of this machine read, and stay what they are."""
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 import paramserver as ps
-from paramserver.client import same_host
+from paramserver.client import same_host, windows
 from paramserver.client.calls import Outcome, Request
 from paramserver.client.gradients import Gradient, Scan
 from paramserver.client.model import Model
@@ -48,13 +50,13 @@ def either(request: pytest.FixtureRequest, alone: ps.Client, client: ps.Client) 
     return alone if request.param == "one shard" else client
 
 
-def shared(grads: ps.GradientArrays) -> float:
-    """How much of the arrays is memory that shards have lent."""
+def shared(grads: ps.GradientArrays, access: str = "rw-s") -> float:
+    """How much of the arrays is memory that shards have lent, and can be accessed in that way."""
     start, size = grads.flat.ctypes.data, grads.flat.nbytes
     found = 0
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
-            if "paramserver" in line.rpartition(" ")[2]:
+            if "paramserver" in line.rpartition(" ")[2] and access in line:
                 low, high = (int(n, 16) for n in line.split()[0].split("-"))
                 found += max(0, min(high, start + size) - max(low, start))
     return found / size
@@ -274,6 +276,65 @@ def test_pushes_of_the_same_arrays_at_once_are_exact(cluster: Nodes, client: ps.
     assert (model.pull().flat == 200.0).all()
     model.push(grads)
     assert shared(grads) == 1.0
+
+
+def no_memory(patch: pytest.MonkeyPatch, after: int) -> None:
+    """So many more mappings can be had by this process."""
+    mapped, left = windows._mapped, [after]
+
+    def scarce(*how: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOMEM, "cannot map")
+        return mapped(*how)
+
+    patch.setattr(windows, "_mapped", scarce)
+
+
+def test_a_push_is_applied_though_its_slot_cannot_take_the_arrays_place(
+    client: ps.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no memory can be mapped for the arrays, what a push did is told, and they keep what is in them."""
+    model = made(client)
+    pushes = 0
+    for after in range(5):
+        grads = model.gradients()
+        with monkeypatch.context() as patch:
+            no_memory(patch, after)
+            for _ in range(3):
+                grads.flat[:] = -1.0
+                assert model.push(grads).state == "applied"
+                assert (grads.flat == -1.0).all()
+                pushes += 1
+        for _ in range(2):
+            model.push(grads)
+            pushes += 1
+        assert shared(grads) == 1.0
+    assert (model.pull().flat == pushes).all()
+
+
+def test_arrays_that_cannot_leave_a_slot_do_not_change_what_is_in_it(
+    client: ps.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shard has staged it: they can be read, and are written to again once memory can be had."""
+    model = made(client)
+    grads = model.gradients()
+    grads.flat[:] = -1.0
+    model.push(grads)
+    model.set(consistency=ps.Sync(min_workers=1))
+    with model.worker() as worker:
+        with monkeypatch.context() as patch:
+            no_memory(patch, 0)
+            for _ in range(2):
+                assert worker.push(grads).state == "staged"
+                assert (grads.flat == -1.0).all()
+                assert shared(grads, "r--s") == 1.0
+                worker.clock()
+        worker.push(grads)
+        assert shared(grads) == 0.0
+        grads.flat[:] = 99.0
+        worker.clock()
+        assert (worker.pull().flat == 4.0).all()
 
 
 def test_a_closed_client_leaves_the_arrays_to_their_owner(cluster: Nodes, client: ps.Client) -> None:

@@ -6,6 +6,7 @@ used any more (its shard has kept it, or taken it back, or partitions have moved
 same contents, and the push after it begins anew.  Elsewhere, and wherever slots cannot be had, these are plain arrays.
 """
 
+import logging
 import mmap
 import threading
 import weakref
@@ -21,6 +22,8 @@ from paramserver.client.same_host import SameHost, Slot
 from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run, private
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, select
+
+log = logging.getLogger("paramserver")
 
 _ITEM: Final = 4
 """Bytes of an element."""
@@ -51,8 +54,10 @@ class _Mapped:
     slot: Slot
     runs: tuple[Run, ...]
     parts: tuple[tuple[int, int], ...]
-    """(first, last) elements of what it holds, in its order."""
+    """(first, last) elements of what it holds, in its order; none once it is to give way."""
     pushing: bool = False
+    ours: bool = True
+    """It is this client's, not the shard's."""
 
 
 class Place:
@@ -85,57 +90,68 @@ class Place:
             return found.slot
 
     def settled(self, slot: Slot, parts: Sequence[Part], *, ours: bool) -> None:
-        """A push in that slot is over; `ours`: the slot is this client's again."""
+        """A push in that slot is over; `ours`: the slot is this client's again.  Raises nothing for want of memory."""
         with self._lock:
+            if ours:
+                self._same_host.touch(slot)
             found = self._mapped.get(slot.address)
             if found is not None and found.slot is slot:
-                found.pushing = False
-                if ours:
-                    self._same_host.touch(slot)
-                else:
-                    self._leave(slot.address)
-            elif ours and not self._take(slot, parts):
-                self._same_host.keep(slot)
+                found.pushing, found.ours = False, ours
+                if not ours:
+                    self._give_up(slot.address)
+            elif ours:
+                self._take(slot, parts)
 
-    def _take(self, slot: Slot, parts: Sequence[Part]) -> bool:
-        """Put the slot, which holds these very parts, where they lie; whether it could be done.
+    def _take(self, slot: Slot, parts: Sequence[Part]) -> None:
+        """Put the slot, which holds these very parts, where they lie; it is idle if that cannot be.
 
         Of pushes that are made at once the first one's slots lie there, and the others' are as those of any gradient.
         """
         runs = _runs(parts, self._size)
-        if runs is None or slot.address in self._mapped:
-            return False
+        if runs is None or slot.address in self._mapped or not self._make_way(runs):
+            self._same_host.idle(slot)
+            return
+        self._mapped[slot.address] = _Mapped(slot, runs, _spans(parts))
+        try:
+            self._room.show(slot.path, runs)
+            slot.lies = True
+        except OSError as error:
+            self._same_host.tell(error)
+            self._give_up(slot.address)  # some of it may lie there
+
+    def _make_way(self, runs: Sequence[Run]) -> bool:
         others = [address for address, other in self._mapped.items() if _overlap(other.runs, runs)]
         if any(self._mapped[address].pushing for address in others):
             return False
-        for address in others:
-            self._give_up(address)
+        return all([self._give_up(address) for address in others])
+
+    def _give_up(self, address: str) -> bool:
+        """That slot is no longer the arrays' memory, and idle if no push has it; they keep their contents.
+
+        Where there is no memory for that (False) they stay in it, no push uses it, and the next one tries this again.
+        If the shard may be reading it, they cannot be written to until then.
+        """
+        found = self._mapped[address]
+        found.slot.lies, found.parts = False, ()
+        if not found.ours:
+            found.slot.memory = np.empty(0, np.uint8)  # mapped a second time; what is needed now is no more than that
         try:
-            self._room.show(slot.path, runs)
+            self._room.keep(found.runs)
         except OSError as error:
             self._same_host.tell(error)
-            self._room.keep(runs)
+            if not found.ours:
+                self._room.guard(found.runs)
+                log.error("gradients.read_only reason=%s: a write to them now would end this process", error)
             return False
-        self._mapped[slot.address] = _Mapped(slot, runs, _spans(parts))
-        slot.lies = True
+        del self._mapped[address]
+        if found.ours and not found.pushing:
+            self._same_host.idle(found.slot)
         return True
-
-    def _leave(self, address: str) -> None:
-        """That slot is no longer the arrays' memory; they keep their contents."""
-        found = self._mapped.pop(address)
-        found.slot.lies = False
-        self._room.keep(found.runs)
-
-    def _give_up(self, address: str) -> None:
-        """That slot, which no push has, is to be used otherwise, if it is this client's still."""
-        found = self._mapped[address]
-        self._leave(address)
-        self._same_host.idle(found.slot)
 
     def _end(self) -> None:
         """No array is left.  Takes no lock: this may come in the middle of whatever a thread does."""
         for found in self._mapped.values():
-            if not found.pushing:
+            if found.ours and not found.pushing:
                 self._same_host.dropped(found.slot)
 
     def give_back(self, same_host: SameHost) -> None:
@@ -144,17 +160,18 @@ class Place:
         if same_host is not self._same_host or memory is None:
             return
         with self._lock:
-            for address, found in list(self._mapped.items()):
-                self._leave(address)
-                if not found.pushing:
-                    self._same_host.idle(found.slot)
+            for address in list(self._mapped):
+                self._give_up(address)
 
     def _forget(self) -> None:
         """In a forked child: the slots are the parent's, which may be writing to them."""
         self._lock = threading.RLock()
         memory = self._room.held()
         for found in self._mapped.values() if memory is not None else ():
-            self._room.clear(found.runs)
+            try:
+                self._room.clear(found.runs)
+            except OSError:
+                self._room.guard(found.runs)
         self._mapped.clear()
 
 

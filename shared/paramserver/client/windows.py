@@ -48,6 +48,7 @@ def _libc() -> Any:
     number = ctypes.c_int
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number]
     libc.mremap.restype = ctypes.c_void_p
     libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, number, ctypes.c_void_p]
     return libc
@@ -153,6 +154,12 @@ class Room:
         """Those runs are private again, and zeros."""
         for start, _, size in runs:
             self._map(start, size, _PRIVATE, -1, 0)
+
+    def guard(self, runs: Sequence[Run]) -> None:
+        """Those runs can only be read, until they are private again: a write to them ends the process."""
+        for start, _, size in runs:
+            if _libc().mprotect(self._start + start, _whole_pages(size), mmap.PROT_READ):
+                raise _failed("guard", size)
 
     def _map(self, start: int, size: int, flags: int, file: int, offset: int) -> None:
         _mapped(self._start + start, _whole_pages(size), _READ_WRITE, flags | _MAP_FIXED, file, offset)
