@@ -209,6 +209,37 @@ def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Mod
     assert (model.pull().flat == 4.0).all()
 
 
+def test_a_closed_client_gives_back_what_nobody_reads(cluster: Nodes, model: Model) -> None:
+    """Leases of values that it kept are over at once, not 15 s later; those of arrays that are still there are not."""
+
+    async def pulls() -> ps.AsyncClient:
+        async with ps.AsyncClient(cluster.url) as other:
+            await other.model(model.name).pull(copy=False)
+            leased = held(other)
+            assert other.cluster.same_host.confirmed(leased)
+        assert not other.cluster.same_host.confirmed(leased)
+        return other
+
+    def held(of: ps.Client | ps.AsyncClient) -> tuple[same_host.Leased, ...]:
+        (known,) = [m.found for m in of.cluster.present._models.values()]
+        assert known is not None
+        return known[0].leased
+
+    model.push(np.full(SIZE, -1.0, np.float32))
+    with ps.connect(cluster.url) as client:
+        values = client.model(model.name).pull(copy=False)
+        read = held(client)
+    with ps.connect(cluster.url) as client:
+        client.model(model.name).pull()
+        client.model(model.name).pull(copy=False)
+        kept = held(client)
+        assert client.cluster.same_host.confirmed(kept)
+    assert not client.cluster.same_host.confirmed(kept)
+    asyncio.run(pulls())
+    assert client.cluster.same_host.confirmed(read)
+    assert (values.flat == 1.0).all()
+
+
 def test_the_asyncio_client_shares_memory_too(cluster: Nodes, model: Model) -> None:
     """`AsyncClient` pushes and pulls in the same way."""
 

@@ -75,6 +75,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close all connections, and give back what shards on this machine lent."""
+        self.shared.drop()
         await self.run(self.cluster.leave())
         await self.transport.close()
 

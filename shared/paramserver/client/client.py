@@ -61,6 +61,7 @@ class Client:
 
     def close(self) -> None:
         """Close all connections, and give back what shards on this machine lent."""
+        self.shared.drop()
         self.run(self.cluster.leave())
         self.transport.close()
 

@@ -20,6 +20,7 @@ from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 
 log = logging.getLogger("paramserver")
 
@@ -159,8 +160,26 @@ class Cluster:
         self.present.drop()
         give_back(self.same_host)
         slots = self.same_host.returned()
-        if slots:
-            yield [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
+        told = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
+        told += [r for address in self.same_host.lenders() if (r := self._release(address)) is not None]
+        if told:
+            yield told
+
+    def _release(self, address: str) -> Request | None:
+        """A pull of one number from the shard there, to tell it of leases that are over; None if it owns none."""
+        for held in list(self._maps.values()):
+            for partition, owner in enumerate(held.owners):
+                if address in held.addresses.get(owner or "", ()):
+                    frame = PullFrame(
+                        model=held.name,
+                        generation=held.generation,
+                        map_epoch=held.map_epoch,
+                        parts=[(partition, [(0, 1)])],
+                        release=self.same_host.released(address),
+                    )
+                    headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
+                    return Request("POST", "/pull", encode_header(frame), headers, address, timeout_s=LEAVE_S)
+        return None
 
     def gradients(self, model: str, deadline: Deadline) -> Call[GradientArrays]:
         """Arrays to compute gradients of that model in."""

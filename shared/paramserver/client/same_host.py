@@ -105,6 +105,10 @@ class SameHost:
                 out.append(shard.over.popleft())
         return tuple(out)
 
+    def lenders(self) -> list[str]:
+        """The shards that are to be told of leases."""
+        return [address for address, shard in list(self._shards.items()) if shard.over]
+
     def slot(self, address: str, size_bytes: int) -> Slot | None:
         """An idle slot of at least that size."""
         with self._lock:

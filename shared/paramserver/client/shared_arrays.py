@@ -28,6 +28,11 @@ class SharedArrays:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, Params] = OrderedDict()
 
+    def drop(self) -> None:
+        """None is kept any more: its client is closed."""
+        with self._lock:
+            self._kept.clear()
+
     def pull(
         self,
         model: str,
