@@ -1,5 +1,6 @@
 """Shared memory between a shard and clients of its machine: folders, buffers, leases, slots and windows."""
 
+import fcntl
 import os
 import random
 import signal
@@ -436,6 +437,36 @@ def test_the_board_of_a_process_that_has_ended_confirms_nothing(tmp_path: Path) 
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not view.confirms(7)
+
+
+def test_nothing_is_held_of_shards_that_have_ended(tmp_path: Path) -> None:
+    """Neither files nor memory: with the first thing that the next one lends, what the last one had lent is let go."""
+    same_host = SameHost()
+
+    def held() -> tuple[int, int]:
+        links = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.islink(f.path)]
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        return sum(str(tmp_path) in link for link in links), sum(str(tmp_path) in line for line in maps)
+
+    found = []
+    for i in range(4):
+        folder = tmp_path / f"shard-{i}"
+        folder.mkdir()
+        for name, size in (("board", 8 * 8192), ("b1", 4 * COUNT), ("b2", 4 * COUNT)):
+            (folder / name).write_bytes(bytes(size))
+        with open(folder / "lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            address = f"unix://{folder}/requests"
+            slot = same_host.lent(address, "b1", 4 * COUNT)
+            assert slot is not None
+            same_host.keep(slot)
+            del slot
+            leased = [Leased(address, 1, ((0, "b2", 4 * COUNT),))]
+            assert same_host.hold(leased).values() is not None
+            assert not same_host.confirmed(leased)
+            assert same_host.released(address) == (1,)
+            found.append(held())
+    assert len(set(found)) == 1
 
 
 def test_without_a_board_nothing_is_confirmed(tmp_path: Path) -> None:

@@ -40,10 +40,12 @@ class BoardView:
         words = self._words
         if words is None or words[place(number)] != number:
             return False
-        return bool(words[SAID] <= time.monotonic_ns() < words[UNTIL]) and self._lives()
+        return bool(words[SAID] <= time.monotonic_ns() < words[UNTIL]) and self.lives()
 
-    def _lives(self) -> bool:
+    def lives(self) -> bool:
         """Whether the process that made the folder holds its lock, which the kernel takes from a dead one."""
+        if self._lock < 0:
+            return False
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -242,6 +242,7 @@ class Cluster:
                     found[address] = owner
         if not found:
             return
+        self._forget_unnamed()
         wait_s = max(0.05, min(PROBE_S, deadline.left_s() / 2))
         outcomes = yield [Request("GET", "/livez", to=a, timeout_s=wait_s) for a in found]
         for address, outcome in zip(found, outcomes, strict=True):
@@ -256,6 +257,12 @@ class Cluster:
             log.warning(
                 "route.proxied shards=%s via=%s: their own addresses do not answer here", ",".join(silent), self.urls[0]
             )
+
+    def _forget_unnamed(self) -> None:
+        """What is known of addresses that no map names: those of processes that have ended."""
+        named = {a for held in list(self._maps.values()) for some in held.addresses.values() for a in some}
+        for address in [a for a in list(self._known) if a not in named]:
+            self._known.pop(address, None)
 
     def _direct(self, held: ModelMap, shard: str) -> bool:
         return any((k := self._known.get(a)) is not None and k.answers for a in held.addresses.get(shard, ()))

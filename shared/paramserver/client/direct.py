@@ -139,6 +139,7 @@ class DirectTransport(_Messages):
                 first = e
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
+        self._forget_gone()
         try:
             connection = Connection(self._connected(address, min(CONNECT_S, _left_s(deadline))))
         except OSError as e:
@@ -192,9 +193,16 @@ class DirectTransport(_Messages):
     def _let_go(self, address: str) -> None:
         """Nobody is there: of the connections that were kept, the next request need not find out one by one."""
         with self._lock:
-            idle, self._idle[address] = self._idle[address], []
+            idle = self._idle.pop(address, [])
         for connection in idle:
             connection.close()
+
+    def _forget_gone(self) -> None:
+        """Sockets of this machine that are no more are asked nothing again, so nobody would find out."""
+        with self._lock:
+            gone = [address for address in self._idle if address.startswith(SCHEME) and not here(address)]
+        for address in gone:
+            self._let_go(address)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -251,8 +259,17 @@ class AsyncDirectTransport(_Messages):
             if (kept := self._kept(address, tried)) is not None:
                 return kept
             connection = await self._connected(address)
+            self._forget_gone()
             self._connections[address] = [connection, *(c for c in self._connections[address] if not c.is_closed)]
             return connection
+
+    def _forget_gone(self) -> None:
+        """Of addresses that nobody is connected or connecting to, nothing is kept."""
+        for address in [a for a, some in self._connections.items() if all(c.is_closed for c in some)]:
+            del self._connections[address]
+        for address in [a for a, lock in self._connecting.items() if not lock.locked()]:
+            if address not in self._connections:
+                del self._connecting[address]
 
     async def _connected(self, address: str) -> AsyncConnection:
         loop = asyncio.get_running_loop()

@@ -173,15 +173,17 @@ class SameHost:
 
     def hold(self, leased: Sequence[Leased]) -> "Held":
         """What these leases cover, all partitions side by side."""
+        for lease in leased:
+            self._shard(lease.address)
         pieces = sorted(
             (partition, _path(lease.address, file), size) for lease in leased for partition, file, size in lease.pieces
         )
         return Held(self, self._windows, leased, [(path, size) for _, path, size in pieces])
 
     def done(self, leased: Sequence[Leased]) -> None:
-        """Those leases are over."""
+        """Those leases are over; told by the collector too, in the middle of whatever a thread does."""
         for lease in leased:
-            self._shard(lease.address).over.append(lease.number)
+            self._shards.setdefault(lease.address, _Shard()).over.append(lease.number)
 
     def confirmed(self, leased: Sequence[Leased]) -> bool:
         """Whether a pull, at this moment, would be answered with just what these leases cover."""
@@ -194,7 +196,18 @@ class SameHost:
         return shard.board
 
     def _shard(self, address: str) -> _Shard:
-        return self._shards.get(address) or self._shards.setdefault(address, _Shard())
+        found = self._shards.get(address)
+        if found is None:
+            self._bury()
+            found = self._shards.setdefault(address, _Shard())
+        return found
+
+    def _bury(self) -> None:
+        """Let go of what shards that have ended had lent: one that starts anew has another address."""
+        for address, shard in list(self._shards.items()):
+            if not (shard.board or BoardView(_folder(address))).lives():
+                self._shards.pop(address, None)
+                self._windows.forget(_folder(address))
 
     def tell(self, error: Exception) -> None:
         """Say once why memory is not shared."""

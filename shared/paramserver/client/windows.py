@@ -191,6 +191,12 @@ class Windows:
                 self._kept.popitem(last=False)
         return window
 
+    def forget(self, folder: str) -> None:
+        """No buffers of that folder come again."""
+        with self._lock:
+            for key in [key for key in self._kept if any(path.startswith(f"{folder}/") for path, _ in key)]:
+                del self._kept[key]
+
 
 def writable(path: str, size_bytes: int) -> AnyArray:
     """A lent slot, mapped to be written: 1-D uint8.  Raises OSError if it is gone."""
