@@ -15,6 +15,8 @@ from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console
 
 WATCH_S = 1.0
+WAITED_FOR_SHOWN = 8
+"""Names of one model; a thousand workers would fill the terminal."""
 
 
 def status(
@@ -22,7 +24,7 @@ def status(
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Show the cluster: nodes with heartbeat ages, models with versions, clocks, rates and lag, runs.
+    """Show the cluster: nodes with heartbeat ages, models with versions, clocks, rates, lag and who is waited for, runs.
 
     psctl status --watch
 
@@ -58,7 +60,8 @@ def table(found: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in cluster["problems"])]
     nodes = Table("node", "state", "heartbeat", "partitions", "MiB", "address", box=None)
     for n in found["nodes"]:
-        state = n["state"] if n["alive"] else "dead"
+        # One that left in good order sends no heartbeats either, and nobody needs to look after it.
+        state = n["state"] if n["alive"] or n["state"] == "left" else "dead"
         if n["role"] == "scheduler" and state == "active":
             state = "leads"
         size = f"{n['bytes'] / (1 << 20):.1f}"
@@ -75,6 +78,7 @@ def table(found: dict[str, Any]) -> RenderableType:
             state = f"{m['state']}, {len(m['moving'])} moving" if m["moving"] else m["state"]
             models.add_row(m["name"], m["mode"], state, *numbers, str(workers), last)
         parts += [Text(), models]
+        parts += [_waits(m) for m in found["models"] if m["waiting_for"]]
     if found["runs"]:
         runs = Table("run", "model", "state", "workers", "", box=None)
         for r in found["runs"]:
@@ -82,3 +86,10 @@ def table(found: dict[str, Any]) -> RenderableType:
             runs.add_row(r["id"], r["model"], r["state"], f"{r['placed']} of {r['workers']}", reason)
         parts += [Text(), runs]
     return Group(*parts)
+
+
+def _waits(model: dict[str, Any]) -> Text:
+    """Who keeps the others of a model waiting: why a synchronous training stands still."""
+    names = model["waiting_for"]
+    more = f" and {len(names) - WAITED_FOR_SHOWN} more" if len(names) > WAITED_FOR_SHOWN else ""
+    return Text(f"! {model['name']} waits for {', '.join(names[:WAITED_FOR_SHOWN])}{more}", style="yellow")
