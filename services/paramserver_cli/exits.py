@@ -1,6 +1,8 @@
 """Exit codes of psctl, and the errors that lead to them."""
 
+import errno
 import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
 import typer
@@ -14,6 +16,27 @@ USAGE: Final = 2
 UNREACHABLE: Final = 3
 REFUSED: Final = 4
 INTERRUPTED: Final = 130
+
+HINTS: Final[Mapping[str, str]] = {
+    "pass exist_ok=True to use it": "--exist-ok uses it",
+    "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
+    "POST /models creates one": "psctl models lists them, psctl create makes one",
+    "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes what is there",
+}
+"""What an error advises to callers of REST and Python, and the same for who types commands."""
+
+
+def told(error: PsError) -> str:
+    """An error in one line, its advice in the words of the command line."""
+    hint = HINTS.get(error.hint, error.hint)
+    return f"{error.detail} ({hint})" if hint else error.detail
+
+
+def of_path(error: OSError) -> str:
+    """What the system says of a file or folder that the user named; empty where it is not about one."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error.strerror) if error.errno == errno.ENOSPC else ""
 
 
 def code_of(error: PsError) -> int:
@@ -33,7 +56,7 @@ class Psctl(TyperGroup):
         try:
             return super().invoke(ctx)
         except PsError as e:
-            typer.echo(f"psctl: {e}", err=True)
+            typer.echo(f"psctl: {told(e)}", err=True)
             for part in e.errors:
                 typer.echo(f"  {part.get('where', '')}: {part.get('detail', '')}", err=True)
             raise typer.Exit(code_of(e)) from None
@@ -45,4 +68,9 @@ class Psctl(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # `psctl logs | head`
             sys.stderr.close()
+            raise typer.Exit(FAILED) from None
+        except OSError as e:
+            if not (text := of_path(e)):
+                raise  # a bug, which its traceback tells best
+            typer.echo(f"psctl: {text}", err=True)
             raise typer.Exit(FAILED) from None

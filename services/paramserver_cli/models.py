@@ -121,6 +121,8 @@ def pull(
     import numpy as np
 
     values = connect(url).model(model).pull([name], min_version=min_version, wait_s=wait_s)
+    if name not in values:  # a file holds one array
+        raise typer.BadParameter(f"'{name}' stands for {len(values)} parameters, name one of: {', '.join(values)}")
     # Into memory first: NumPy writes elements past the buffer of a real file, and so out of order into a pipe.
     npy = io.BytesIO()
     np.lib.format.write_array(npy, np.asarray(values[name]), version=(1, 0), allow_pickle=False)

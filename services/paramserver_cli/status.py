@@ -24,7 +24,7 @@ def status(
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Show the cluster: nodes with heartbeat ages, models with versions, clocks, rates, lag and who is waited for, runs.
+    """Show the cluster: nodes with heartbeat ages, models with versions, clocks, lag and who is waited for, runs.
 
     psctl status --watch
 

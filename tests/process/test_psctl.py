@@ -61,16 +61,21 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
         (["logs", "shard-9"], 1, "no log"),
         (["train", "nothing.py", "--model", "m"], 2, "nothing.py"),
         (["--url", "http://127.0.0.1:9"], 2, "--url"),
+        (["pull", "wrong", "*"], 2, "stands for 2 parameters, name one of: w, v"),
+        (["pull", "no-such-model", "w"], 4, "psctl create makes one"),
+        (["checkpoint", "save", "wrong", "/dev/null/x"], 1, "/dev/null"),
     ],
 )
 def test_what_is_wrong_shows_in_the_exit_code(
     shared_cluster: Cluster, arguments: list[str], code: int, text: str
 ) -> None:
     """Usage errors exit with 2, refusals with 4, local failures with 1; each names what is wrong."""
+    ps.connect(shared_cluster.url).create_model("wrong", {"w": (2,), "v": (2,)}, exist_ok=True)
+
     done = shared_cluster.psctl(*arguments)
 
     assert done.returncode == code, done.stderr
-    assert text in done.stderr
+    assert text in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
 

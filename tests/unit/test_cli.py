@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
 from paramserver_cli import exits, ports, train
@@ -96,6 +97,48 @@ def test_arguments_keep_their_json_types() -> None:
 def test_errors_lead_to_exit_codes(code: str, exit_code: int) -> None:
     """Nobody answers: 3; the cluster refuses: 4; anything else: 1."""
     assert exits.code_of(problem(code, "x")) == exit_code
+
+
+def psctl(*words: str) -> tuple[int, str]:
+    """Run psctl here; its exit code, and what it wrote to standard error."""
+    done = CliRunner().invoke(app, list(words))
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("up", "--state-dir", "FILE/x"),
+        ("up", "--state-dir", "FILE"),
+        ("secret", "FILE/x"),
+        ("new", "FILE/x"),
+        ("demo", "--out", "FILE/x"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """A folder where a file is, or one that may not be written: which it is, and no traceback."""
+    file = tmp_path / "file"
+    file.touch()
+    code, text = psctl(*(w.replace("FILE", str(file)) for w in words))
+    assert code == 1
+    (line,) = text.splitlines()
+    assert line.startswith(f"psctl: {file}")
+    assert "directory" in line
+
+
+def test_advice_for_programs_is_given_in_the_words_of_the_command_line() -> None:
+    """psctl has options and commands; who types them has neither keyword arguments nor routes."""
+    for advice, words in exits.HINTS.items():
+        assert exits.told(problem("conflict", "it is there", hint=advice)) == f"it is there ({words})"
+    assert exits.told(problem("conflict", "x", hint="another")) == "x (another)"
+    assert exits.told(problem("conflict", "x")) == "x"
+
+
+@pytest.mark.parametrize("advice", exits.HINTS)
+def test_advice_that_is_translated_is_given_somewhere(advice: str) -> None:
+    """So that whoever rewords it there finds the translation."""
+    found = [p for p in (Path(__file__).parents[2] / "shared").rglob("*.py") if advice in p.read_text()]
+    assert found
 
 
 def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:
