@@ -7,6 +7,7 @@ line.  `docs/settings.md` lists them, held by a test.
 
 import difflib
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, get_type_hints
+from urllib.parse import urlsplit
 
 from paramserver.errors import problem
 
@@ -43,8 +45,8 @@ class Settings:
     def sources(cls, flags: Mapping[str, Any], env: Mapping[str, str], file: Path) -> dict[str, tuple[Any, str]]:
         """The effective value of each setting, as (value, where it comes from).
 
-        Raises RequestError: `invalid_field` for a value of the wrong type, a key that no service knows or a file named
-        by `PARAMSERVER_…_FILE` that cannot be read, `malformed` for a file that is not TOML.
+        Raises RequestError: `invalid_field` for a value of the wrong type or form, a key that no service knows or a
+        file named by `PARAMSERVER_…_FILE` that cannot be read, `malformed` for a file that is not TOML.
         """
         common, own = _tables(file, cls.section)
         types = get_type_hints(cls)
@@ -63,7 +65,9 @@ class Settings:
                 value, origin = common[f.name], str(file)
             else:
                 value, origin = f.default, "default"
-            out[f.name] = (_converted(value, types[f.name], f.name, origin), origin)
+            value = _converted(value, types[f.name], f.name, origin)
+            _check(f.name, value, origin)
+            out[f.name] = (value, origin)
         return out
 
     @classmethod
@@ -188,7 +192,8 @@ SECRETS: Final = frozenset({"secret", "token"})
 
 def shown(value: Any) -> str:
     """A setting's value as it may be printed: a password in a URL is left out."""
-    return re.sub(r"(\w+://[^/@\s]*:)[^/@\s]+@", r"\1***@", str(value))
+    # A password may itself hold ':' and '@': it goes from the first ':' to the last '@'.
+    return re.sub(r"(\w+://[^/@:\s]*:)[^/\s]+@", r"\1***@", str(value))
 
 
 def redacted(name: str, value: Any) -> str:
@@ -225,7 +230,8 @@ def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, A
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise problem("malformed", f"{file}: {e}", hint="psctl config shows what is in effect") from None
+        # Not `psctl config`: it reads the same file.
+        raise problem("malformed", f"{file}: {e}", hint="docs/settings.md says what it may hold") from None
     known = {s.section: {f.name for f in fields(s)} for s in SERVICES}
     tables = {name: found.pop(name) for name in known if name in found}
     _check_names(set(found), set().union(*known.values(), known), str(file))
@@ -241,6 +247,25 @@ def _check_names(names: set[str], known: set[str], where: str) -> None:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(known))}"
         raise problem("invalid_field", f"{where}: no setting is called '{name:.60}'", hint=hint)
+
+
+def _check(name: str, value: Any, origin: str) -> None:
+    """Raise RequestError for a value that whoever takes it up would end over, far from where it was set."""
+    if name == "redis" and not _is_redis_url(value):
+        # Without a scheme it is not told by `shown` where a password would stand.
+        text = shown(value) if "://" in value else value.rpartition("@")[2]
+        raise problem("invalid_field", f"redis (from {origin}) must be like redis://HOST:6379/0, not {text!r:.200}")
+    if name == "log_level" and value.upper() not in logging.getLevelNamesMapping():
+        levels = "DEBUG, INFO, WARNING or ERROR"
+        raise problem("invalid_field", f"log_level (from {origin}) must be {levels}, not {value!r:.60}")
+
+
+def _is_redis_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
 
 
 def _converted(value: Any, kind: type, name: str, origin: str) -> Any:

@@ -85,6 +85,7 @@ def test_passwords_are_not_shown() -> None:
     """A password in a URL is left out where settings are printed."""
     assert shown("redis://user:secret@host:6379/0") == "redis://user:***@host:6379/0"
     assert shown("redis://:secret@host") == "redis://:***@host"
+    assert shown("redis://u:se:cr@et@host:1,http://v:x@h") == "redis://u:***@host:1,http://v:***@h"
     assert shown("http://a:1,http://b:2") == "http://a:1,http://b:2"
 
 
@@ -114,3 +115,33 @@ def test_a_node_on_every_address_is_reached_by_its_host_name() -> None:
     assert url_of("0.0.0.0", 8701) == url_of("::", 8701) == f"http://{name}:8701"
     assert url_of("10.0.0.5", 8701) == "http://10.0.0.5:8701"
     assert url_of("fd00::5", 8701) == "http://[fd00::5]:8701"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("redis", "foo", r"redis \(from PARAMSERVER_REDIS\).*not 'foo'"),
+        ("redis", "http://h:1", "redis://HOST:6379/0"),
+        ("redis", "redis://h:port/0", "redis://HOST:6379/0"),
+        ("redis", "redis://:se@cret@h:port/0", r"not 'redis://:\*\*\*@h:port/0'"),
+        ("redis", "user:secret@h", "not 'h'"),
+        ("log_level", "foo", r"log_level \(from PARAMSERVER_LOG_LEVEL\).*DEBUG.*not 'foo'"),
+    ],
+)
+def test_a_value_that_its_user_would_stumble_over_is_refused_by_name(
+    tmp_path: Path, name: str, value: str, says: str
+) -> None:
+    """It is said where the value comes from, in place of a traceback of whoever takes it up; no password is shown."""
+    with pytest.raises(RequestError, match=says) as refused:
+        ShardSettings.sources({}, {f"PARAMSERVER_{name.upper()}": value}, tmp_path / "none")
+    assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("redis", "rediss://:x@[::1]:1/2"), ("redis", "unix:///run/redis.sock"), ("log_level", "warning")],
+)
+def test_a_value_in_another_form_is_taken(tmp_path: Path, name: str, value: str) -> None:
+    """Whatever the client of Redis and the log understand."""
+    found = ShardSettings.sources({}, {f"PARAMSERVER_{name.upper()}": value}, tmp_path / "none")
+    assert found[name][0] == value
