@@ -9,14 +9,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from paramserver.errors import problem
 from paramserver_cli import keys, launch
 from paramserver_cli.cluster_file import Cluster, Plan, running
 from paramserver_cli.config import Json, StateDirOption, redis_url, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
+from paramserver_node.settings import shown
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 WATCH_S = 0.5
+REDIS_TIMEOUT_S = 3.0
 
 
 def up(
@@ -66,6 +69,8 @@ def up(
         insecure=insecure,
         schedulers=schedulers,
     )
+    if plan.redis is not None:
+        _look_at_redis(plan.redis)
     launched = launch.launch(folder, plan, detach=detach)
     try:
         _wait(launched)
@@ -82,6 +87,23 @@ def up(
         typer.echo("stopping", err=True)
         launch.end(launched)
         raise
+
+
+def _look_at_redis(url: str) -> None:
+    """Raise Unavailable (`storage_unavailable`) where no node could use it: they would wait for it, and say nothing."""
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S) as found:
+            found.ping()
+    except redis.BusyLoadingError:
+        return  # it is there, and reads its file
+    except redis.RedisError as e:
+        raise problem(
+            "storage_unavailable",
+            f"the Redis at {shown(url)} cannot be used: {e}",
+            hint="start it, or mend --redis or PARAMSERVER_REDIS; where neither is set, psctl up starts one itself",
+        ) from None
 
 
 def _wait(launched: launch.Launched) -> None:

@@ -201,6 +201,25 @@ def test_a_password_on_the_command_line_is_warned_of(tmp_path: Path, way: str) -
     assert not [f for f in (state / "logs").iterdir() if b"open-sesame" in f.read_bytes()]
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_redis_that_is_away_is_told_before_anything_is_started(tmp_path: Path, right: bool) -> None:
+    """Its URL without the password, and what to do; minutes of waiting would tell nothing more. So it is of a wrong
+    password."""
+    with redis_server.running(tmp_path / "redis") as url, Redis.from_url(url) as plain:
+        plain.config_set("requirepass", "open-sesame")
+        port = 1 if right else port_of(url)
+        given = f"redis://:{'open-sesame' if right else 'guessed'}@127.0.0.1:{port}/0"
+        argv = [*PSCTL, "up", "--detach", "--state-dir", str(tmp_path / "c")]
+        env = os.environ | {"PARAMSERVER_REDIS": given}
+        done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=30)
+
+    assert done.returncode == 3
+    assert f"redis://:***@127.0.0.1:{port}/0" in done.stderr
+    assert "PARAMSERVER_REDIS" in done.stderr
+    assert "guessed" not in done.stderr
+    assert not (tmp_path / "c" / "plan.json").exists()
+
+
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     """When a process cannot start, `up` exits with 1 and shows its last lines, and nothing is left."""
     (tmp_path / "c").mkdir()
