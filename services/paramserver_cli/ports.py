@@ -5,6 +5,7 @@ schedulers before it) and stays locked by a file for as long as the cluster live
 same moment never take the same one, nor takes one a port of the other whose process is just being restarted.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -37,13 +38,16 @@ class PortBlock:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    """Whether a server could listen there now; raises RequestError (`invalid_field`) where it never could."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             s.bind((host, port))
-        except OSError:
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
             return False
+        hint = "--host is an address of this machine, or 0.0.0.0 for all of them"
+        raise problem("invalid_field", f"nothing here can listen on {host}: {e.strerror}", hint=hint) from None
     return True
 
 
@@ -62,8 +66,9 @@ def _try_lock(base: int) -> IO[str] | None:
 def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, schedulers: int = 1) -> PortBlock:
     """A free block for schedulers, shards (and more of them later) and a Redis server; exactly at `base` if given.
 
-    Raises ConflictError when `base` is not free, or no block is.
+    Raises ConflictError when `base` is not free, or no block is, RequestError when `host` is not this machine's.
     """
+    is_free(host, 0)  # raises before any lock is taken: whether the address is ours does not hang on the port
     stride = STRIDE * -(-(shards + schedulers + 1) // STRIDE)
     for at in range(BASE, LAST_BASE, stride) if base is None else [base]:
         lock = _try_lock(at)

@@ -160,6 +160,12 @@ def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:
     assert again.schedulers == [base]
 
 
+def test_an_address_of_another_machine_is_not_blamed_on_the_ports() -> None:
+    """No port is in use there; that the address is not ours is what has to be mended."""
+    with pytest.raises(PsError, match=r"192\.0\.2\.1.*of this machine"):
+        ports.reserve(1, host="192.0.2.1")
+
+
 def test_many_shards_fit_between_scheduler_and_redis() -> None:
     """With more shards than a block has ports, the block grows."""
     block = ports.reserve(150)
