@@ -8,7 +8,8 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-from paramserver.errors import AuthError, PsError, RequestError, Unavailable
+from paramserver.errors import AuthError, PsError, RequestError, Unavailable, Unreachable
+from paramserver_cli.cluster_file import running
 from paramserver_cli.launch import Failed
 
 FAILED: Final = 1
@@ -59,6 +60,8 @@ class Psctl(TyperGroup):
             typer.echo(f"psctl: {told(e)}", err=True)
             for part in e.errors:
                 typer.echo(f"  {part.get('where', '')}: {part.get('detail', '')}", err=True)
+            if isinstance(e, Unreachable) and running():
+                typer.echo("  psctl list shows the clusters that run on this machine; --url names one", err=True)
             raise typer.Exit(code_of(e)) from None
         except Failed as e:
             typer.echo(f"psctl: {e}", err=True)

@@ -1,8 +1,10 @@
 """psctl up, down and list: clusters on this machine."""
 
 import json
+import shlex
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +14,7 @@ from rich.table import Table
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
 from paramserver_cli.cluster_file import Cluster, Plan, running
-from paramserver_cli.config import Json, StateDirOption, redis_url, state_dir
+from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
 from paramserver_node.settings import shown
@@ -125,7 +127,16 @@ def _introduce(cluster: Cluster, detach: bool) -> None:
         typer.echo(
             f"                             export PARAMSERVER_TOKEN=$(psctl token --state-dir {cluster.state_dir})"
         )
-    typer.echo("next: psctl status, psctl new NAME, psctl down" if detach else "Ctrl-C stops it")
+    typer.echo(_next(cluster) if detach else "Ctrl-C stops it")
+
+
+def _next(cluster: Cluster) -> str:
+    """The commands that come next, with the options by which those typed here reach this very cluster."""
+    found = client_settings({})["url"][0].split(",")
+    url = "" if set(found) & set(cluster.schedulers) else f" --url {','.join(cluster.schedulers)}"
+    own = state_dir(None).path == Path(cluster.state_dir)
+    state = "" if own else f" --state-dir {shlex.quote(cluster.state_dir)}"
+    return f"next: psctl status{url}, psctl new NAME, psctl down{state}"
 
 
 def _watch(launched: launch.Launched) -> None:
@@ -161,9 +172,11 @@ def _clusters() -> list[Cluster]:
 
 
 def list_clusters(as_json: Json = False) -> None:
-    """List the clusters of yours that run on this machine, with the process ids of now.
+    """List the clusters of yours that run on this machine; with --json also the process ids of now.
 
     psctl list
+
+    psctl list --json
     """
     clusters = _clusters()
     if as_json:

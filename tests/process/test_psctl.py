@@ -80,13 +80,14 @@ def test_what_is_wrong_shows_in_the_exit_code(
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["models"], ["run", "list", "--json"]])
-def test_an_unreachable_cluster_is_exit_code_3(arguments: list[str], tmp_path: Path) -> None:
-    """When nobody answers, the text says how to start a cluster."""
+def test_an_unreachable_cluster_is_exit_code_3(shared_cluster: Cluster, arguments: list[str], tmp_path: Path) -> None:
+    """When nobody answers, the text says how to start a cluster, and how to find the one that runs here."""
     env = os.environ | {"PARAMSERVER_URL": "http://127.0.0.1:9"}
     done = subprocess.run([*PSCTL, *arguments], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
 
     assert done.returncode == 3
     assert "psctl up" in done.stderr
+    assert "psctl list" in done.stderr
 
 
 def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import exits, ports, train
+from paramserver_cli import exits, ports, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
@@ -190,6 +190,29 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     assert state.supervisor() == SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})
     state.forget()
     assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
+
+
+@pytest.mark.parametrize(
+    ("folder", "url", "says"),
+    [
+        (".paramserver", "http://127.0.0.1:9100", "psctl status, psctl new NAME, psctl down"),
+        ("x y", "http://127.0.0.1:9100", "psctl status, psctl new NAME, psctl down --state-dir 'HERE/x y'"),
+        (
+            "x y",
+            "http://127.0.0.1:9200",
+            "psctl status --url http://127.0.0.1:9100, psctl new NAME, psctl down --state-dir 'HERE/x y'",
+        ),
+    ],
+)
+def test_what_comes_next_reaches_the_cluster_that_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, url: str, says: str
+) -> None:
+    """Elsewhere than in this folder's state directory, or at another URL than the one meant here, it takes options."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARAMSERVER_URL", url)
+    started = "http://127.0.0.1:9100"
+    found = Cluster(started, [], "redis://h:3", None, {}, str(tmp_path / folder), [started])
+    assert up._next(found) == f"next: {says.replace('HERE', str(tmp_path))}"
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
