@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from paramserver.errors import NotFoundError, problem
 from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console
 
@@ -51,14 +52,27 @@ def restore(
     psctl checkpoint restore ./ckpt --as demo2
 
     psctl checkpoint restore latest --as demo
+
+    One that the cluster keeps is restored into the model it is of; --as names that.
     """
+    if "/" in source and not Path(source).is_dir():  # no checkpoint that the cluster keeps is called so
+        raise typer.BadParameter(
+            f"there is no folder '{source}'; a checkpoint that the cluster keeps is named without a path",
+            param_hint="SOURCE",
+        )
     client = connect(url)
     if Path(source).is_dir():
         name = client.restore(source, as_=model, partitions=partitions, exist_ok=exist_ok).name
     elif model is None:
         raise typer.BadParameter(f"there is no folder '{source}'; for one that the cluster keeps, --as names the model")
     else:
-        client.model(model).restore(source)
+        try:
+            client.model(model).restore(source)
+        except NotFoundError as e:
+            if e.code != "unknown_checkpoint":
+                raise
+            hint = f"there is no such folder either; psctl checkpoint list {model} shows what the cluster keeps of it"
+            raise problem(e.code, e.detail, hint=hint) from None
         name = model
     typer.echo(f"restored model {name}")
 

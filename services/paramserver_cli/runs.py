@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from paramserver.errors import problem
 from paramserver_cli import series
 from paramserver_cli.config import Json, Url, connect
 from paramserver_cli.display import console
@@ -81,11 +82,15 @@ def stop(run: Run, as_json: Json = False, url: Url = None) -> None:
 
 @app.command("eval")
 def evaluate(run: Run, url: Url = None) -> None:
-    """Ask for an evaluation now; the next worker of the run that looks makes it.
+    """Ask for an evaluation now; the next worker of the run that looks makes it, so the run must not be over.
 
     psctl run eval run-1
     """
     client = connect(url)
-    model = client.get_run(run)["model"]
+    document = client.get_run(run)
+    if document["state"] in ("finished", "failed", "stopped"):
+        hint = "its workers are gone, and would have made it; psctl run list shows what runs"
+        raise problem("conflict", f"run '{run}' is {document['state']} already", hint=hint)
+    model = document["model"]
     client.model(model).evaluate()
     typer.echo(f"asked for an evaluation of model {model}; psctl status shows the result")

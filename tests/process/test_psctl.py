@@ -64,6 +64,8 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
         (["pull", "wrong", "*"], 2, "stands for 2 parameters, name one of: w, v"),
         (["pull", "no-such-model", "w"], 4, "psctl create makes one"),
         (["checkpoint", "save", "wrong", "/dev/null/x"], 1, "/dev/null"),
+        (["checkpoint", "restore", "./nope", "--as", "wrong"], 2, "there is no folder './nope'"),
+        (["checkpoint", "restore", "nope", "--as", "wrong"], 4, "psctl checkpoint list wrong"),
     ],
 )
 def test_what_is_wrong_shows_in_the_exit_code(
@@ -207,7 +209,8 @@ def marked(mark: str) -> list[int]:
 
 
 def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
-    """A run without workers says how to start some; pause, resume and stop change its state."""
+    """A run without workers says how to start some; pause, resume and stop change its state; over, it evaluates no
+    more."""
     client = ps.connect(shared_cluster.url)
     client.create_model("patient", {"w": (2,)})
     run = client.create_run("patient", "paramserver.examples.digits:train")["id"]
@@ -218,8 +221,11 @@ def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
         for verb in ("pause", "resume", "stop")
     ]
 
+    evaluated = shared_cluster.psctl("run", "eval", run)
+
     assert "paramserver-worker" in shown.stdout
     assert states == ["paused", "waiting", "stopped"]
+    assert (evaluated.returncode, "stopped already" in evaluated.stderr) == (4, True)
 
 
 def test_every_command_has_help_with_an_example(shared_cluster: Cluster) -> None:
