@@ -25,7 +25,8 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     help="Start parameter server clusters on this machine, and speak to any cluster.\n\n"
-    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 nobody answers, 4 the cluster refuses, 130 interrupted.",
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 nobody answers, 4 refused (by the cluster; or here, as a setting, "
+    "a name or what is there already forbids it), 130 interrupted.",
     epilog="Start here: psctl demo",
 )
 START, LOCAL, CLUSTER = "Start here", "Clusters on this machine", "Any cluster"
