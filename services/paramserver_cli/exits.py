@@ -41,8 +41,7 @@ def of_path(error: OSError) -> str:
 
 
 def code_of(error: PsError) -> int:
-    """The exit code of an error: 3 nobody answers, 4 the request is refused (by the cluster, or before it is sent as the
-    cluster would), 1 anything else."""
+    """The exit code of an error: 3 nobody answers, 4 refused by the cluster or here, 1 anything else."""
     if isinstance(error, Unavailable):
         return UNREACHABLE
     if isinstance(error, RequestError | AuthError):

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import paramserver as ps
 from paramserver.errors import PsError
 from paramserver_cli import launch
-from paramserver_cli.cluster_file import Cluster, StateDir
+from paramserver_cli.cluster_file import Cluster, StateDir, running
 from paramserver_cli.config import StateDirOption, Url, client_settings, connect, state_dir
 from paramserver_cli.launch import Failed
 
@@ -65,8 +65,8 @@ def scale(
 ) -> None:
     """Have more shards or fewer, while training goes on; refused when those that stay cannot hold everything.
 
-    A cluster of psctl up starts or stops the processes itself. For others the command to run is printed, and the moves
-    are shown.
+    A cluster of psctl up on this machine starts or stops the processes itself. For others the command to run is
+    printed, and the moves are shown.
 
     psctl scale shards 4
     """
@@ -119,13 +119,27 @@ class _Own:
 
 
 def _own(url: str | None, state: Any) -> _Own | None:
-    """The cluster of this machine's state directory, if it is the one that is meant."""
+    """The cluster of psctl up that is meant: that of the state directory, or the one at the URL on this machine."""
     folder = state_dir(state)
     cluster = folder.cluster() if folder.is_running() else None
     meant = str(client_settings({"url": url})["url"][0])
-    if cluster is None or (state is None and not set(meant.split(",")) & set(cluster.schedulers)):
+    if cluster is not None and (state is not None or _are_same(meant, cluster)):
+        return _Own(folder, cluster)
+    if state is not None:
         return None
-    return _Own(folder, cluster)
+    # Started from another folder; other users' clusters are not among them, nor could they be resized.
+    others = ((s, c) for s in running() if (c := s.cluster()) is not None)
+    return next((_Own(s, c) for s, c in others if _are_same(meant, c)), None)
+
+
+def _are_same(urls: str, cluster: Cluster) -> bool:
+    """Whether one of these URLs is a scheduler's of this cluster on this machine."""
+    return bool({_spelled(u) for u in urls.split(",")} & {_spelled(u) for u in cluster.schedulers})
+
+
+def _spelled(url: str) -> str:
+    """A URL with this machine called by one name."""
+    return re.sub(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)", "127.0.0.1", url.strip().rstrip("/"))
 
 
 def _more(client: ps.Client, number: int, own: _Own | None, timeout_s: float) -> None:

@@ -63,12 +63,15 @@ def pushing(running: Cluster, model: str) -> Iterator[None]:
 
 
 def test_shards_come_and_go_while_pushes_go_on(elastic: Cluster) -> None:
-    """Scaled to three and back to two: the third gets its part and is gone again, and each push counts once."""
+    """Scaled to three and back to two: the third gets its part and is gone again, and each push counts once. The
+    cluster of this machine is found by its folder, or from elsewhere by its URL, however that names the machine."""
+    there = elastic.url.replace("127.0.0.1", "localhost")
     with ps.connect(elastic.url) as client:
         client.create_model("scaled", {"w": (64,)}, optimizer=ps.Sum(), partitions=8)
     with pushing(elastic, "scaled"):
-        for number, parts in ((3, [2, 3]), (2, [4])):
-            done = elastic.psctl("scale", "shards", str(number), "--state-dir", str(elastic.state_dir), timeout_s=150)
+        ways = (["--state-dir", str(elastic.state_dir)], ["--url", there])
+        for number, parts, way in ((3, [2, 3], ways[0]), (2, [4], ways[1])):
+            done = elastic.psctl("scale", "shards", str(number), *way, timeout_s=150)
             assert done.returncode == 0, done.stdout + done.stderr
             assert done.stdout.splitlines()[-1] == f"{number} shards"
             assert "partitions moved" in done.stderr

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import exits, ports, train, up
+from paramserver_cli import exits, moves, ports, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
@@ -213,6 +213,23 @@ def test_what_comes_next_reaches_the_cluster_that_was_started(
     started = "http://127.0.0.1:9100"
     found = Cluster(started, [], "redis://h:3", None, {}, str(tmp_path / folder), [started])
     assert up._next(found) == f"next: {says.replace('HERE', str(tmp_path))}"
+
+
+@pytest.mark.parametrize(
+    ("url", "same"),
+    [
+        ("http://127.0.0.1:9100", True),
+        ("http://localhost:9100/", True),
+        ("http://localhost:9100,http://other:1", True),
+        ("http://localhost:910", False),
+        ("https://localhost:9100", False),
+        ("http://localhost.example:9100", False),
+    ],
+)
+def test_a_cluster_of_this_machine_is_known_by_any_of_its_names(url: str, same: bool) -> None:
+    """Whoever writes localhost means the same as who writes 127.0.0.1."""
+    at = "http://127.0.0.1:9100"
+    assert moves._are_same(url, Cluster(at, [], "redis://h:3", None, {}, "/x", [at])) is same
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
