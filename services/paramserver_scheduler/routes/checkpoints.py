@@ -15,7 +15,7 @@ from paramserver_scheduler.exchange import gives, page, read_optional, reply, re
 router = APIRouter(prefix="/models/{m}", tags=["checkpoints"])
 
 CHECKPOINT = {
-    "name": "c00000012",
+    "name": "000012-clock-400",
     "number": 12,
     "clock": 400,
     "created_s": 1763700000.0,
@@ -23,7 +23,7 @@ CHECKPOINT = {
     "versions": [400, 400],
     "metric": {"name": "accuracy", "value": 0.97},
     "kept": False,
-    "path": "/var/lib/paramserver/checkpoints/demo/c00000012",
+    "path": "/var/lib/paramserver/checkpoints/demo/000012-clock-400",
     "scheduler": "scheduler",
 }
 
