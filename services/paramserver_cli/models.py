@@ -139,5 +139,7 @@ def models(as_json: Json = False, url: Url = None) -> None:
     if as_json:
         typer.echo(json.dumps(items))
         return
+    if not items["items"]:  # not where a script would read it as one
+        typer.echo("there are no models yet; psctl create makes one", err=True)
     for m in items["items"]:
         typer.echo(f"{m['name']:24} {m['state']:12} version {m['version']:<8} {m.get('mode', '')}")

@@ -68,6 +68,8 @@ def test_the_printed_object_is_the_cluster(own_cluster: Cluster) -> None:
     assert info["pids"]["redis"] == [listener(port_of(info["redis"]))]
     assert httpx.get(f"{info['scheduler']}/readyz").status_code == 200
     assert own_cluster.present() == info
+    listed = own_cluster.psctl("models")
+    assert (listed.stdout, "psctl create" in listed.stderr) == ("", True)  # told, and no line of a list
 
 
 def test_a_killed_process_comes_back_at_its_address(own_cluster: Cluster) -> None:
