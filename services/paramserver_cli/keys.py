@@ -33,7 +33,8 @@ def token(
     """Print an access token, made with the secret of the cluster: run it where that is.
 
     A reader pulls and lists, a worker pushes too, an admin may do everything. Nothing keeps a token: the same command
-    prints the same one, and it counts until its days are over, its name is revoked or the secret is changed.
+    prints the same one (with --days one that ends later), and it counts until its days are over, its name is revoked or
+    the secret is changed.
 
         export PARAMSERVER_TOKEN=$(psctl token worker)
 

@@ -37,7 +37,7 @@ def train(
         Path | None, typer.Option(help="Creates the model if it is not there; default: model.yaml beside SCRIPT.")
     ] = None,
     arg: Annotated[list[str] | None, typer.Option(help="name=value for the function; repeatable.")] = None,
-    clocks: Annotated[int | None, typer.Option(min=1, help="End after so many clocks.")] = None,
+    clocks: Annotated[int | None, typer.Option(min=1, help="End after so many clocks of the slowest worker.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.0, help="End after so many minutes.")] = None,
     evaluate_every: Annotated[int, typer.Option(min=0, help="Clocks between evaluations.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Clocks between the cluster's checkpoints.")] = 0,

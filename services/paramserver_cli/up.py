@@ -39,7 +39,13 @@ def up(
     as_json: Json = False,
     host: Annotated[str, typer.Option(help="Address that scheduler and shards listen on.")] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(min=1024, max=64_000, help="First port; default 8700 if free, else another.")
+        int | None,
+        typer.Option(
+            min=1024,
+            max=64_000,
+            help="First of a block: scheduler, shards from PORT + 1, Redis at PORT + 99, further schedulers from "
+            "PORT + 98 down. Default: 8700 if free, else another.",
+        ),
     ] = None,
     allow: Annotated[
         list[str] | None, typer.Option(help="Prefix of entry points the workers may run; repeatable.")
