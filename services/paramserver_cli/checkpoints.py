@@ -71,7 +71,7 @@ def restore(
         except NotFoundError as e:
             if e.code != "unknown_checkpoint":
                 raise
-            hint = f"there is no such folder either; psctl checkpoint list {model} shows what the cluster keeps of it"
+            hint = f"nor is there such a folder; --as names the model it is of: psctl checkpoint list {model}"
             raise problem(e.code, e.detail, hint=hint) from None
         name = model
     typer.echo(f"restored model {name}")
