@@ -174,7 +174,8 @@ class Supervisor:
                         if schedulers:
                             await self._unless_stopped(self._until_servers_are_ready())
                 except TimeoutError:
-                    raise StartFailed(f"the cluster was not ready after {START_TIMEOUT_S:g} s") from None
+                    logs = f"what its processes say is in {self.state.logs}"
+                    raise StartFailed(f"the cluster was not ready after {START_TIMEOUT_S:g} s; {logs}") from None
                 if not self.stop.is_set():
                     for spec in workers:
                         children.create_task(self.keep(spec))
