@@ -3,18 +3,22 @@
 Checked strictly and with every wrong field reported; what a field may mean in the present state is the core's to say.
 """
 
-import difflib
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from paramserver import limits
+from paramserver.core.near import near
 from paramserver.errors import PsError, combined, problem
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Seconds = Annotated[float, Field(ge=0, le=limits.WAIT_S_MAX, allow_inf_nan=False)]
 Id = Annotated[str, StringConstraints(min_length=1, max_length=limits.WORKER_NAME_BYTES_MAX)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first wrong element is told: there may be a million."""
 
 
 class Body(BaseModel):
@@ -68,7 +72,7 @@ class Dataset(Body):
     dataset: Id = "train"
     size: Count | None = Field(None, description="elements, cut into pieces of `task_size`")
     task_size: Count | None = None
-    ranges: list[list[Count]] | None = Field(None, description="[start, stop) pairs, in place of `size`")
+    ranges: Many[Many[Count]] | None = Field(None, description="[start, stop) pairs, in place of `size`")
     uri: Text | None = Field(None, description="what the worker's own code opens")
     assignment: str = Field("dynamic", examples=["dynamic", "static"])
     passes: Count | None = Field(1, description="how often the data is worked through; null: for ever")
@@ -81,7 +85,7 @@ class Lease(Body):
     epoch: Count
     dataset: Id = "train"
     wait_s: Seconds = 0.0
-    holding: list[Text] | None = Field(
+    holding: Many[Text] | None = Field(
         None, description="ids of the dataset's tasks that it still works on: its others are free again"
     )
 
@@ -143,7 +147,7 @@ class JoinPool(Body):
     """A worker process without work."""
 
     name: Id | None = None
-    allow: list[Text] = Field([], description="prefixes of entries it may import")
+    allow: Many[Text] = Field([], description="prefixes of entries it may import")
 
 
 class MemberHeartbeat(Body):
@@ -165,7 +169,7 @@ class JoinShard(Body):
     """A shard process that starts."""
 
     name: Id
-    addresses: Annotated[list[Text], Field(min_length=1, max_length=16)]
+    addresses: Annotated[Many[Text], Field(min_length=1, max_length=16)]
     version: str = ""
 
 
@@ -174,14 +178,14 @@ class ShardHeartbeat(Body):
 
     epoch: Count
     metrics: dict[str, Any] = {}
-    partitions: list[list[Any]] = Field(
+    partitions: Many[Many[Any]] = Field(
         [], description="[model, generation, index, token, version, durable_version, revision, durable_clock]"
     )
-    cuts: list[list[Any]] = Field([], description="[model, generation, index, token, version]")
-    released: list[list[Any]] = Field([], description="[model, generation, index, token, version, release]")
-    lost: list[list[Any]] = Field([], description="[model, generation, index, token]")
+    cuts: Many[Many[Any]] = Field([], description="[model, generation, index, token, version]")
+    released: Many[Many[Any]] = Field([], description="[model, generation, index, token, version, release]")
+    lost: Many[Many[Any]] = Field([], description="[model, generation, index, token]")
     memory: dict[str, Any] = Field({}, examples=[{"limit_bytes": 8589934592, "used_bytes": 734003200}])
-    loads: list[list[Any]] = Field([], description="[model, generation, index, bytes per second]")
+    loads: Many[Many[Any]] = Field([], description="[model, generation, index, bytes per second]")
 
 
 class ShardState(Body):
@@ -195,7 +199,7 @@ class Uploaded(Body):
 
     name: str
     token: str | None = None
-    given: list[list[int]] = Field([], description="[index, owner token] of each partition that took them")
+    given: Many[Many[int]] = Field([], description="[index, owner token] of each partition that took them")
 
 
 def known_fields(kind: type[Body]) -> list[str]:
@@ -211,17 +215,21 @@ def check(kind: type[B], value: Any) -> B:
     """
     if not isinstance(value, dict):
         raise problem("malformed", f"the body must be an object, not {type(value).__name__}")
+    if len(value) > limits.FIELDS_MAX:
+        detail = f"the body has {len(value)} fields; at most {limits.FIELDS_MAX} are looked at"
+        raise problem("too_large", detail)
     try:
         return kind.model_validate(value)
     except ValidationError as e:
-        # Bounded: a list of a million wrong elements is not repeated to the sender.
-        raise combined([_explain(kind, item) for item in e.errors(include_url=False)[:32]]) from None
+        wrong = e.errors(include_url=False)[: limits.ERRORS_LISTED_MAX]
+        errors = [_explain(kind, item, hints=i < limits.HINTS_MAX) for i, item in enumerate(wrong)]
+        raise combined(errors, e.error_count()) from None
 
 
-def _explain(kind: type[Body], item: Any) -> PsError:
-    where = ".".join(str(part) for part in item["loc"])[:200]
+def _explain(kind: type[Body], item: Any, *, hints: bool) -> PsError:
+    where = ".".join(str(part)[:200] for part in item["loc"])[:200]
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(item["loc"][-1]), known_fields(kind), 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known fields: {', '.join(known_fields(kind))}"
+        found = near(str(item["loc"][-1]), known_fields(kind)) if hints else None
+        hint = f"did you mean '{found}'?" if found else f"known fields: {', '.join(known_fields(kind))}"
         return problem("invalid_field", f"{where}: is not a known field", hint=hint, where=where)
     return problem("invalid_field", f"{where}: {item['msg'][:200]}", where=where)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from paramserver import kernels
 from paramserver.core.selection import Selection, select, unknown
 from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
-from paramserver.errors import problem
+from paramserver.errors import combined, problem
 from paramserver.types import AnyArray, DType
 from paramserver.wire.tensor import from_f32
 from paramserver_shard.directory import KnownModel
@@ -185,7 +185,7 @@ def _checked(name: str, array: AnyArray, shape: tuple[int, ...]) -> tuple[AnyArr
 def _one(known: KnownModel, name: str) -> Selection:
     """A path names one parameter, never a pattern."""
     if name not in known.layout.by_name:
-        raise unknown(known.layout, name)
+        raise combined(unknown(known.layout, [name]))
     return select(known.layout, [name])
 
 

@@ -123,6 +123,7 @@ class NameService:
             r.fail("ack", "must be applied, journaled or fsynced")
         ranges = _read_ranges(r)
         grads = r.take("grads", {}, lambda v: isinstance(v, Mapping), "an object of tensors by name")
+        _check_count("grads", grads)
         selection, tensors = _read_tensors(known, grads, ranges, errors, "grads")
         if not grads and not errors:
             raise problem("empty_push", "the push holds no gradients", hint='"grads": {"NAME": [...]}')
@@ -213,7 +214,15 @@ def _read_ranges(r: Reader) -> dict[str, list[tuple[int, int]]]:
         )
 
     value = r.take("ranges", {}, ok, "an object of lists of [start, stop] by name")
+    _check_count("ranges", value)
     return {name: [(int(a), int(b)) for a, b in pairs] for name, pairs in value.items()}
+
+
+def _check_count(where: str, named: Mapping[Any, Any]) -> None:
+    """No model has so many parameters that the rest of the names were worth looking at."""
+    if len(named) > limits.PARAMS_PER_MODEL_MAX:
+        detail = f"{where}: holds {len(named)} names; no model has more than {limits.PARAMS_PER_MODEL_MAX} parameters"
+        raise problem("too_large", detail, where=where)
 
 
 def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequest:
@@ -249,11 +258,11 @@ def _read_tensors(
     """The selection that named tensors make, and each of them 1-D in its dtype; errors are collected."""
     try:
         names = [n for n in values if isinstance(n, str)]
-        errors += [unknown(known.layout, n) for n in names if n not in known.layout.by_name]
+        errors += unknown(known.layout, [n for n in names if n not in known.layout.by_name])
         known_names = [n for n in names if n in known.layout.by_name]
         stray = [n for n in ranges if n not in values]
         errors += [problem("invalid_range", f"ranges name '{n}', which {where} lacks", where=n) for n in stray]
-        used = {n: r for n, r in ranges.items() if n in known_names}
+        used = {n: r for n, r in ranges.items() if n in values and n in known.layout.by_name}
         selection = select(known.layout, known_names, used)
     except PsError as error:
         errors.append(error)

@@ -16,10 +16,12 @@ PsError
 A node answers a PsError as RFC 9457 problem details and a client raises the same class again from them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+
+from paramserver import limits
 
 
 class PsError(Exception):
@@ -234,14 +236,23 @@ def looking() -> Iterator[None]:
         raise as_problem(error) from error
 
 
-def combined(errors: list[PsError]) -> PsError:
-    """One error for several found in one request: itself if there is one, else `invalid` with a list."""
-    if len(errors) == 1:
+def combined(errors: Sequence[PsError], found: int = 0) -> PsError:
+    """One error for several found in one request: itself if there is one, else `invalid` with a list.
+
+    `found` is their number where not all are given.  The list is bounded; its last line says how many more there are.
+    """
+    count = max(found, len(errors))
+    if count == 1:
         return errors[0]
     codes = {e.code for e in errors}
-    parts = tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors)
     code = codes.pop() if len(codes) == 1 else "invalid"
-    return problem(code, f"{len(errors)} parts of the request are wrong: {errors[0].detail}; ...", errors=parts)
+    listed = errors[: limits.ERRORS_LISTED_MAX]
+    parts = [{"code": e.code, "detail": e.detail, **e.members} for e in listed]
+    least = "at least " if count >= limits.ERRORS_FOUND_MAX else ""
+    if count > len(listed):
+        parts.append({"code": code, "detail": f"and {least}{count - len(listed)} more"})
+    detail = f"{least}{count} parts of the request are wrong: {errors[0].detail}; ..."
+    return problem(code, detail, errors=tuple(parts))
 
 
 _STANDARD = {

@@ -20,6 +20,16 @@ MSGPACK_CONTAINER_MAX: Final = 4096
 MSGPACK_ITEMS_MAX: Final = 1 << 17
 """Values in one msgpack body; numbers of a tensor are one value together."""
 JSON_DEPTH_MAX: Final = 32
+FIELDS_MAX: Final = 4096
+"""Fields of one JSON object that are named by the interface, and so are told apart one by one."""
+ERRORS_FOUND_MAX: Final = 1024
+"""Wrong parts of one request after which nobody looks for more."""
+ERRORS_LISTED_MAX: Final = 32
+"""Wrong parts that one refusal lists; of more it says how many."""
+HINTS_MAX: Final = 3
+"""Wrong names in one request for which the nearest known one is looked for: among 4,096 that takes 0.1 s."""
+PATTERN_TESTS_MAX: Final = 1 << 18
+"""Names that the patterns of one request are compared with, all patterns together."""
 CHUNK_BYTES: Final = 1 * MIB
 """Size of the pieces in which responses are written."""
 SEND_BUFFER_BYTES: Final = 384 * 1024

@@ -96,12 +96,11 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
     """Give parameters new values; shapes and numbers are checked before anything is sent."""
     held = yield from cluster.map_of(model, deadline)
-    errors: list[PsError] = []
+    errors = unknown(held.layout, [name for name in values if name not in held.layout.by_name])
     arrays: dict[str, AnyArray] = {}
     for name, value in values.items():
         spec = held.layout.by_name.get(name)
         if spec is None:
-            errors.append(unknown(held.layout, name))
             continue
         try:
             array = arrays[name] = values_of(name, value)

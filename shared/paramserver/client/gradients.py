@@ -143,7 +143,7 @@ def prepare(
     ranges = listed(None, ranges)[1]
     stray = [n for n in ranges if n not in grads]
     errors += [problem("invalid_range", f"ranges name '{n}', which has no array", where=n) for n in stray]
-    errors += [unknown(layout, str(n)) for n in grads if n not in layout.by_name]
+    errors += unknown(layout, [str(n) for n in grads if n not in layout.by_name])
     known: Names = [n for n in grads if n in layout.by_name]
     selection = select(layout, known, {n: r for n, r in ranges.items() if n in known})
     arrays: list[tuple[AnyArray, bool]] = []

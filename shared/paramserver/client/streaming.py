@@ -18,7 +18,7 @@ from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.session import Session
 from paramserver.core.layout import Layout
 from paramserver.core.selection import unknown
-from paramserver.errors import InDoubt, Unavailable, problem
+from paramserver.errors import InDoubt, Unavailable, combined, problem
 
 T = TypeVar("T")
 BUCKET_BYTES: Final = 4 << 20
@@ -42,7 +42,7 @@ class Pieces:
     def put(self, name: str, grad: Any) -> None:
         """That parameter's gradient is here.  Raises NotFoundError, or RequestError if it was here before."""
         if name not in self._layout.by_name:
-            raise unknown(self._layout, name)
+            raise combined(unknown(self._layout, [name]))
         if name in self.grads:
             raise problem("invalid_field", f"'{name}' has been put into this push already", where=name)
         self.grads[name] = grad

@@ -1,32 +1,48 @@
 """Checked reading of JSON objects: takes field after field, collects every error, suggests the nearest known name."""
 
-import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite
+from reprlib import Repr
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.errors import PsError, problem
+from paramserver.core.near import near
+from paramserver.errors import PsError, combined, problem
 
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SHORT: Final = Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class Reader:
-    """Takes fields out of one JSON object, collecting every error instead of stopping at the first."""
+    """Takes fields out of one JSON object, collecting every error instead of stopping at the first.
+
+    Raises RequestError where there are more fields (`too_large`) or errors than anybody would read.
+    """
 
     def __init__(self, data: Any, where: str, errors: list[PsError]) -> None:
         self.where, self.errors = where, errors
         if not isinstance(data, Mapping):
             self.fail("", f"must be an object, not {type(data).__name__}")
             data = {}
+        if len(data) > limits.FIELDS_MAX:
+            detail = f"{where or 'the body'}: has {len(data)} fields; at most {limits.FIELDS_MAX} are looked at"
+            raise problem("too_large", detail, where=where)
         self.data: dict[str, Any] = {k: v for k, v in data.items() if isinstance(k, str)}
         self.known: list[str] = []
 
     def fail(self, name: str, what: str, hint: str = "") -> None:
         path = f"{self.where}.{name}" if self.where and name else self.where or name
         self.errors.append(problem("invalid_field", f"{path}: {what}", hint=hint, where=path))
+        if len(self.errors) >= limits.ERRORS_FOUND_MAX:
+            raise combined(self.errors)
+
+    def near(self, name: str, names: Iterable[str]) -> str:
+        """The hint at the one of `names` that was meant; empty if none is like it, or there were hints enough."""
+        found = near(name, names) if len(self.errors) < limits.HINTS_MAX else None
+        return f"did you mean '{found}'?" if found else ""
 
     def take(self, name: str, default: Any, ok: Callable[[Any], bool], want: str) -> Any:
         self.known.append(name)
@@ -34,7 +50,7 @@ class Reader:
             return default
         value = self.data[name]
         if not ok(value):
-            self.fail(name, f"must be {want}, not {value!r:.60}")
+            self.fail(name, f"must be {want}, not {_SHORT.repr(value):.60}")
             return default
         return value
 
@@ -70,17 +86,14 @@ class Reader:
     def choice(self, name: str, default: str, options: tuple[str, ...]) -> str:
         value = self.take(name, default, lambda v: isinstance(v, str), "a string")
         if value not in options:
-            near = difflib.get_close_matches(str(value), options, 1)
-            hint = f"did you mean '{near[0]}'?" if near else ""
-            self.fail(name, f"'{value:.60}' is not one of {', '.join(options)}", hint)
+            self.fail(name, f"'{value:.60}' is not one of {', '.join(options)}", self.near(value, options))
             return default
         return str(value)
 
     def done(self) -> None:
         for name in self.data:
             if name not in self.known:
-                near = difflib.get_close_matches(name, self.known, 1)
-                hint = f"did you mean '{near[0]}'?" if near else f"known fields: {', '.join(sorted(self.known))}"
+                hint = self.near(name, self.known) or f"known fields: {', '.join(sorted(self.known))}"
                 self.fail(name[:60], "is not a known field", hint)
 
 

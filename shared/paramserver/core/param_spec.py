@@ -93,7 +93,7 @@ class ParamSpec(Struct, frozen=True):
 
     @classmethod
     def read(cls, name: str, data: Any, errors: list[PsError]) -> Self:
-        where = f"params.{name}"
+        where = f"params.{name[: limits.PARAM_NAME_BYTES_MAX]}"
         try:
             check_param_name(name)
         except PsError as e:

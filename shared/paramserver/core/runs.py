@@ -55,6 +55,8 @@ class StopRule(Struct, frozen=True):
 
         if not isinstance(data, Mapping):
             raise problem("invalid_field", "stop: must be an object", where="stop")
+        if len(data) > limits.FIELDS_MAX:
+            raise problem("too_large", f"stop: has {len(data)} fields; at most {limits.FIELDS_MAX} are looked at")
         for key in data:
             if key not in ("clocks", "minutes", "metric"):
                 fail(f"stop.{key!s:.40}", "is not a known field", "known fields: clocks, metric, minutes")

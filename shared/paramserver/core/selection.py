@@ -105,25 +105,28 @@ def matched(layout: Layout, names: Names) -> list[str]:
 
     Raises NotFoundError (`unknown_parameter`) listing everything that stands for nothing.
     """
-    wanted = [names] if isinstance(names, str) else list(names)
-    found: set[str] = set()
-    errors: list[PsError] = []
-    for name in wanted:
-        if name in layout.by_name:
-            found.add(name)
-            continue
-        hits = [n for n in layout.by_name if fnmatch.fnmatchcase(n, name)] if set(name) & set("*?[") else []
+    wanted = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    found = {name for name in wanted if name in layout.by_name}
+    others = [name for name in wanted if name not in found]
+    patterns = [name for name in others if set(name) & set("*?[")]
+    bound = limits.PATTERN_TESTS_MAX // max(1, len(layout.by_name))
+    if len(patterns) > bound:
+        detail = f"{len(patterns)} patterns; of a model of {len(layout.by_name)} parameters at most {bound} can be used"
+        raise problem("too_large", detail, hint="give the names themselves, or leave `names` out for all")
+    stray = set(others)
+    for pattern in patterns:
+        hits = fnmatch.filter(layout.by_name, pattern)
         found.update(hits)
-        if not hits:
-            errors.append(unknown(layout, name))
-    if errors:
-        raise combined(errors)
+        if hits:
+            stray.discard(pattern)
+    if stray:
+        raise combined(unknown(layout, [name for name in others if name in stray]))
     return [n for n in layout.by_name if n in found]
 
 
-def unknown(layout: Layout, name: str) -> PsError:
-    """The error of a name that the model lacks, with the nearest one it has."""
-    return layout.spec.unknown(name)
+def unknown(layout: Layout, names: Iterable[str]) -> list[PsError]:
+    """The errors of names that the model lacks; the first few with the nearest one it has."""
+    return layout.spec.unknown(names)
 
 
 def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = None) -> Selection:

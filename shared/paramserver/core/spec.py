@@ -3,8 +3,7 @@
 `ModelSpec.parse` reports every wrong field at once; `document()` gives the JSON back with all defaults.
 """
 
-import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from msgspec import Struct, field
@@ -12,6 +11,7 @@ from msgspec.structs import fields
 
 from paramserver import limits
 from paramserver.core.fields import Reader, check_model_name, merge_patch
+from paramserver.core.near import near
 from paramserver.core.optimizer_spec import OptimizerSpec, kept_fields
 from paramserver.core.param_spec import ParamSpec
 from paramserver.errors import PsError, combined, problem
@@ -194,12 +194,19 @@ class ModelSpec(Struct, frozen=True):
             "checkpoint": self.checkpoint.document(),
         }
 
-    def unknown(self, name: str) -> PsError:
-        """The error of a parameter's name that the model lacks, with the nearest one it has."""
+    def unknown(self, wrong: Iterable[str]) -> list[PsError]:
+        """The errors of parameters' names that the model lacks; the first few with the nearest one it has."""
         names = [p.name for p in self.params]
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"it has {', '.join(names[:8])}{', ...' if names[8:] else ''}"
-        return problem("unknown_parameter", f"model '{self.name}' has no parameter '{name}'", hint=hint, where=name)
+        some = f"it has {', '.join(names[:8])}{', ...' if names[8:] else ''}"
+        errors: list[PsError] = []
+        for name in wrong:
+            found = near(name, names) if len(errors) < limits.HINTS_MAX else None
+            hint = f"did you mean '{found}'?" if found else some
+            detail = f"model '{self.name}' has no parameter '{name}'"
+            errors.append(problem("unknown_parameter", detail, hint=hint, where=name))
+            if len(errors) >= limits.ERRORS_FOUND_MAX:
+                break
+        return errors
 
     def patched(self, patch: Any) -> Self:
         """This spec after a JSON merge patch; what cannot change while the model lives is refused (422).
@@ -215,7 +222,7 @@ class ModelSpec(Struct, frozen=True):
         named = patch.get("params")
         stray = [str(n) for n in named if n not in base["params"]] if isinstance(named, Mapping) else []
         if stray:
-            raise combined([self.unknown(n) for n in stray])
+            raise combined(self.unknown(stray))
         for part, tag, kept in (("optimizer", "name", kept_fields), ("consistency", "mode", _kept_consistency)):
             new = patch.get(part)
             if isinstance(new, Mapping) and new.get(tag, base[part][tag]) != base[part][tag]:

@@ -1,0 +1,117 @@
+"""What is wrong in a request is told within bounds: nobody reads a million errors, and no node waits for that."""
+
+import difflib
+from typing import Any
+
+import pytest
+
+from paramserver import limits
+from paramserver.core import near
+from paramserver.core.layout import Layout
+from paramserver.core.runs import StopRule
+from paramserver.core.selection import matched
+from paramserver.core.spec import ModelSpec
+from paramserver.errors import PsError, RequestError, combined, problem
+from paramserver_scheduler import bodies
+
+
+def model(count: int) -> ModelSpec:
+    names = [f"p{i:04}_" + f"layer.{i}.weight_" * 8 for i in range(count)]
+    return ModelSpec.parse({"name": "m", "params": {n: {"shape": [1]} for n in names}, "partitions": 1})
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many names were compared letter by letter, call by call."""
+    calls: list[int] = []
+    original = difflib.get_close_matches
+
+    def counted(word: str, names: list[str], n: int) -> list[str]:
+        calls.append(len(names))
+        return original(word, names, n)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    return calls
+
+
+def refused(call: Any) -> PsError:
+    with pytest.raises(RequestError) as caught:
+        call()
+    return caught.value
+
+
+def test_a_list_of_errors_says_how_many_more_there_are() -> None:
+    """32 are listed, the last line counts the others; the answer stays small."""
+    error = combined([problem("invalid_field", f"f{i}: is wrong", where=f"f{i}") for i in range(100)])
+
+    assert [e.get("where") for e in error.errors[:-1]] == [f"f{i}" for i in range(32)]
+    assert error.errors[-1] == {"code": "invalid_field", "detail": "and 68 more"}
+    assert error.detail.startswith("100 parts")
+
+
+def test_near_names_are_looked_for_at_a_bounded_cost(compared: list[int]) -> None:
+    """Of 4,096 wrong names the first few get the nearest one of 4,096, for which a few pairs are compared."""
+    layout = Layout(model(4096))
+    wrong = [name.replace("weight", "weihgt") for name in layout.by_name]
+
+    error = refused(lambda: matched(layout, wrong))
+
+    assert error.code == "unknown_parameter"
+    assert len(error.errors) == 33
+    assert len(compared) <= limits.HINTS_MAX
+    assert max(compared) <= near.NEAR_MAX
+    assert refused(lambda: matched(layout, wrong[7:8])).hint == f"did you mean '{list(layout.by_name)[7]}'?"
+
+
+def test_unknown_fields_of_a_spec_are_counted_up_to_a_bound(compared: list[int]) -> None:
+    """More fields than any object has are refused by their number; many wrong ones of many objects end the look."""
+    body = {"name": "x", "params": {"w": {"shape": [1]}}}
+    wrong = {f"field{i}": 1 for i in range(26)}
+
+    assert refused(lambda: ModelSpec.parse(body | {f"{i:x}": 1 for i in range(300_000)})).code == "too_large"
+    error = refused(
+        lambda: ModelSpec.parse({"name": "x", "params": {f"p{i}": {"shape": [1]} | wrong for i in range(4096)}})
+    )
+
+    assert error.detail.startswith("at least 1024 parts")
+    assert len(error.errors) == 33
+    assert len(compared) <= limits.HINTS_MAX
+    assert refused(lambda: StopRule.check({f"{i:x}": 1 for i in range(300_000)})).code == "too_large"
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    """Neither a name nor a value of megabytes comes back."""
+    error = refused(lambda: ModelSpec.parse({"name": "x", "params": {"n" * (1 << 20): {"shape": "a" * (1 << 20)}}}))
+
+    assert len(str(error.document())) < 4096
+
+
+def test_patterns_and_names_are_compared_within_a_bound() -> None:
+    """The same pattern counts once; too many different ones are refused at once."""
+    layout = Layout(model(4096))
+
+    assert len(matched(layout, ["p*"] * 4096)) == 4096
+    assert refused(lambda: matched(layout, [f"p{i}*" for i in range(4096)])).code == "too_large"
+    few = Layout(model(8))
+    assert len(matched(few, [f"p{i % 8:04}*{'*' * (i // 8)}" for i in range(4096)])) == 8
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"holding": [1] * 100_000, "worker": "w", "epoch": 1},
+        {"worker": "w", "epoch": 1} | {f"f{i}": 1 for i in range(4000)},
+    ],
+)
+def test_wrong_bodies_of_control_routes_are_told_in_part(body: dict[str, Any], compared: list[int]) -> None:
+    """Of a list the first wrong element, of unknown fields the first ones, with a hint for a few."""
+    error = refused(lambda: bodies.check(bodies.Lease, body))
+
+    assert error.code == "invalid_field"
+    assert len(error.errors) <= 33
+    assert len(compared) <= limits.HINTS_MAX
+
+
+def test_a_control_body_of_too_many_fields_is_refused_by_their_number() -> None:
+    """Nobody looks at each of them."""
+    assert refused(lambda: bodies.check(bodies.Lease, {f"{i:x}": 1 for i in range(300_000)})).code == "too_large"
