@@ -164,7 +164,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "rolled_back": CodeInfo(409, FencedError, "The model went back to an earlier clock"),
     "fenced": CodeInfo(409, FencedError, "A newer epoch has taken this one's place"),
     "outside_window": CodeInfo(409, ConflictError, "The push id is too old to tell whether it was applied"),
-    "not_enough_memory": CodeInfo(409, ConflictError, "The shards that stay cannot hold what would move to them"),
+    "not_enough_memory": CodeInfo(409, ConflictError, "The shards have no memory for what would come to them"),
     "slot_gone": CodeInfo(409, ConflictError, "The slot of shared memory is not lent any more", True),
     "worker_required": CodeInfo(409, ConflictError, "This consistency mode takes pushes of joined workers only"),
     "too_stale": CodeInfo(409, ConflictError, "The gradient's base version lies too far back"),

@@ -8,7 +8,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import ConflictError, FencedError, NotFoundError, PsError, RequestError
 
-from .scheduling import EIGHT, Driver, row, wishes
+from .scheduling import EIGHT, SPEC, Driver, code, row, wishes
 
 
 def drain(d: Driver, shard: str, state: str = "draining", epoch: int | None = None) -> Any:
@@ -263,3 +263,42 @@ def test_heartbeats_that_make_no_sense_are_refused() -> None:
         with pytest.raises(PsError) as e:
             d.beat("s0", **wrong)
         assert e.value.code == "invalid_field"
+
+
+def test_a_model_that_the_shards_have_no_memory_for_is_refused_with_figures() -> None:
+    """Values and state are counted twice, and with them what was promised and is not served yet."""
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    needed = 64 * 4 * 3 * 2
+
+    def create(name: str) -> int:
+        return d.send(lambda n: io.CreateModel(n, SPEC | {"name": name, "optimizer": {"name": "adam"}}, "x"))
+
+    def tell(free: int) -> None:
+        for name in d.shards:
+            d.beat(name, memory={"limit_bytes": 1000 + free, "used_bytes": 1000})
+
+    tell(needed // 2 - 1)
+    stored = dict(d.hash)
+    with pytest.raises(ConflictError) as e:
+        d.result(create("m"))
+    assert e.value.code == "not_enough_memory"
+    assert e.value.members["needed_bytes"] == needed
+    assert e.value.members["free_bytes"] == needed - 2
+    assert d.hash == stored
+    tell(needed // 2)
+    assert create("m") in d.open
+    assert code(d, create("n")) == "not_enough_memory"
+    tell(needed // 2)
+    assert create("n") in d.open
+
+
+def test_a_model_is_taken_where_a_limit_is_unknown() -> None:
+    """What nobody knows is no reason to refuse."""
+    d = Driver()
+    d.shard("s0")
+    d.shard("s1")
+    d.beat("s0", memory={"limit_bytes": 1000, "used_bytes": 900})
+
+    assert d.send(lambda n: io.CreateModel(n, SPEC | {"optimizer": {"name": "adam"}}, "x")) in d.open

@@ -53,7 +53,8 @@ MODEL = {
 async def create_model(request: Request) -> Response:
     """Make a model, or find it there already with the same spec (200); another spec under that name is 409.
 
-    422 `not_built` with `ack: fsynced` where Redis cannot say that a write is on its disk.
+    422 `not_built` with `ack: fsynced` where Redis cannot say that a write is on its disk. 409 `not_enough_memory` with
+    `needed_bytes` and `free_bytes` where all shards together could not hold the model.
     """
     spec = await read_json(request)
     await service(request).jobs.check_level(spec)

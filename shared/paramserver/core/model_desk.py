@@ -5,6 +5,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.models import RESTORED, Model
+from paramserver.core.optimizer import slot_count
 from paramserver.core.owner import Owner
 from paramserver.core.run_desk import RunDesk
 from paramserver.core.scheduler_io import (
@@ -50,6 +51,7 @@ class ModelDesk:
             )
         if len(self.c.models) >= limits.MODELS_MAX:
             raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the bound")
+        self._check_memory(spec)
         self.c.generations += 1
         self.c.save_cluster()
         model = Model(spec, spec.document(), self.c.generations, now, now + self.c.wall_offset_s)
@@ -68,6 +70,31 @@ class ModelDesk:
         self.shards.place(model)
         self.c.load_files(model)
         self._park(model, e.request, 201, token, now)
+
+    def _check_memory(self, spec: ModelSpec) -> None:
+        """Refuses what the shards cannot hold: taken all the same, it would kill one after the other."""
+        takers = self.c.takers()
+        free = [self.c.shards[n].free_bytes for n in takers]
+        known = [f for f in free if f is not None]
+        if len(known) < len(free):
+            return
+        promised = sum(
+            m.held_bytes_of(i)
+            for m in self.c.models.values()
+            for i, o in enumerate(m.owners)
+            if o.shard in takers and o.from_version is None  # heartbeats do not count it as used yet
+        )
+        needed = 2 * 4 * spec.size * (1 + slot_count(spec.optimizer))  # an update is written beside what is there
+        left = max(0, sum(known) - 2 * promised)
+        if needed > left:
+            raise problem(
+                "not_enough_memory",
+                f"model '{spec.name}' needs {needed} bytes, for its values and optimizer state and for an update beside"
+                f" them; the shards have {left} free",
+                hint="add shards, or raise their memory limits (memory_limit)",
+                needed_bytes=needed,
+                free_bytes=left,
+            )
 
     def _create_again(self, e: CreateModel, spec: ModelSpec, model: Model, now: float) -> None:
         document = spec.document()

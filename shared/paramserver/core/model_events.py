@@ -16,7 +16,8 @@ class CreateModel(Struct, frozen=True):
 
     With `init.kind: upload` the document holds `upload_token` (201 always; 200 only when no other token is alive).
     `restore=True` (a checkpoint under a new name): the model stays `initializing` until `RestoreFinished`; a taken name
-    is 409 `model_exists`, even with the same spec.
+    is 409 `model_exists`, even with the same spec.  What all shards together have no memory for is 409
+    `not_enough_memory`, with `needed_bytes` and `free_bytes`, unless the limit of one is unknown.
     """
 
     request: int
