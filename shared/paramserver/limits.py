@@ -144,6 +144,8 @@ METRIC_POINTS_STORED: Final = 500
 METRICS_STORE_INTERVAL_S: Final = 10.0
 METRIC_NAMES_MAX: Final = 64
 TASKS_PER_DATASET_MAX: Final = 100_000
+TASKS_MAX: Final = 1_000_000
+"""Ranges of all datasets of all models; 130 MB in the scheduler, for requests of 60 bytes each."""
 RUNS_KEPT_MAX: Final = 200
 WAITERS_MAX: Final = 8192
 """Long polls that one scheduler holds open."""

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.errors import Unavailable
 
 from .scheduling import Driver
 
@@ -75,3 +77,24 @@ def test_an_evaluation_that_failed_is_made_again() -> None:
 
     assert lease(d, a, [first["id"]], "evaluate") is None
     assert lease(d, a, [], "evaluate") == first
+
+
+def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of 60 bytes makes up to 100,000; what is there already is answered as ever."""
+    monkeypatch.setattr(limits, "TASKS_MAX", 25)
+    d = Driver()
+    d.model()
+    d.model(name="n")
+
+    def register(model: str, name: str, size: int) -> Any:
+        return d.ask(lambda n: io.RegisterDataset(n, model, name, size, 1))
+
+    register("m", "a", 10)
+    register("n", "a", 10)
+    with pytest.raises(Unavailable) as caught:
+        register("n", "b", 6)
+    assert caught.value.code == "too_many_requests"
+    assert register("n", "b", 5)["tasks"] == 5
+    assert register("m", "a", 10)["tasks"] == 10
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    assert register("n", "c", 10)["tasks"] == 10
