@@ -214,14 +214,18 @@ class Jobs:
 
     async def _forget(self, model: ModelKey) -> None:
         """Twice: what a shard was still writing when it heard that the model is gone is found the second time."""
-        for wait_s in (0.0, SETTLE_S):
-            await asyncio.sleep(wait_s)
+        passes = 0
+        while passes < 2:
             try:
                 keys = [k async for k in self._redis.scan_iter(match=f"{{{model}/*", count=SCAN_COUNT)]
                 for at in range(0, len(keys), SCAN_COUNT):
                     await self._redis.unlink(*keys[at : at + SCAN_COUNT])
+                passes += 1
             except (RedisError, OSError) as e:
                 log.warning("keys.stay model=%s %s", model, e)
+            if passes < 2:
+                await asyncio.sleep(SETTLE_S)
+        self._runtime.send(io.ModelForgotten(model))
 
     def _document(self, model: ModelKey) -> Mapping[str, Any]:
         """What there is to say of that creation of the model; raises PsError."""

@@ -54,6 +54,23 @@ def test_a_model_deleted_and_made_anew_has_a_higher_generation() -> None:
     assert d.model()["generation"] == 2
 
 
+def test_what_a_deleted_model_left_is_deleted_whoever_leads_by_then() -> None:
+    """The next leader begins anew, until nothing is left."""
+    d = Driver()
+    d.model(name="a.b")
+    d.ask(lambda n: io.DeleteModel(n, "a.b"))
+    d.work.clear()
+    d.restart()
+    d.do(io.Tick())
+    assert d.work == [io.ForgetModel(ModelKey("a.b", 1), 4)]
+    d.do(io.ModelForgotten(ModelKey("a.b", 1)))
+    d.work.clear()
+    d.restart()
+    d.do(io.Tick())
+    assert d.work == []
+    assert not [k for k in d.hash if k.startswith("gone")]
+
+
 def test_async_death_of_a_shard_moves_its_partitions_alone() -> None:
     """The others keep their tokens and nobody's clock changes."""
     d = Driver()

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -277,3 +277,36 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
             d.ask(lambda n: io.StartRestore(n, "m"))
         goes_on.set()
         assert (await first).status == 200
+
+
+@pytest.mark.asyncio
+async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes must succeed before the core hears that nothing is left."""
+    monkeypatch.setattr("paramserver_scheduler.jobs.SETTLE_S", 0.0)
+    passes: Iterator[list[bytes] | OSError] = iter([[b"{m.1/0}state"], OSError("away"), []])
+    d = Driver()
+    d.model()
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    deleted: list[bytes] = []
+
+    async def scan(match: str, count: int) -> AsyncIterator[bytes]:
+        assert match == "{m.1/*"
+        keys = next(passes)
+        if isinstance(keys, OSError):
+            raise keys
+        for key in keys:
+            yield key
+
+    async def unlink(*keys: bytes) -> None:
+        deleted.extend(keys)
+
+    runtime: Any = SimpleNamespace(core=d.core, send=d.do)
+    redis: Any = SimpleNamespace(scan_iter=scan, unlink=unlink)
+    unused: Any = Mock()
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, unused, unused, unused, redis, unused, group, "s")
+        jobs.start(next(w for w in d.work if isinstance(w, io.ForgetModel)))
+
+    assert deleted == [b"{m.1/0}state"]
+    assert next(passes, None) is None
+    assert not [k for k in d.hash if k.startswith("gone")]

@@ -12,10 +12,10 @@ from paramserver.core.gate import Commit
 from paramserver.core.membership import Member, Shard, Worker
 from paramserver.core.models import FORMAT, Model
 from paramserver.core.runs import Run
-from paramserver.core.scheduler_io import Effect, LoadFiles, Publish, Reply, SetTokens, Store
+from paramserver.core.scheduler_io import Effect, ForgetModel, LoadFiles, Publish, Reply, SetTokens, Store
 from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, problem
-from paramserver.types import PartitionKey, Token, make_token
+from paramserver.types import ModelKey, PartitionKey, Token, make_token
 
 
 @dataclass
@@ -177,6 +177,11 @@ class Cluster:
         if not model.reading:
             model.reading = True
             self.perform(LoadFiles(model.key, files, sorted(model.lost)))
+
+    def forget_model(self, key: ModelKey, partitions: int) -> None:
+        """Its keys in Redis are deleted; that they are to be is stored, else a death would leave them there."""
+        self.save(f"gone:{key}", lambda: {"model": key.name, "generation": key.generation, "partitions": partitions})
+        self.perform(ForgetModel(key, partitions))
 
     def renew_token(self, model: Model, index: int) -> None:
         """The same ownership goes on under a new token, because Redis has lost the old one."""

@@ -12,7 +12,7 @@ from paramserver.core.scheduler_io import (
     CreateModel,
     DeleteModel,
     FilesLoaded,
-    ForgetModel,
+    ModelForgotten,
     ParameterUploaded,
     PatchModel,
     RestoreFinished,
@@ -200,8 +200,11 @@ class ModelDesk:
             self.c.drop(f"checkpoint:{model.name}:{record}")
         self.c.map_changed()
         self.c.publish(model.gone_document())
-        self.c.perform(ForgetModel(model.key, len(model.owners)))
+        self.c.forget_model(model.key, len(model.owners))
         self.runs.model_gone(model.name, now)
+
+    def forgotten(self, e: ModelForgotten, now: float) -> None:
+        self.c.drop(f"gone:{e.model}")
 
     # --- first values ---
 

@@ -65,6 +65,12 @@ class FilesLoaded(Struct, frozen=True):
     error: PsError | None = None
 
 
+class ModelForgotten(Struct, frozen=True):
+    """Completion of `ForgetModel`: nothing of that creation is left in Redis."""
+
+    model: ModelKey
+
+
 class StartRestore(Struct, frozen=True):
     """POST /models/{m}/restore onto the living model: commits pause.  Answer 200 with the model document.
 

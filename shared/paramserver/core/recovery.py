@@ -13,8 +13,11 @@ from paramserver.core.series import Series
 from paramserver.core.tasks import Dataset
 from paramserver.core.timeline import begin_sync
 from paramserver.errors import problem
+from paramserver.types import ModelKey
 
-KINDS: Final = tuple("cluster shard model place clock commit worker dataset tasks checkpoint series run member".split())
+KINDS: Final = tuple(
+    "cluster shard model place clock commit worker dataset tasks checkpoint series run member gone".split()
+)
 
 
 def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float) -> Cluster:
@@ -87,6 +90,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for name, doc in groups["member"].items():
         place = (doc["place"][0], doc["place"][1]) if doc["place"] else None
         c.members[name] = Member(name, doc["epoch"], now, doc["alive"], tuple(doc["allow"]), place)
+    for doc in groups["gone"].values():
+        c.forget_model(ModelKey(doc["model"], doc["generation"]), doc["partitions"])
     for model in c.models.values():
         _resume(c, model)
 

@@ -92,7 +92,7 @@ class RemoveCheckpoint(Struct, frozen=True):
 
 
 class ForgetModel(Struct, frozen=True):
-    """Delete every Redis key of that creation's partitions; no completion."""
+    """Delete every Redis key of that creation's partitions; completed by `ModelForgotten`."""
 
     model: ModelKey
     partitions: int

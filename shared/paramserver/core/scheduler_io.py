@@ -20,6 +20,7 @@ from paramserver.core.model_events import CheckpointWritten as CheckpointWritten
 from paramserver.core.model_events import CreateModel as CreateModel
 from paramserver.core.model_events import DeleteModel as DeleteModel
 from paramserver.core.model_events import FilesLoaded as FilesLoaded
+from paramserver.core.model_events import ModelForgotten as ModelForgotten
 from paramserver.core.model_events import ParameterUploaded as ParameterUploaded
 from paramserver.core.model_events import PatchModel as PatchModel
 from paramserver.core.model_events import RequestCheckpoint as RequestCheckpoint
@@ -74,7 +75,7 @@ Event: TypeAlias = (
     | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | JoinWorker
     | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
     | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
-    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | RequestGone | Tick
+    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick
 )  # fmt: skip
 
 Effect: TypeAlias = Store | SetTokens | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel
