@@ -186,6 +186,24 @@ def test_fewer_workers_stop_the_last_places() -> None:
     assert done(d, b, 1)["state"] == "finished"
 
 
+def test_a_place_that_was_taken_away_stays_so_under_the_next_leader() -> None:
+    """Its number is another member's by then: who had it is told to stop, and its end is not the other's."""
+    d = Driver()
+    d.model()
+    pool = [member(d, f"p{i}") for i in range(3)]
+    run(d, workers=2)
+    d.ask(lambda n: io.PatchRun(n, "run-1", workers=1))
+    d.ask(lambda n: io.PatchRun(n, "run-1", workers=2))
+    for _ in range(2):
+        assert [beat(d, m)["state"] for m in pool] == ["assigned", "stop", "assigned"]
+        d.restart()
+
+    after = done(d, pool[1], 1)
+
+    assert [(p["member"], p["done"]) for p in after["places"]] == [("p0", False), ("p2", False)]
+    assert beat(d, pool[1])["state"] == "idle"
+
+
 def test_wrong_runs_are_refused() -> None:
     """Unknown models, entries that are none, rules that say nothing; one run at a time per model."""
     d = Driver()

@@ -84,8 +84,6 @@ class RunDesk:
             raise problem("conflict", f"run '{run.id}' is {run.state} already", hint="create a new run")
         run.stop = stop
         if e.workers is not None:
-            for i in range(e.workers, len(run.places)):
-                self._take_away(run, i)
             del run.places[e.workers :]
             run.places += [Place() for _ in range(e.workers - len(run.places))]
         if e.state == "paused" and run.active:
@@ -97,11 +95,6 @@ class RunDesk:
         self.fill(now)
         self._changed(run, now)
         self.c.answer(e.request, run.document())
-
-    def _take_away(self, run: Run, place: int) -> None:
-        member = run.places[place].member
-        if member is not None:
-            run.leaving[member] = place
 
     def end(self, run: Run, state: str, reason: str, now: float) -> None:
         """The run is over; its workers learn it from their heartbeats and free their places."""
@@ -203,7 +196,7 @@ class RunDesk:
             return {"state": "idle", "run": None}
         run_id, place = member.place
         run = self.c.runs[run_id]
-        stop = run.ended or member.name in run.leaving
+        stop = run.ended or not run.has(place, member.name)
         return {
             "state": "stop" if stop else "assigned",
             "run": {
@@ -253,8 +246,7 @@ class RunDesk:
         run = self.c.runs.get(run_id)
         if run is None:
             return
-        run.leaving.pop(member.name, None)
-        if place < len(run.places) and run.places[place].member == member.name:
+        if run.has(place, member.name):
             run.places[place].member = None
         self._changed(run, now)
 
@@ -263,7 +255,7 @@ class RunDesk:
         member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
         member.heard_s = now
         if member.place == (e.run, e.place):
-            lost = e.place >= len(run.places) or member.name in run.leaving
+            lost = not run.has(e.place, member.name)
             self._free(member, now)
             if not lost and not run.ended:
                 self._place_done(run, e.place, e.error, now)

@@ -6,7 +6,7 @@ a worker.  Nothing here starts a process: members of the pool ask for work.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import Struct
@@ -128,8 +128,6 @@ class Run:
     """Monotonic; not stored."""
     saved_s: float = 0.0
     """When `ran_s` was stored last; monotonic."""
-    leaving: dict[str, int] = field(default_factory=dict)
-    """Members whose place was taken away -> place; they are told to stop."""
 
     @property
     def ended(self) -> bool:
@@ -143,6 +141,10 @@ class Run:
     def worker_name(self, place: int) -> str:
         """The worker that a place is."""
         return f"{self.id}/w{place}"
+
+    def has(self, place: int, member: str) -> bool:
+        """Whether that place is still the member's; it may have been taken away, and given to another."""
+        return place < len(self.places) and self.places[place].member == member
 
     def count_time(self, now: float) -> None:
         """Adds the time since the last call if the run was running."""
