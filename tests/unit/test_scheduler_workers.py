@@ -95,3 +95,20 @@ def test_a_join_whose_answer_was_lost_leaves_no_worker_behind() -> None:
     assert (again["worker"], again["epoch"], again["rank"]) == (lost["worker"], lost["epoch"] + 1, 0)
     assert other["worker"] != lost["worker"]
     assert len(d.core.read.workers("m", d.now)) == 2
+
+
+@pytest.mark.parametrize("mode", ["ssp", "async"])
+def test_who_joins_just_after_a_change_of_leader_begins_where_the_others_are(mode: str) -> None:
+    """As they were a second before, and not where they once joined; they need not have been heard of yet."""
+    d = Driver()
+    d.model(consistency={"mode": mode})
+    a, b = d.join("a"), d.join("b")
+    for t in range(1, 101):
+        d.clock(a, t)
+        d.clock(b, t)
+    d.wait(0.5)
+
+    d.restart()
+
+    assert d.join("c")["clock"] == 100
+    assert beat(d, a, clock=101)["min_clock"] == 100

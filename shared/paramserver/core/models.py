@@ -87,6 +87,8 @@ class Model:
     """Created from a checkpoint."""
     switched: bool = False
     """sync: the values at its beginning were not the initial ones, and no cut is stored since."""
+    clock_stored: int = 0
+    """Where no commits tell it: the clock that another leader would know of."""
     commits: deque[tuple[float, Commit]] = field(default_factory=deque)
     """(when decided, commit), oldest first, of this timeline."""
     evaluated: int = 0

@@ -60,7 +60,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         model_name, _, worker = name.partition(":")
         model = c.models[model_name]
         # In sync what it had done beyond the open clock is in no list, or of a timeline that is over: it says so again.
-        done = granted = model.gate.clock if model.gate.sync else doc["clock"]
+        # Elsewhere the clock is what the slowest had done, and what is stored of a worker is where it joined.
+        done = granted = model.gate.clock if model.gate.sync else max(doc["clock"], model.gate.clock)
         pending: list[int] = []
         epoch, *late = groups["clock"][model_name].get("late", {}).get(worker, (0,))
         if epoch == doc["epoch"]:

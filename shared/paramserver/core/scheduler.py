@@ -129,8 +129,14 @@ class SchedulerCore:
         self._runs.expire(now)
         for model in self._c.models.values():
             self._c.touch(model)
-            if not self._moves.storage_away and model.series.due(now):
+            if self._moves.storage_away:
+                continue
+            if model.series.due(now):
                 self._c.save(f"series:{model.name}", model.series.stored)
+            if not model.gate.sync and model.gate.clock != model.clock_stored:
+                # Else who joins under the next leader, before the others are heard of, would begin where they once did.
+                model.clock_stored = model.gate.clock
+                self._c.save_clock(model)
 
     def _gone(self, event: io.RequestGone, now: float) -> None:
         self._checkpoints.forget(event.request)
