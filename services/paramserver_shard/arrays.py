@@ -83,7 +83,7 @@ class ArrayService:
         """Assigns a value (a JSON or msgpack tensor, or an array read from .npy); or uploads a first value.
 
         A first value that is asked for again goes only where it was lost; where it was not, the answer is as that to a
-        duplicate.  Raises PsError.
+        duplicate, and so it is to an upload that comes again once the model is complete.  Raises PsError.
         """
         known = await self._models.find(model)
         selection = _one(known, name)
@@ -96,6 +96,9 @@ class ArrayService:
         if uploading:
             self._check_upload(known, name, upload_token)
         command = assignment(known, selection, flat, dtype)
+        if not uploading and upload_token is not None:
+            # Sent again because its answer was lost: what others have learned since is worth more.
+            command = replace(command, parts=())
         if uploading and known.lost:
             # What the others hold was trained, and is worth more than these values.
             command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))

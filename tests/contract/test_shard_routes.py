@@ -397,6 +397,25 @@ def test_first_values_are_uploaded_with_the_token(cluster: Nodes) -> None:
     assert (answer["version"], answer["params"]["w"]) == (0, value)
 
 
+def test_an_upload_that_comes_again_changes_nothing_once_the_model_is_complete(cluster: Nodes) -> None:
+    """Its answer was lost and others have pushed since; without the token it is an assignment."""
+    model = Model(cluster, params={"w": {"shape": [4], "init": {"kind": "upload"}}}, optimizer={"name": "sum"})
+    url = f"{model.url(0)}/models/{model.name}/params/w"
+    token = {"x-upload-token": model.document["upload_token"]}
+    assert model.http.put(url, json=[10.0] * 4, headers=token).json()["duplicate"] is False
+    wanted = {"min_version": 0, "wait_s": 5}
+    assert model.ask("/pull", wanted, shard=0).json()["params"] == {"w": [10.0] * 4}
+    assert model.push({"w": [1.0] * 4}).status_code == 200
+
+    again = model.http.put(url, json=[10.0] * 4, headers=token)
+
+    assert (again.status_code, again.json()["duplicate"]) == (200, True)
+    problem(model.http.put(url, json=[10.0] * 3, headers=token), 422, "invalid_shape")
+    assert model.ask("/pull", wanted).json()["params"] == {"w": [11.0] * 4}
+    assert model.http.put(url, json=[10.0] * 4).json()["duplicate"] is False
+    assert model.ask("/pull", wanted).json()["params"] == {"w": [10.0] * 4}
+
+
 def test_a_synchronous_push_is_staged_until_its_clock_commits(cluster: Nodes) -> None:
     """202 `staged`, then the mean of both workers' pushes on both shards once both have reported."""
     model = Model(cluster, consistency={"mode": "sync", "min_workers": 2})
