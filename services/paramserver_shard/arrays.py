@@ -19,7 +19,7 @@ from paramserver.core.selection import Selection, select, unknown
 from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
 from paramserver.errors import combined, problem
 from paramserver.types import AnyArray, DType
-from paramserver.wire.tensor import from_f32
+from paramserver.wire.tensor import fits, from_f32
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange, GotPart, WantedPart
 from paramserver_shard.link import SchedulerLink
@@ -163,6 +163,8 @@ def read_npy(body: bytes | memoryview) -> AnyArray:
         descr, fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape) or fortran is not False:
             raise ValueError("not an array in C order")
+        if not fits(shape):
+            raise ValueError("a shape that no parameter has")
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as e:
         raise problem("malformed", f"the header of the .npy file cannot be read: {e!r:.80}") from None
     if not isinstance(descr, str) or descr not in _DTYPES:

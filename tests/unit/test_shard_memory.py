@@ -98,9 +98,20 @@ def test_npy_headers_are_numpys(shape: tuple[int, ...], dtype: str) -> None:
 )
 def test_damaged_npy_files_are_refused(header: bytes) -> None:
     """A header that lies, or is no header, is a RequestError and never anything else."""
-    body = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(4)
     with pytest.raises(RequestError):
-        read_npy(body)
+        read_npy(npy(header) + bytes(4))
+
+
+@pytest.mark.parametrize("shape", [(0,) * 100, (0, 2**70), (0, 2**40, 2**40)])
+def test_a_npy_file_without_values_has_no_shape_beyond_numpys(shape: tuple[int, ...]) -> None:
+    """A size of 0 makes the number of bytes right, whatever the others are."""
+    with pytest.raises(RequestError):
+        read_npy(npy(repr({"descr": "<f4", "fortran_order": False, "shape": shape}).encode()))
+
+
+def npy(header: bytes) -> bytes:
+    """A .npy file with that header, up to its values."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
 
 
 def test_a_capture_survives_being_stored() -> None:

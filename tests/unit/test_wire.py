@@ -388,6 +388,8 @@ def test_json_that_is_no_tensor_is_refused(value: Any, code: str) -> None:
     "value",
     [
         {"dtype": "float32", "shape": [2**40, 2**40], "data": b""},
+        {"dtype": "float32", "shape": [0, 2**36, 2**36, 2**36], "data": b""},
+        {"dtype": "float32", "shape": [0] * 100, "data": b""},
         {"dtype": "float32", "shape": [-1], "data": b"1234"},
         {"dtype": "float32", "shape": [2], "data": b"1234"},
         {"dtype": "object", "shape": [1], "data": b"1234"},

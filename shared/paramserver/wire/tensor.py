@@ -5,7 +5,7 @@ bfloat16, which NumPy lacks, is a uint16 array beside its dtype name.
 
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, Final
@@ -107,6 +107,11 @@ def _wrong(where: str, detail: str, code: str = "invalid_shape") -> PsError:
     return problem(code, f"{where}: {detail}", where=where)
 
 
+def fits(shape: Sequence[int]) -> bool:
+    """Whether an array may have such a shape; a size of 0 lets the others be what NumPy cannot multiply."""
+    return len(shape) <= limits.RANK_MAX and prod(n for n in shape if n) <= limits.MODEL_ELEMENTS_MAX
+
+
 def from_msgpack(value: Any, where: str) -> tuple[AnyArray, str]:
     """(array of its shape, dtype name) of a msgpack tensor `{"dtype", "shape", "data"}`.
 
@@ -119,12 +124,11 @@ def from_msgpack(value: Any, where: str) -> tuple[AnyArray, str]:
         raise _wrong(where, f"dtype {dtype!r:.40} is not one of {', '.join(ITEMSIZE)}", "invalid_dtype")
     if (
         not isinstance(shape, list)
-        or len(shape) > limits.RANK_MAX
-        or not all(
-            isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= limits.MODEL_ELEMENTS_MAX for n in shape
-        )
+        or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
+        or not fits(shape)
     ):
-        raise _wrong(where, f"shape must be a list of at most {limits.RANK_MAX} sizes")
+        detail = f"shape must be a list of at most {limits.RANK_MAX} sizes, of {limits.MODEL_ELEMENTS_MAX} elements"
+        raise _wrong(where, detail)
     if not isinstance(data, bytes) or len(data) != prod(shape) * ITEMSIZE[dtype]:
         size = len(data) if isinstance(data, bytes) else None
         raise _wrong(
