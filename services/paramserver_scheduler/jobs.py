@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any, Final
@@ -170,6 +170,7 @@ class Jobs:
                 return
             count = len(self._runtime.core.read.model(effect.model.name)["partitions"])
             held = await self._shards.states(effect.model, count, self._owner(effect.model), effect.cut)
+            _check_clocks(effect.document, [frame.clock for frame, _ in held])
             versions = [frame.version for frame, _ in held]
             states = [state for _, state in held]
             size, path = await asyncio.to_thread(
@@ -247,6 +248,20 @@ class Jobs:
             return str(shard["addresses"][0])
 
         return owner
+
+
+def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:
+    """Raises ConflictError where partitions of a synchronous model were read at another clock than the checkpoint's.
+
+    A rollback or a restore may have come between the first and the last of them.
+    """
+    wanted, mode = document["clock"], document["spec"]["consistency"]["mode"]
+    if mode == "sync" and any(clock != wanted for clock in clocks):
+        raise problem(
+            "conflict",
+            f"partitions were read at clocks {min(clocks)} to {max(clocks)}, where clock {wanted} was asked for",
+            hint="ask for another checkpoint",
+        )
 
 
 def _problem_of(error: Exception) -> PsError:

@@ -49,7 +49,7 @@ class ShardClient:
 
         Raises the PsError of a shard, or Unavailable when an owner does not answer for `PATIENCE_S`.
         """
-        params = {} if cut is None else {"version": cut}
+        params = {} if cut is None else {"cut": cut}
 
         async def fetch(index: int) -> tuple[StateFrame, PartitionState]:
             url = f"{owner(index)}/internal/state/{model.name}/{index}"

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -277,6 +278,36 @@ def test_a_checkpoint_sets_its_model_back_whose_settings_have_changed(
     with pytest.raises(ps.PsError, match="lacks parameter 'v'"):
         client.restore(tmp_path / "ckpt", as_=other.name, exist_ok=True)
     assert other.pull()["v"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("ack", ["applied", "journaled"])
+def test_the_clusters_checkpoint_of_a_training_is_of_one_clock(
+    shared_cluster: Cluster, client: ps.Client, name: str, ack: str
+) -> None:
+    """Every element of the file has had as many commits as the checkpoint's clock says, though the training goes on."""
+    from safetensors.numpy import load_file
+
+    size = 32 * 65536
+    model = client.create_model(name, {"w": (size,)}, optimizer=ps.Sum(), consistency=ps.Sync(), partitions=32, ack=ack)
+    stop = threading.Event()
+
+    def train() -> None:
+        with model.worker() as w:
+            while not stop.is_set():
+                w.step(ones(size))
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        eventually(lambda: model.info()["clock"] > 2, what="the first clocks")
+        saved = httpx.post(f"{shared_cluster.url}/models/{name}/checkpoints", timeout=60).json()
+        eventually(lambda: model.info()["clock"] > saved["clock"], what="another clock")
+    finally:
+        stop.set()
+        training.join()
+    assert set(saved["versions"]) == {saved["clock"]}
+    values = load_file(Path(saved["path"]) / "model.safetensors")["w"]
+    assert np.unique(values).tolist() == [float(saved["clock"])]
 
 
 def test_a_checkpoint_on_this_machine_holds_the_workers_states(client: ps.Client, name: str, tmp_path: Path) -> None:

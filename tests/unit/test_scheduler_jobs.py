@@ -19,13 +19,13 @@ from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import AnyArray, ModelKey
-from paramserver.wire.state import SetFrame
+from paramserver.wire.state import SetFrame, StateFrame
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.runtime import Answer
 from paramserver_scheduler.shards import ShardClient
 
-from .scheduling import SPEC, Driver
+from .scheduling import SPEC, Driver, code
 
 FROM_FILE: dict[str, Any] = {"w": {"shape": [64], "init": {"kind": "file", "path": "first.safetensors"}}}
 
@@ -60,6 +60,30 @@ async def test_a_bug_in_a_job_ends_the_job_alone(tmp_path: Path, work: str) -> N
     with pytest.raises(PsError) as told:
         d.result(asked)
     assert told.value.code == "internal"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("clocks", "told"), [((2, 2), None), ((2, 1), "conflict"), ((1, 1), "conflict")])
+async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_conflict(
+    tmp_path: Path, clocks: tuple[int, int], told: str | None
+) -> None:
+    """Versions differ where values were assigned; clocks do where the model went back while it was read."""
+    d = Driver()
+    d.model(consistency={"mode": "sync"}, partitions=2)
+    a = d.join("a")
+    d.clock(a, 2)
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
+    d.wait(1.5)
+    state = PartitionState(np.zeros(32, np.float32), (), (0,))
+    frames = [StateFrame("m", 1, i, clock + i, clock, 1, 32, 0, (0,)) for i, clock in enumerate(clocks)]
+
+    await performed(d, tmp_path, Mock(states=AsyncMock(return_value=[(frame, state) for frame in frames])))
+
+    if told is None:
+        assert d.result(asked)["versions"] == [2, 3]
+    else:
+        assert code(d, asked) == told
+        assert not list((tmp_path / "checkpoints").glob("m/*"))
 
 
 def tensor_file(dtype: str, item_bytes: int) -> bytes:
