@@ -223,6 +223,23 @@ def test_commit_records_of_a_journaled_model_stay_until_they_are_durable_everywh
     assert len([k for k in d.hash if k.startswith("commit:")]) == 1
 
 
+def test_a_journaled_model_goes_on_once_what_held_it_up_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many commits as are kept were decided before one was stored; the heartbeat that tells so lets it go on."""
+    monkeypatch.setattr("paramserver.core.worker_desk.COMMITS_KEPT", 8)
+    d = Driver()
+    d.durable = False
+    d.model(**JOURNALED)
+    a = d.join("a")
+    d.clock(a, 12)
+    assert [c["t"] for c in d.commits()] == list(range(8))
+
+    d.durable = True
+    d.beats()
+
+    assert [c["t"] for c in d.commits()] == list(range(12))
+    assert len([k for k in d.hash if k.startswith("commit:")]) == 4
+
+
 def test_assignments_do_not_make_commits_count_as_durable() -> None:
     """They raise the version above the clock: a commit is kept by the clock that a new owner would begin with."""
     d = Driver()

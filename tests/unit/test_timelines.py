@@ -309,6 +309,7 @@ def test_who_takes_over_before_the_first_commit_of_a_timeline_begins_no_other_on
     d.clock(d.join("a"), 1)
     d.beats()
     restored(d)
+    d.durable = False
     d.beats()
     assert (d.document()["began"], d.document()["clock"]) == (2, 3)
     assert taken_over(d, 1, 1)["timeline"] == 1

@@ -219,6 +219,8 @@ class ShardDesk:
                     owner.revision = more[0]
                     self.c.touch(model)
                 if len(more) > 1:
+                    if model.durable and more[1] > owner.durable_clock:
+                        self.c.touch(model)  # Its commits may have waited for that.
                     owner.durable_clock = more[1]
         for name, generation, index, token, clock in cuts:
             model = self.c.owned(e.name, name, generation, index, token)

@@ -289,6 +289,8 @@ class WorkerDesk:
         if not gate.sync or not model.ready or model.restoring or model.checkpoints.reading_still:
             return
         made = False
+        for old in model.prune_commits(now):  # First, because the next commit may have to wait for that.
+            self.c.drop(f"commit:{model.name}:{old.t}")
         for _ in range(COMMITS_PER_EVENT):
             if model.durable and len(model.commits) >= COMMITS_KEPT:
                 break  # Some partition has not stored the oldest, and would miss it after a failure.
@@ -315,8 +317,6 @@ class WorkerDesk:
         else:
             self.c.again(model)
         if made:
-            for old in model.prune_commits(now):
-                self.c.drop(f"commit:{model.name}:{old.t}")
             self.c.save_clock(model)
         elif model.rests(now):
             model.begin_cut(now)
