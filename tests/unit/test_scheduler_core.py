@@ -180,6 +180,18 @@ def test_entering_sync_makes_one_clock_and_a_cut() -> None:
     assert d.result(d.clock(a, clock + 1))["released"]
 
 
+def test_a_new_leader_takes_no_model_for_untouched_of_which_it_has_not_heard() -> None:
+    """What plain clients have trained is in no clock; begun anew, a death would draw the initial values again."""
+    d = Driver()
+    d.model()
+    for owner in d.core._c.models["m"].owners:
+        owner.version = 1000
+    d.restart()
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "sync"}}))
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    assert (d.document()["timeline"], d.document()["source"]) == (2, "snapshot")
+
+
 def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -> None:
     """The first commit is made again, once every partition is served under its new token."""
     d = Driver()

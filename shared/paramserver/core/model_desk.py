@@ -169,9 +169,12 @@ class ModelDesk:
         self.c.answer(e.request, self.c.public(model))
 
     def _untouched(self, model: Model) -> bool:
-        """Whether its values are the initial ones still, as far as one can know."""
+        """Whether its values are the initial ones still, as far as one can know.
+
+        A new leader knows the version of no partition until its owner has reported it.
+        """
         clean = model.gate.clock == 0 and model.timeline == 0 and not model.restored
-        return clean and not model.roster.workers and not any(o.version for o in model.owners)
+        return clean and model.served and not model.roster.workers and not any(o.version for o in model.owners)
 
     def delete(self, e: DeleteModel, now: float) -> None:
         model = self.c.model(e.model)
