@@ -125,3 +125,18 @@ def test_a_cut_that_can_not_become_whole_any_more_is_given_up_for_another(loss: 
     assert d.core.read.model("m")["cut"] is None
     d.beat("s0")
     assert d.core.read.model("m")["cut"] == 4
+
+
+def test_a_sync_phase_that_is_left_before_its_first_commit_leaves_nothing_behind() -> None:
+    """What waits for that commit, as moves do, need not wait any more."""
+    d = Driver()
+    d.model()
+    d.clock(d.join("a"), 3)
+    join(d, "s1")  # what it owns is not served, so that the first commit has to wait
+    for mode in ("sync", "async"):
+        d.ask(lambda n, mode=mode: io.PatchModel(n, "m", {"consistency": {"mode": mode}}))  # type: ignore[misc]
+    assert not d.commits()
+    d.beats()
+    d.ask(lambda n: io.SetShardState(n, "s0", "draining"))
+    d.wait(10)
+    assert d.owners() == ["s1"] * 4

@@ -158,7 +158,7 @@ class ModelDesk:
                 model.pending_cut = None
                 model.cut_seen.clear()
                 model.cut = None
-                model.switched = False
+                model.switched = model.cut_wanted = model.opening = model.resting = False
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)
