@@ -1,10 +1,14 @@
 """When the scheduler's core has checkpoints written, which of them stay, and what a restore makes."""
 
+from typing import Any
+
+import pytest
+
 from paramserver.core import scheduler_io as io
 from paramserver.errors import PsError
 from paramserver.types import ModelKey
 
-from .scheduling import SPEC, Driver, code
+from .scheduling import SPEC, Driver, beyond_its_cut, code
 
 SYNC = {"consistency": {"mode": "sync"}}
 
@@ -39,6 +43,46 @@ def test_checkpoints_in_sync_are_of_one_clock() -> None:
     effect = finish(d)
     assert (effect.cut, effect.document["clock"]) == (None, 4)
     assert d.result(parked)["released"]
+
+
+def reading_still() -> tuple[Driver, Any, int, io.WriteCheckpoint]:
+    """A model that stands at clock 2, beyond its cut, is being read; its worker, who asked, and what is read."""
+    d, a = beyond_its_cut()
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    d.wait(1.5)
+    effect = d.work.pop()
+    assert isinstance(effect, io.WriteCheckpoint)
+    assert effect.cut is None
+    return d, a, asked, effect
+
+
+def test_what_was_read_of_a_model_that_went_back_meanwhile_is_no_checkpoint() -> None:
+    """It may have come to the same clock again with other values; whoever asked is told, and the training goes on."""
+    d, a, asked, effect = reading_still()
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.beats()
+    assert d.result(d.clock_of(a | {"timeline": 1}, 2))["released"]
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4, creation="1-2.0"))
+    assert code(d, asked) == "conflict"
+    assert d.work == [io.RemoveCheckpoint("m", "mine", "1-2.0")]
+    assert not d.core.read.checkpoints("m")
+
+    d.work.clear()
+    again = d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    d.wait(1.5)
+    finish(d)
+    assert d.result(again)["clock"] == 2
+
+
+def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
+    """What a restore sets keeps the clock, by which nobody could tell what was read before and what after."""
+    d, _, asked, effect = reading_still()
+    with pytest.raises(PsError, match="mine") as refused:
+        d.ask(lambda n: io.StartRestore(n, "m"))
+    assert refused.value.code == "conflict"
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
+    assert d.result(asked)["clock"] == 2
+    assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
 
 
 def test_the_last_and_the_best_checkpoints_stay() -> None:

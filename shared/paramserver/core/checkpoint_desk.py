@@ -14,7 +14,7 @@ from paramserver.core.scheduler_io import (
     RequestCheckpoint,
     WriteCheckpoint,
 )
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 
 WANTED_MAX = 64
 
@@ -103,8 +103,10 @@ class CheckpointDesk:
     def written(self, e: CheckpointWritten, now: float) -> None:
         model = self.c.of_key(e.model.name, e.model.generation)
         wanted = self._finish(model, e.name) if model is not None else None
-        if model is None or wanted is None:
+        if model is None or wanted is None or wanted.void:
             self.c.perform(RemoveCheckpoint(e.model.name, e.name, e.creation))
+            for request in wanted.requests if wanted is not None else ():
+                self.c.answer(request, _went_back(e.model.name))
             return
         record = Record(
             e.name,
@@ -131,7 +133,7 @@ class CheckpointDesk:
         model = self.c.of_key(e.model.name, e.model.generation)
         wanted = self._finish(model, e.name) if model is not None else None
         if e.taken and model is not None and wanted is not None and wanted.name is None:
-            wanted.written = None
+            wanted.written, wanted.void = None, False
             model.checkpoints.wanted.insert(0, wanted)  # begins again, with the next number
             return
         for request in wanted.requests if wanted is not None else ():
@@ -151,3 +153,11 @@ class CheckpointDesk:
             for wanted in model.checkpoints.wanted:
                 if request in wanted.requests:
                     wanted.requests.remove(request)
+
+
+def _went_back(model: str) -> PsError:
+    return problem(
+        "conflict",
+        f"model '{model}' went back to an earlier clock while it was read",
+        hint="ask for another checkpoint",
+    )

@@ -84,6 +84,8 @@ class Wanted:
     clock: int = 0
     """The model's clock when it was asked for; once begun, the clock that it is of."""
     metric: tuple[str, float] | None = None
+    void: bool = False
+    """The model has gone back while it was read."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,11 @@ class Checkpoints:
     def writing(self) -> bool:
         """Whether one is being written just now."""
         return bool(self.wanted) and self.wanted[0].written is not None
+
+    def went_back(self) -> None:
+        """A new timeline has begun: what is read of the present state is of no clock.  A cut stays what it is."""
+        if self.reading_still:
+            self.wanted[0].void, self.reading_still = True, False
 
     def due(self, spec: CheckpointSpec, every_clocks: int, clock: int, version: int, now: float) -> bool:
         """Whether the rule asks for one at this clock; never for a model that has not changed since the last."""

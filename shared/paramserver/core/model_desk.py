@@ -267,6 +267,13 @@ class ModelDesk:
         model = self.c.model(e.model)
         if model.restoring:
             raise problem("conflict", f"model '{model.name}' is being restored already")
+        if model.checkpoints.reading_still:
+            # What is set keeps its clock, so that nobody could tell by it what was read before and what after.
+            raise problem(
+                "conflict",
+                f"checkpoint '{model.checkpoints.wanted[0].written}' of model '{model.name}' is being read",
+                hint="restore once it is written",
+            )
         model.restoring = True
         for owner in model.owners:
             if owner.stay():

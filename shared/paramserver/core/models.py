@@ -277,6 +277,7 @@ class Model:
         self.evaluated = min(self.evaluated, clock)
         self.evaluations = [e for e in self.evaluations if e.clock <= clock]
         self.checkpoints.last_clock = min(self.checkpoints.last_clock, clock)
+        self.checkpoints.went_back()
 
     # --- documents ---
 
