@@ -101,6 +101,27 @@ def test_another_leader_knows_where_a_worker_was_told_to_go_on() -> None:
     assert listed_of(d, b) == [0, 3]
 
 
+@pytest.mark.parametrize("leader", ["the same", "another"])
+def test_who_is_told_of_a_rollback_leaves_out_what_lies_before_the_clock_it_is_told(leader: str) -> None:
+    """A client that never says `since` goes on at the clock that the refusal names, whoever leads by then."""
+    d, a, b = gone_on(1)
+    d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
+    d.beats()
+    a["timeline"] = 1
+    for clock in (2, 3, 4):
+        d.clock_of(a, clock)
+    refused = d.replies[d.clock_of(b, 1)]
+    assert (refused.code, refused.members["clock"]) == ("rolled_back", 4)
+    if leader == "another":
+        d.restart()
+    b["timeline"] = 1
+    d.clock_of(b, 5)
+    d.clock_of(a, 5)
+    d.clock_of(a, 6)
+
+    assert listed_of(d, b) == [4]
+
+
 @pytest.mark.parametrize("since", [-1, 5])
 def test_a_beginning_that_cannot_be_is_refused(since: int) -> None:
     """It lies between the first clock and the one reported."""

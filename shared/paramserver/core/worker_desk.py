@@ -215,7 +215,7 @@ class WorkerDesk:
             raise self._rolled_back(model, worker)
 
     def _rolled_back(self, model: Model, worker: Worker) -> PsError:
-        clock = model.gate.next_clock(worker)
+        clock = self._grant(model, worker)
         return problem(
             "rolled_back",
             f"model '{model.name}' went on from clock {clock}",
@@ -343,18 +343,22 @@ class WorkerDesk:
                 if released or now >= w.deadline_s:
                     self.c.answer_waiter(model, w, self._clock_body(model, worker, w.clock, low, released), now)
 
+    def _grant(self, model: Model, worker: Worker) -> int:
+        """The clock that the worker is told to go on at."""
+        if worker.granted < (granted := model.gate.next_clock(worker)):
+            worker.granted = granted
+            if model.gate.may_fold(worker):
+                self.c.save_clock(model)  # another leader must know what it was told to leave out
+        return worker.granted
+
     def _clock_body(self, model: Model, worker: Worker, clock: int, low: int, released: bool) -> dict[str, Any]:
         gate = model.gate
         waiting = [] if released else gate.waiting_for(clock, model.roster)
         if not released and not model.ready:
             waiting = ["the model's initial values"]
-        if worker.granted < (granted := gate.next_clock(worker)):
-            worker.granted = granted
-            if gate.may_fold(worker):
-                self.c.save_clock(model)  # another leader must know what it was told to leave out
         return {
             "released": released,
-            "clock": worker.granted,
+            "clock": self._grant(model, worker),
             "min_clock": low,
             "version": model.version,
             "waiting_for": waiting,
