@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.gate import AHEAD_MAX
 
 from .scheduling import Driver
 
@@ -45,6 +46,18 @@ def test_a_clock_counts_when_every_shard_of_its_push_has_told_it() -> None:
     assert [(c["t"], c["contributions"]) for c in d.commits()] == [(0, [["m/a", 1, 0, 0, 1.0]])]
     told(d, a, "s0", clock=2, seq=2, shards=1)
     assert [c["t"] for c in d.commits()] == [0, 1]
+
+
+def test_what_is_too_far_ahead_is_not_counted() -> None:
+    """No request waits for a refusal; the worker meets it when it reports the clock itself."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "min_workers": 2})
+    a, _ = d.join("a"), d.join("b")
+    d.clock(a, AHEAD_MAX, wait_s=0.0)
+
+    told(d, a, "s0", clock=AHEAD_MAX + 1, shards=1)
+
+    assert d.core.read.worker("m", "m/a", d.now)["clock"] == AHEAD_MAX
 
 
 def test_it_waits_for_the_others_as_any_report() -> None:

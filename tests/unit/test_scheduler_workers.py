@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.gate import AHEAD_MAX
 from paramserver.errors import RequestError
 
-from .scheduling import Driver
+from .scheduling import Driver, code
 
 
 def beat(d: Driver, worker: Any, **fields: Any) -> Any:
@@ -112,3 +113,13 @@ def test_who_joins_just_after_a_change_of_leader_begins_where_the_others_are(mod
 
     assert d.join("c")["clock"] == 100
     assert beat(d, a, clock=101)["min_clock"] == 100
+
+
+def test_how_far_a_worker_is_ahead_is_counted_from_the_clock_that_is_open() -> None:
+    """Not from its own last report, or report by report it could be ahead without a bound; a repetition is taken."""
+    d = Driver()
+    d.model(consistency={"mode": "sync", "min_workers": 2})
+    a, _ = d.join("a"), d.join("b")
+    for _ in range(2):
+        assert not d.result(d.clock(a, AHEAD_MAX, wait_s=0.0))["released"]
+    assert code(d, d.clock(a, AHEAD_MAX + 1, wait_s=0.0)) == "invalid_field"

@@ -120,7 +120,7 @@ class Gate:
         `since`: it has worked on every clock from there; None: from where it was last told to go on.
         Raises RequestError (`invalid_field`) for a number that cannot be.
         """
-        top = max(worker.done, self.clock) + AHEAD_MAX if self.sync else CLOCK_MAX
+        top = max(worker.done, self.clock + AHEAD_MAX) if self.sync else CLOCK_MAX
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
         if since is not None and not 0 <= since <= done:
