@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.gate import AHEAD_MAX
-from paramserver.errors import RequestError
+from paramserver.errors import ConflictError, PsError, RequestError
 
 from .scheduling import Driver, code
 
@@ -123,3 +123,37 @@ def test_how_far_a_worker_is_ahead_is_counted_from_the_clock_that_is_open() -> N
     for _ in range(2):
         assert not d.result(d.clock(a, AHEAD_MAX, wait_s=0.0))["released"]
     assert code(d, d.clock(a, AHEAD_MAX + 1, wait_s=0.0)) == "invalid_field"
+
+
+def test_a_report_that_is_refused_wakes_nobody() -> None:
+    """A worker without data holds no barrier up, until it reports a clock that can be."""
+    d = Driver()
+    d.model(consistency={"mode": "sync"})
+    a, b = d.join("a"), d.join("b")
+    d.ask(lambda n: io.RegisterDataset(n, "m", "t", 1, 1, None, None, "dynamic", 1))
+    d.lease(a, "t")
+    d.lease(b, "t")
+    assert code(d, d.clock(b, 1 << 20)) == "invalid_field"
+    assert all(d.result(d.clock(a, clock))["released"] for clock in (1, 2, 3))
+
+
+@pytest.mark.parametrize("wrong", [{"clock": 1 << 20}, {"clock": 1, "since": 2}, {"clock": 1, "timeline": 7}])
+def test_a_heartbeat_that_is_refused_leaves_the_state_as_it_was(wrong: dict[str, Any]) -> None:
+    """Whoever sent it does not know that it was taken, and sends it again."""
+    d = Driver()
+    d.model(consistency={"mode": "sync"})
+    a = d.join("a")
+    beat(d, a, state={"epoch": 1})
+    with pytest.raises(PsError):
+        beat(d, a, state={"epoch": 2}, **wrong)
+    assert d.core.read.workers("m", d.now, kept=True)[0]["kept"] == {"epoch": 1}
+
+
+def test_a_join_that_is_refused_takes_no_name() -> None:
+    """The next one without a name gets the one that was free."""
+    d = Driver()
+    d.model()
+    d.join("a", rank=0)
+    with pytest.raises(ConflictError):
+        d.join(None, rank=0)
+    assert d.join(None)["worker"] == "m/w0"

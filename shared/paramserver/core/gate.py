@@ -114,17 +114,20 @@ class Gate:
             return self.clock
         return min(w.done for w in counting)
 
-    def report(self, worker: Worker, done: int, since: int | None = None) -> None:
-        """The worker has finished `done` iterations; absolute, so an older report changes nothing.
-
-        `since`: it has worked on every clock from there; None: from where it was last told to go on.
-        Raises RequestError (`invalid_field`) for a number that cannot be.
-        """
+    def check(self, worker: Worker, done: int, since: int | None) -> None:
+        """Raises RequestError (`invalid_field`) for numbers that the worker cannot report; see `report`."""
         top = max(worker.done, self.clock + AHEAD_MAX) if self.sync else CLOCK_MAX
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
         if since is not None and not 0 <= since <= done:
             raise problem("invalid_field", f"since: must be from 0 to clock {done}, not {since}", where="since")
+
+    def report(self, worker: Worker, done: int, since: int | None = None) -> None:
+        """The worker has finished `done` iterations; absolute, so an older report changes nothing.
+
+        `since`: it has worked on every clock from there; None: from where it was last told to go on.
+        Both are known to be possible (`check`).
+        """
         if done <= worker.done:
             return
         if self.sync:

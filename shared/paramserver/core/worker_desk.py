@@ -64,7 +64,7 @@ class WorkerDesk:
         if e.above is not None:
             _count(e.above, "above", EPOCH_MAX - 1)
         lease_s = _lease_s(e.lease_s)
-        name = self._name(model, e.name, e.attempt)
+        name, count = self._name(model, e.name, e.attempt)
         self._clear_rank(model, name, e.rank)
         rank = model.roster.choose_rank(name, e.rank)
         old = model.roster.workers.get(name)
@@ -72,6 +72,7 @@ class WorkerDesk:
             self._part(model, old)
         clock = model.gate.join_clock(model.roster)
         worker, forgotten = model.roster.join(name, rank, e.above or 0, clock, model.timeline, now)
+        model.worker_count = count
         worker.lease_s, worker.attempt = lease_s, e.attempt
         for gone in forgotten:
             self.c.drop(f"worker:{model.name}:{gone}")
@@ -98,16 +99,18 @@ class WorkerDesk:
                 self._part(model, worker)
                 break
 
-    def _name(self, model: Model, name: Any, attempt: str | None) -> str:
+    def _name(self, model: Model, name: Any, attempt: str | None) -> tuple[str, int]:
+        """The name of one who joins, and how many have been given out once it has joined."""
+        count = model.worker_count
         if name is None:
             for worker in model.roster.live():
                 if attempt is not None and worker.attempt == attempt:
-                    return worker.name
+                    return worker.name, count
             while True:
-                chosen = f"{model.name}/w{model.worker_count}"
-                model.worker_count += 1
+                chosen = f"{model.name}/w{count}"
+                count += 1
                 if chosen not in model.roster.workers:
-                    return chosen
+                    return chosen, count
         if (
             not isinstance(name, str)
             or not WORKER_NAME.fullmatch(name)
@@ -119,7 +122,7 @@ class WorkerDesk:
                 hint="letters, digits, '.', '_' and '-', with at most one '/' inside",
                 where="name",
             )
-        return name if "/" in name else f"{model.name}/{name}"
+        return (name if "/" in name else f"{model.name}/{name}"), count
 
     def leave(self, e: LeaveWorker, now: float) -> None:
         model = self.c.model(e.model)
@@ -179,13 +182,13 @@ class WorkerDesk:
         with looking():
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")
-        if e.state is not None and e.state != worker.state:
-            worker.state = e.state
-            self.c.save_worker(model, worker)
         if e.clock is not None:
             _count(e.clock, "clock")
             self._check_timeline(model, worker, e.timeline)
             self._report(model, worker, e.clock, e.since)
+        if e.state is not None and e.state != worker.state:
+            worker.state = e.state
+            self.c.save_worker(model, worker)
         self.note(model, worker.name, worker.done, metrics, now)
         worker.note(metrics)
         body = {
@@ -197,6 +200,7 @@ class WorkerDesk:
         self.c.answer_now(e.request, body)
 
     def _report(self, model: Model, worker: Worker, clock: int, since: int | None) -> None:
+        model.gate.check(worker, clock, since)
         before = worker.done
         if clock > worker.done:
             model.gate.resume(worker, model.roster)
