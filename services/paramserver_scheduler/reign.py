@@ -41,7 +41,11 @@ class Reign:
         """Told after each renewal whether Redis answered."""
         self._emptied = emptied
         self._beat_s = monotonic()
+        """When the loop last ran, as far as is known."""
+        self._paused_s = float("-inf")
+        """When it was noticed last that it had not for a while."""
         self._doubt = False
+        """Whether Redis has not been asked since."""
         self._asking: asyncio.Task[None] | None = None
         self.over = False
         """Whether a newer leader is known, or this one has ended for another reason."""
@@ -63,9 +67,9 @@ class Reign:
 
     async def confirm(self) -> bool:
         """Whether this scheduler may still answer; asks Redis first if the process has just stood still."""
-        if self._doubt or monotonic() - self._beat_s > PAUSE_S:
-            self._doubt = True
-            await self._ask()
+        self._beat()
+        while self._doubt and not self.over:
+            await self._ask()  # once more where that was under way already: its answer may be older than the pause
         return not self.over
 
     async def _ask(self) -> None:
@@ -97,16 +101,20 @@ class Reign:
         else:
             self._renewed_s = asked_s
             self._redis_answers(True)
+        self._beat()
         # A pause in the middle of the question leaves the doubt: the answer is older than it.
-        if monotonic() - asked_s < PAUSE_S + BEAT_S:
+        if self._paused_s <= asked_s:
             self._doubt = False
-            self._beat_s = monotonic()
+
+    def _beat(self) -> None:
+        """The loop runs; notices when it has not for a while."""
+        now = monotonic()
+        if now - self._beat_s > PAUSE_S:
+            log.warning("scheduler.paused s=%.1f", now - self._beat_s)
+            self._paused_s, self._doubt = now, True
+        self._beat_s = now
 
     async def _watch_the_clock(self) -> None:
         while True:
-            now = monotonic()
-            if now - self._beat_s > PAUSE_S:
-                log.warning("scheduler.paused s=%.1f", now - self._beat_s)
-                self._doubt = True
-            self._beat_s = now
+            self._beat()
             await asyncio.sleep(BEAT_S)

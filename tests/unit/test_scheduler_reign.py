@@ -1,0 +1,79 @@
+"""What a leader that stood still asks before it answers, on a clock that the test moves."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paramserver.errors import problem
+from paramserver_scheduler.lease import Deposed
+from paramserver_scheduler.reign import Reign
+
+
+class AskedLease:
+    """A lease of which the test says how long each renewal takes, and how it ends."""
+
+    term = 1
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+
+    async def renew(self) -> None:
+        """Ends when the test says so."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(answer)
+        await answer
+
+
+class Stood:
+    """A reign whose process stands still whenever the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("paramserver_scheduler.reign.monotonic", lambda: self.now)
+        lease: Any = AskedLease()
+        self.asked = lease.asked
+        self.reign = Reign(lease, lambda _: None, lambda: None, self.nobody)
+
+    async def nobody(self) -> bool:
+        """No other scheduler leads."""
+        return False
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis renewed the lease, then the process stood still, and another leads when it reads that."""
+    s = Stood(monkeypatch)
+    first = asyncio.ensure_future(s.reign._ask())
+    before = await s.asked.get()
+    s.now += 30.0
+    leads = asyncio.ensure_future(s.reign.confirm())
+    before.set_result(None)
+    async with asyncio.timeout(10):
+        (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
+
+    assert await leads is False
+    await first
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [None, problem("unavailable", "Redis does not answer")])
+async def test_one_question_after_the_pause_is_enough_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Redis being slow, or away, deposes nobody; what comes next is answered without a question."""
+    s = Stood(monkeypatch)
+    s.now += 30.0
+    leads = asyncio.ensure_future(s.reign.confirm())
+    answer = await s.asked.get()
+    for _ in range(25):  # the process runs meanwhile
+        s.now += 0.2
+        s.reign._beat()
+    if error is None:
+        answer.set_result(None)
+    else:
+        answer.set_exception(error)
+
+    assert await leads is True
+    assert await s.reign.confirm() is True
+    assert s.asked.empty()
