@@ -180,6 +180,21 @@ def test_entering_sync_makes_one_clock_and_a_cut() -> None:
     assert d.result(d.clock(a, clock + 1))["released"]
 
 
+def test_assignments_count_in_a_synchronous_models_version_and_not_in_its_clock() -> None:
+    """Who waits at a clock is told the version that all partitions have with its commit, whatever is heard later."""
+    d = Driver()
+    d.assigned = 3
+    d.model(**SYNC)
+    told = [(d.core.read.model("m")["version"], d.core.read.models()[0]["version"])]
+    released = d.result(d.clock(d.join("a"), 1))
+    d.beats()
+    told.append((d.core.read.model("m")["version"], d.core.read.models()[0]["version"]))
+
+    assert told == [(3, 3), (4, 4)]
+    assert (released["released"], released["version"]) == (True, 1)
+    assert d.core.read.model("m")["clock"] == 1
+
+
 def test_a_new_leader_takes_no_model_for_untouched_of_which_it_has_not_heard() -> None:
     """What plain clients have trained is in no clock; begun anew, a death would draw the initial values again."""
     d = Driver()

@@ -189,8 +189,9 @@ class Model:
 
     @property
     def version(self) -> int:
-        """sync: the clock; else the lowest version heard of."""
-        return self.gate.clock if self.gate.sync else min((o.version for o in self.owners), default=0)
+        """The lowest over the partitions, as heard; sync: at least the clock, which each has or is about to have."""
+        heard = min((o.version for o in self.owners), default=0)
+        return max(self.gate.clock, heard) if self.gate.sync else heard
 
     def partition(self, index: int) -> PartitionKey:
         return PartitionKey(self.key, index)

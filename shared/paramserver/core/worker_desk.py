@@ -365,7 +365,8 @@ class WorkerDesk:
             "released": released,
             "clock": self._grant(model, worker),
             "min_clock": low,
-            "version": model.version,
+            # What was heard may be of before a rollback, and the worker's pull waits for the version that it is told.
+            "version": gate.clock if gate.sync else model.version,
             "waiting_for": waiting,
             "timeline": model.timeline,
             "state": self.state(model, worker),
