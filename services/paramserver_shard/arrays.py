@@ -67,14 +67,14 @@ class ArrayService:
         if head or if_none_match:
             # One element of each partition is enough to learn the versions.
             probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
-            got = await self._exchange.pull(known, probe, timeline=None, min_version=0, wait_s=0.0)
+            got = await self._exchange.pull(known, probe, timeline=None, min_version=0, min_clock=0, wait_s=0.0)
             parts = [got[p.partition] for p in selection.parts]
             tag = etag(known, parts)
             unchanged = _matches(if_none_match, tag)
             if head or unchanged:
                 version, incarnation = _newest(parts)
                 return NpyAnswer(tag, version, incarnation, header, memoryview(b""), size, unchanged)
-        pulled = await self._names.fetch(known, PullRequest(selection, 0, 0.0, None))
+        pulled = await self._names.fetch(known, PullRequest(selection, 0, 0, 0.0, None))
         tag = etag(known, pulled.parts)
         body = from_f32(pulled.packed, dtype).data.cast("B")
         return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, _matches(if_none_match, tag))

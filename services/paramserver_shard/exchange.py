@@ -106,7 +106,14 @@ class Exchange:
         return merged_push(known, done)
 
     async def pull(
-        self, known: KnownModel, wanted: Sequence[WantedPart], *, timeline: int | None, min_version: int, wait_s: float
+        self,
+        known: KnownModel,
+        wanted: Sequence[WantedPart],
+        *,
+        timeline: int | None,
+        min_version: int,
+        min_clock: int,
+        wait_s: float,
     ) -> dict[int, GotPart]:
         """The present values of these partitions, each by its index."""
 
@@ -114,7 +121,7 @@ class Exchange:
             indices = tuple(p.partition for p in parts)
             done = await self._runtime.pull(
                 lambda request: PullReceived(
-                    request, now.key.name, indices, now.key.generation, timeline, min_version, wait_s
+                    request, now.key.name, indices, now.key.generation, timeline, min_version, wait_s, min_clock
                 )
             )
             return [
@@ -129,6 +136,7 @@ class Exchange:
                 generation=now.key.generation,
                 timeline=timeline,
                 min_version=min_version,
+                min_clock=min_clock,
                 wait_s=wait_s,
                 forwarded=True,
             )

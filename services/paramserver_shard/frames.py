@@ -193,13 +193,25 @@ class FrameService:
         if not split or self._all_here(known, indices):
             done = await self._runtime.pull(
                 lambda request: PullReceived(
-                    request, known.key.name, indices, known.key.generation, timeline, spec.min_version, wait_s
+                    request,
+                    known.key.name,
+                    indices,
+                    known.key.generation,
+                    timeline,
+                    spec.min_version,
+                    wait_s,
+                    spec.min_clock,
                 )
             )
             return self._body(known, spec, done)
         wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
-            known, wanted, timeline=timeline, min_version=spec.min_version, wait_s=wait_s
+            known,
+            wanted,
+            timeline=timeline,
+            min_version=spec.min_version,
+            min_clock=spec.min_clock,
+            wait_s=wait_s,
         )
         return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
 

@@ -27,6 +27,7 @@ class PullRequest(Struct, frozen=True):
 
     selection: Selection
     min_version: int
+    min_clock: int
     wait_s: float
     dtype: DType | None
     """None: each parameter's own."""
@@ -87,7 +88,12 @@ class NameService:
         selection = request.selection
         wanted = [WantedPart(p.partition, p.ranges) for p in selection.parts]
         got = await self._exchange.pull(
-            known, wanted, timeline=None, min_version=request.min_version, wait_s=request.wait_s
+            known,
+            wanted,
+            timeline=None,
+            min_version=request.min_version,
+            min_clock=request.min_clock,
+            wait_s=request.wait_s,
         )
         packed = np.empty(selection.size, np.float32)
         for part in selection.parts:
@@ -234,7 +240,7 @@ def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequ
         )
 
     names = r.take("names", None, lambda v: v is None or names_ok(v), "a list of parameter names or patterns")
-    min_version = r.integer("min_version", 0)
+    min_version, min_clock = r.integer("min_version", 0), r.integer("min_clock", 0)
     wait_s = r.number("wait_s", 0.0, 0.0, limits.WAIT_S_MAX)
     dtype = r.data.get("dtype")
     r.known.append("dtype")
@@ -245,7 +251,7 @@ def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequ
         r.fail("names", "is empty; leave it out to pull everything")
     if r.errors:
         raise combined(r.errors)
-    return PullRequest(select(known.layout, names, ranges), min_version, wait_s, dtype)
+    return PullRequest(select(known.layout, names, ranges), min_version, min_clock, wait_s, dtype)
 
 
 def _read_tensors(

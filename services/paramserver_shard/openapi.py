@@ -88,7 +88,7 @@ def describe(app: FastAPI) -> None:
             "pull",
             "Pull parameters by name",
             "`names` may be patterns such as `layers.*.weight`; left out, everything comes. With `min_version` the "
-            "answer waits up to `wait_s` seconds, then 412.",
+            "answer waits up to `wait_s` seconds, then 412; with `min_clock` too, for that many commits in mode sync.",
             _PULL,
             {200: _answer("The values", _PULLED)},
         ),

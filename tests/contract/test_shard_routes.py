@@ -215,6 +215,29 @@ def test_a_pull_waits_for_its_version(model: Model) -> None:
         assert waiting.result().json()["params"] == {"b": 1.0}
 
 
+def test_a_pull_waits_for_its_clock_whatever_the_version(cluster: Nodes) -> None:
+    """`min_clock` counts commits: assignments do not meet it, by name or by frame, on this shard or another."""
+    model = Model(cluster, consistency={"mode": "sync"})
+    w = cluster.post(f"/models/{model.name}/workers", {"name": "a"})
+    for i in range(4):
+        assert model.http.put(f"{model.url(0)}/models/{model.name}/params/w", json=[[float(i)] * 4] * 6).is_success
+
+    def pulls(clock: int, wait_s: float) -> list[httpx.Response]:
+        frame = PullFrame(model=model.name, parts=[(i, None) for i in range(4)], min_clock=clock, wait_s=wait_s)
+        head = {"content-type": MEDIA_TYPE}
+        framed = model.http.post(model.url(1) + "/pull", content=encode_header(frame), headers=head)
+        return [*(model.ask("/pull", {"min_clock": clock, "wait_s": wait_s}, shard) for shard in (0, 1)), framed]
+
+    for answer in pulls(1, 0.1):
+        assert "clock 0, not yet at clock 1" in problem(answer, 412, "version_not_reached")["detail"]
+    ident = {"worker": w["worker"], "epoch": w["epoch"]}
+    assert model.push({"w": [[5.0] * 4] * 6}, **ident, seq=0, clock=0).status_code == 202
+    cluster.post(f"/models/{model.name}/clock", ident | {"clock": 1})
+    for answer in pulls(1, 10.0):
+        assert answer.status_code == 200, answer.text
+    assert model.values() == [[8.0] * 4] * 6
+
+
 def test_a_parameter_is_a_npy_file_with_an_etag(cluster: Nodes) -> None:
     """The file opens in NumPy; its ETag is the same on both shards, answers 304, and changes with the value."""
     params = {"dense/kernel": {"shape": [5, 3], "init": {"kind": "normal"}}, "h": {"shape": [2], "dtype": "bfloat16"}}

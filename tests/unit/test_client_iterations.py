@@ -96,7 +96,7 @@ def test_a_clock_that_is_not_released_in_time_is_reported_and_waited_for() -> No
     drive(its.step(GRAD, {}, deadline(), None), node)
 
     assert [b["clock"] for b in node.bodies(CLOCK)] == [1, 2]
-    assert [f.min_version for f in node.pulls] == [1]
+    assert [f.min_clock for f in node.pulls] == [1]
     assert [f.push_id.seq for f in node.pushes if f.push_id] == [1, 2]
     assert session.clock == 2
 

@@ -177,7 +177,7 @@ def test_a_step_pushes_for_its_clock_then_reports_it_done() -> None:
 
     assert [(f.clock, f.push_id.seq) for f in node.pushes if f.push_id] == [(0, 1), (1, 2)]
     assert [b["clock"] for b in node.bodies("/models/m/clock")] == [1, 2]
-    assert [f.min_version for f in node.pulls] == [0, 1]
+    assert [(f.min_version, f.min_clock) for f in node.pulls] == [(0, 0), (0, 1)]
     assert session.clock == 2
 
 
@@ -214,7 +214,7 @@ def test_a_rollback_drops_the_gradient_and_resets_the_clock() -> None:
     assert dropped.state == "dropped"
     assert len(node.bodies("/models/m/clock")) == reports + 1
     assert (node.pushes[-1].timeline, node.pushes[-1].clock) == (5, 0)
-    assert node.pulls[-1].min_version == 0
+    assert node.pulls[-1].min_clock == 0
 
 
 def test_a_gradient_of_values_from_before_a_rollback_is_not_sent() -> None:

@@ -66,6 +66,18 @@ def test_only_what_the_caller_asked_for_is_an_answer(shard: Shard) -> None:
     assert present.of("m", 2, None, 0) is None
 
 
+def test_a_version_does_not_tell_which_commits_are_in_the_values(shard: Shard) -> None:
+    """Whoever waits for a clock gets what is known to have reached it; an assignment has raised the version beyond."""
+    present = Present(shard)
+    present.pulled(origin(7), shard.lend(1))
+    assert present.of("m", 1, 0, 0, 1) is None
+    present.pulled(origin(8), shard.lend(2), 5)
+    assert present.of("m", 1, 0, 0, 5) is not None
+    assert present.of("m", 1, 0, 0, 6) is None
+    present.pushed(origin(9), shard.lend(3), 6)
+    assert present.of("m", 1, 0, 0, 6) is not None
+
+
 def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -> None:
     """Not before anybody has pulled, not without a pull in between, and seldom where others push meanwhile."""
     present = Present(shard)

@@ -309,6 +309,29 @@ def test_a_pull_waits_for_a_clock_whatever_the_version() -> None:
         driver.pull(0, min_clock=2)
 
 
+def test_out_of_sync_no_pull_waits_for_a_clock() -> None:
+    """Not one that waited when the mode was changed, nor one that comes later; entering it, they wait for its turn."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    waiting = driver.ask((0,), min_clock=2, wait_s=60.0)
+    driver.commit(0, listed(0, 0))
+    assert waiting not in driver.replies
+
+    driver.patch({"consistency": {"mode": "async"}})
+    assert isinstance(driver.outcome(waiting), PullDone)
+    assert driver.pull(0, min_clock=9).version == 1
+
+    driver.eager = False
+    driver.submit({0: ones(value=2.0)})
+    driver.patch({"consistency": {"mode": "sync"}}, clock=5, began=5, timeline=1)
+    driver.submit({0: ones()}, PushId(WORKERS[0], 1, 1), clock=5)
+    soon = driver.ask((0,), min_clock=5, wait_s=60.0)
+    assert soon not in driver.replies, "a push is being computed, the partition enters the phase after it"
+    driver.settle()
+    assert driver.outcome(soon).version == 2  # type: ignore[union-attr]
+
+
 def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partitions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

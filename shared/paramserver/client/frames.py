@@ -62,6 +62,8 @@ class PullTerms(Struct, frozen=True):
     timeline: int | None = None
     whole: bool = False
     """The values of the whole model: a shard of this machine may lend them in place of sending them."""
+    min_clock: int = 0
+    """sync: commits that they have in them at least."""
 
 
 class Outgoing:
@@ -167,7 +169,12 @@ class Outgoing:
             pull=None
             if pull is None
             else PullSpec(
-                [(p.partition, p.ranges) for p in parts], pull.min_version, wait_s, pull.dtype, _mapped(to, pull)
+                [(p.partition, p.ranges) for p in parts],
+                pull.min_version,
+                wait_s,
+                pull.dtype,
+                _mapped(to, pull),
+                pull.min_clock,
             ),
             encoding=self._gradient.codec.text if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
@@ -199,6 +206,7 @@ def pull_request(
         timeline=terms.timeline,
         parts=[(p.partition, p.ranges) for p in parts],
         min_version=terms.min_version,
+        min_clock=terms.min_clock,
         wait_s=wait_s,
         dtype=terms.dtype,
         mapped=_mapped(to, terms),

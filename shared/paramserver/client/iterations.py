@@ -46,7 +46,7 @@ class Iterations:
             log.warning("clock.kept worker=%s clock=%d reason=its push was dropped", s.worker, s.clock)
             s.pushed = None
             return s.clock
-        done, version = s.clock + 1, 0
+        done, committed = s.clock + 1, 0
         began_s = deadline.clock() if began_s is None else began_s
         give_up = began_s + patience_s if patience_s is not None else float("inf")
         while s.mode in ("ssp", "sync"):
@@ -57,8 +57,8 @@ class Iterations:
                 s.pushed = None
                 return s.clock
             if doc.get("released"):
-                version = int(doc.get("version") or 0) if s.mode == "sync" else 0
                 done = max(done, int(doc.get("clock") or 0))
+                committed = done if s.mode == "sync" else 0
                 break
             if s.status == "stop":
                 break
@@ -66,7 +66,7 @@ class Iterations:
                 whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
                 raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
         until = deadline if patience_s is not None else None
-        yield from s.go_on(done, epoch, timeline, version, until=until)
+        yield from s.go_on(done, epoch, timeline, committed, until=until)
         return s.clock
 
     def step(

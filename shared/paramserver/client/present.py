@@ -23,6 +23,8 @@ RARELY: Final = 16
 @dataclass(slots=True)
 class _Model:
     found: tuple[Held, Origin] | None = None
+    clock: int = 0
+    """sync: commits that those values are known to have in them; more where the shards were not asked for any."""
     unused: bool = False
     """It came with a push and was not pulled yet."""
     pulled: bool = False
@@ -48,7 +50,9 @@ class Present:
         with self._lock:
             self._models.clear()
 
-    def of(self, model: str, generation: int, timeline: int | None, min_version: int) -> tuple[Held, Origin] | None:
+    def of(
+        self, model: str, generation: int, timeline: int | None, min_version: int, min_clock: int = 0
+    ) -> tuple[Held, Origin] | None:
         """What a pull of all of that model would bring now; None where only a request can tell."""
         with self._lock:
             m = self._models.get(model)
@@ -59,25 +63,25 @@ class Present:
             if origin.generation != generation or not self._same_host.confirmed(held.leased):
                 m.found = None  # its lease is over, which the request that follows tells
                 return None
-            if origin.version < min_version or timeline not in (None, origin.timeline):
+            if origin.version < min_version or m.clock < min_clock or timeline not in (None, origin.timeline):
                 return None
             m.pulled, m.unused, m.in_vain = True, False, 0
             self._models.move_to_end(model)
             return found
 
-    def pulled(self, origin: Origin, held: Held) -> None:
-        """A pull has brought these."""
-        self._keep(origin, held).pulled = True
+    def pulled(self, origin: Origin, held: Held, clock: int = 0) -> None:
+        """A pull has brought these, in which so many commits are at least."""
+        self._keep(origin, held, clock).pulled = True
 
-    def pushed(self, origin: Origin, held: Held) -> None:
-        """These came with the answer to a push."""
-        self._keep(origin, held).unused = True
+    def pushed(self, origin: Origin, held: Held, clock: int = 0) -> None:
+        """These came with the answer to a push, and so many commits are in them at least."""
+        self._keep(origin, held, clock).unused = True
 
-    def _keep(self, origin: Origin, held: Held) -> _Model:
+    def _keep(self, origin: Origin, held: Held, clock: int) -> _Model:
         with self._lock:
             m = self._models.setdefault(origin.model, _Model())
             m.in_vain += m.unused
-            m.found, m.unused = (held, origin), False
+            m.found, m.clock, m.unused = (held, origin), clock, False
             self._models.move_to_end(origin.model)
             if len(self._models) > KEPT_MAX:
                 self._models.popitem(last=False)

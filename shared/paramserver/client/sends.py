@@ -196,14 +196,17 @@ class Transfer:
             self.cluster.lost(address, self.deadline.clock())
         return list(self.selection.parts)
 
-    def remember(self, replies: Sequence[PushReply], leased: Sequence[Leased]) -> None:
-        """Keep what a push has made, where all shards have lent it: the next pull may want it."""
+    def remember(self, replies: Sequence[PushReply], leased: Sequence[Leased], clock: int) -> None:
+        """Keep what a push has made, where all shards have lent it: the next pull may want it.
+
+        sync: so many commits are in it.
+        """
         held = self.cluster.same_host.hold(leased)  # what is not kept is over with this
         versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
         timelines = {r.timeline for r in replies}
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.held.spec.partitions:
             origin = origin_of(self.held.name, self.held.generation, timelines.pop(), versions)
-            self.cluster.present.pushed(origin, held)
+            self.cluster.present.pushed(origin, held, clock)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
         """The replies of the newest timeline, and the parts to pull again because theirs was older.

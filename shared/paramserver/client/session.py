@@ -70,7 +70,8 @@ class Session:
         self.pushed: tuple[int, int] | None = None
         """Epoch and timeline under which the present iteration's last push was accepted; `NOTHING`: it was dropped."""
         self._base: Mapping[int, tuple[int, int]] | None = None
-        self._min_version = 0
+        self._min_clock = 0
+        """sync: the clock that let this worker go on; no version tells it, for assignments raise them as well."""
         self.numbers = PushNumbers("", 0)
         self.worker = ""
         self.rank = -1
@@ -129,7 +130,7 @@ class Session:
             self.lease_s = float(doc.get("lease_s") or limits.LEASE_S)
             self.timeline = int(doc.get("timeline") or 0)
             self.clock = self.since = int(doc.get("clock") or 0)
-            self._min_version = 0
+            self._min_clock = 0
             self.reports.joined(None if self.joined else doc.get("state"))
             self.joined = True
         log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
@@ -210,8 +211,9 @@ class Session:
             names, ranges = listed(names, ranges)
         while True:
             epoch, timeline = self.numbers.epoch, self.timeline
-            need = max(min_version, self._min_version)
-            wait = wait_s if wait_s is not None else (min(limits.WAIT_S_MAX, deadline.left_s()) if need else 0.0)
+            clock = self._min_clock if self.mode == "sync" else 0
+            waits = min_version > 0 or clock > 0
+            wait = wait_s if wait_s is not None else (min(limits.WAIT_S_MAX, deadline.left_s()) if waits else 0.0)
             try:
                 p = yield from transfer.pull(
                     self.cluster,
@@ -221,7 +223,8 @@ class Session:
                     ranges=ranges,
                     out=out,
                     dtype=dtype,
-                    min_version=need,
+                    min_version=min_version,
+                    min_clock=clock,
                     wait_s=wait,
                     timeline=timeline,
                     view=view,
@@ -361,19 +364,19 @@ class Session:
     # -------------------------------------------------------------------------------------------- clocks
 
     def go_on(
-        self, clock: int, epoch: int, timeline: int, min_version: int = 0, *, until: Deadline | None = None
+        self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None
     ) -> Call[None]:
         """So many iterations are finished, if the session is still what it was when the last of them began.
 
-        Pulls from now on have at least `min_version`.  While the worker is asked to pause it waits first, without an
-        end or `until` then, and raises Unavailable (`unavailable`): the clock is to be reported again.
+        Pulls from now on have at least `min_clock` commits.  While the worker is asked to pause it waits first,
+        without an end or `until` then, and raises Unavailable (`unavailable`): the clock is to be reported again.
         """
         yield from self.while_paused(until)
         with self._lock:
             self.pushed = None
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
                 self._at(clock)
-                self._min_version = max(self._min_version, min_version)
+                self._min_clock = max(self._min_clock, min_clock)
 
     def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
         """The model has reached that clock while this worker held nobody up, if it is still what it was then."""
@@ -433,7 +436,7 @@ class Session:
                 if new > self.timeline:
                     self.timeline = new
                     self.clock = self.since = int(error.members.get("clock") or 0)
-                    self._min_version = 0
+                    self._min_clock = 0
                     self._base = None
                     log.warning("worker.rolled_back worker=%s timeline=%d clock=%d", self.worker, new, self.clock)
             if new <= timeline:  # nothing newer was told: wait for the shard to learn what we know

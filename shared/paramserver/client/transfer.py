@@ -58,11 +58,12 @@ def pull(
     out: Params | None = None,
     dtype: str | None = None,
     min_version: int = 0,
+    min_clock: int = 0,
     wait_s: float = 0.0,
     timeline: int | None = None,
     view: bool = False,
 ) -> Call[Params]:
-    """The present values of the elements chosen; waits up to `wait_s` for `min_version`.
+    """The present values of the elements chosen; waits up to `wait_s` for `min_version` and, in sync, `min_clock`.
 
     `view`: they may be read-only memory of shards on this machine.
 
@@ -71,11 +72,11 @@ def pull(
     held = yield from cluster.map_of(model, deadline)
     selection = select(held.layout, *listed(names, ranges))
     whole = selection.size == held.layout.size
-    terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole)
+    terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole, min_clock)
     lendable = whole and terms.dtype == "float32"
-    if lendable and (known := cluster.present.of(model, held.generation, timeline, min_version)) is not None:
-        values = known[0].values()
-        if values is not None:
+    if lendable:
+        known = cluster.present.of(model, held.generation, timeline, min_version, min_clock)
+        if known is not None and (values := known[0].values()) is not None:
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, held, selection, deadline, reads=True)
@@ -110,7 +111,7 @@ def pull(
     assert found is not None
     params = _params(selection, found, out, model, replies)
     if lendable and arrivals.held is not None:
-        cluster.present.pulled(params.origin, arrivals.held)
+        cluster.present.pulled(params.origin, arrivals.held, min_clock)
     return params
 
 
@@ -157,9 +158,9 @@ def push(
                 replies.append(push_reply(response))
                 if (lease := leased_by(replies[-1], groups[i][0], held.layout)) is not None:
                     leased.append(lease)
-        if leased:
-            transfer.remember(replies, leased)
         pushed = summed(replies)
+        if leased:
+            transfer.remember(replies, leased, _reached(pushed, terms))
         if pushed.late and draft is not None:
             draft.give_back()  # nothing of it will be applied on any partition
         return pushed
@@ -259,8 +260,13 @@ def exchange(
             return pushed, None
         params = _params(selection, found, out, model, replies)
         if arrivals.held is not None:
-            cluster.present.pulled(params.origin, arrivals.held)
+            cluster.present.pulled(params.origin, arrivals.held, _reached(pushed, terms))
         return pushed, params
+
+
+def _reached(pushed: Pushed, terms: PushTerms) -> int:
+    """sync: commits that are in what came with the answer to that push."""
+    return terms.clock + 1 if pushed.released and terms.clock is not None else 0
 
 
 def _based(terms: PushTerms, held: ModelMap) -> PushTerms:

@@ -48,11 +48,10 @@ class WaitingPull:
             return problem("loading", f"partition {p.index} is being recovered")
         if not self.model.ready:
             return problem("initializing", "the model's initial values are not complete")
-        return problem(
-            "version_not_reached",
-            f"partition {p.index} is at version {p.version}, not yet at {_wanted(self.event)}",
-            version=p.version,
-        )
+        have, want = f"version {p.version}", str(self.event.min_version)
+        if p.version >= self.event.min_version:
+            have, want = f"clock {p.clock}", f"clock {self.event.min_clock}"
+        return problem("version_not_reached", f"partition {p.index} is at {have}, not yet at {want}", version=p.version)
 
 
 def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone | Partition:
@@ -65,11 +64,19 @@ def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone |
     partitions = [model.owned(i, map_epoch) for i in event.parts]
     ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
     for p in reversed(partitions):
-        if not ready or p.state is None or p.version < min_version or p.clock < min_clock:
+        if not ready or p.state is None or p.version < min_version or _behind(model, p, min_clock):
             return p
     parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
     lowest, highest = min([p.version for p in parts]), max([p.incarnation for p in parts])
     return PullDone(model.key, model.timeline, lowest, highest, tuple(parts))
+
+
+def _behind(model: ServedModel, p: Partition, min_clock: int) -> bool:
+    """Whether a commit is still to come that the pull waits for.
+
+    A partition that is to leave sync takes those decided before; one that has left it will never take another.
+    """
+    return p.clock < min_clock and (model.sync or p.spec.consistency.mode == "sync")
 
 
 class Shard(Protocol):
@@ -161,10 +168,6 @@ class PullDesk:
         if pull.timer is not None:
             self._timers.cancel(pull.timer)
             pull.timer = None
-
-
-def _wanted(event: PullReceived) -> str:
-    return f"clock {event.min_clock}" if event.min_clock else str(event.min_version)
 
 
 def _leave(pull: WaitingPull) -> None:

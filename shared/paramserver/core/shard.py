@@ -488,4 +488,5 @@ class ShardCore:
         self.plan.changed(partition, now)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
+        self._woken.append(partition)  # out of sync there is no clock to wait for
         self.plan.settings_changed(partition, now)

@@ -213,7 +213,7 @@ class PullReceived(Struct, frozen=True):
     min_version: int = 0
     wait_s: float = 0.0
     min_clock: int = 0
-    """sync: the number of commits that each partition has taken at least."""
+    """sync: the clock that each partition has reached at least; no other mode has one that could be waited for."""
 
 
 class AssignPart(Struct, frozen=True):

@@ -157,6 +157,8 @@ class PullSpec(Header, frozen=True):
     dtype: str = "float32"
     mapped: bool = msgspec.field(default=False, name="map")
     """The client can map the shard's memory: it takes a lease in place of a body."""
+    min_clock: Count = 0
+    """sync: commits that each partition has taken at least."""
 
     def check(self) -> None:
         """Raises RequestError (`malformed`, `invalid_range`, `invalid_dtype`, `too_large`)."""
