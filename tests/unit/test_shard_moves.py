@@ -7,6 +7,7 @@ from paramserver import limits
 from paramserver.core.shard_io import (
     Apply,
     CaptureReceived,
+    CommitDecided,
     Contribution,
     JournalLost,
     LoadPartition,
@@ -23,6 +24,7 @@ from .partitions import (
     WORKERS,
     complete,
     done,
+    listed,
     ones,
     pending,
     refused,
@@ -269,6 +271,21 @@ def test_staged_parts_of_ended_workers_stay_while_a_partition_is_held() -> None:
     assert driver.core.held_bytes == 16
     driver.send(replace(view(driver), workers={}, release={}))
 
+    assert driver.core.held_bytes == 0
+
+
+def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_it_brings() -> None:
+    """A late part of a worker that has ended since is listed in one of them: it goes only once that is applied."""
+    driver = ShardDriver()
+    driver.serve(spec(2, consistency={"mode": "sync", "late": "fold"}), workers=ROSTER, live_workers=2)
+    driver.push({0: ones(), 1: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
+    driver.commit(0)
+    wish(driver, 0)
+
+    commit = CommitDecided(view(driver).model, 0, 1, (listed(0, 0),), 1, 1, False)
+    driver.send(replace(view(driver), clock=2, commits=(commit,), workers={}, release={}))
+
+    assert [driver.values(i) for i in (0, 1)] == [[1.0] * 4] * 2
     assert driver.core.held_bytes == 0
 
 

@@ -338,7 +338,8 @@ class ShardCore:
         self._drop_ended(model, partition)
 
     def _drop_ended(self, model: ServedModel, p: Partition) -> None:
-        if not p.staged or p.clock in model.commits or p.committing or p.held:
+        # A commit that was decided may list them, also one that is still to be told.
+        if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
         slots = p.ended(model.live())
         if slots:
