@@ -73,6 +73,8 @@ QUEUED_REQUESTS_MAX: Final = 4096
 """Pushes and pulls that wait in one shard (for a busy partition, a load, a version)."""
 STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard."""
+CLOCKS_AHEAD_MAX: Final = 4096
+"""Clocks that a worker may push for, or report, beyond the one that is open in sync."""
 CONNECTIONS_MAX: Final = 16384
 """Connections to one shard, idle ones too; a further one is hung up on."""
 CLIENT_REQUESTS_MAX: Final = 1024

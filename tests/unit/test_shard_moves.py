@@ -289,6 +289,19 @@ def test_the_document_that_calls_a_move_off_takes_nothing_from_the_commits_that_
     assert driver.core.held_bytes == 0
 
 
+def test_the_next_owner_lets_go_what_ended_workers_pushed_ahead() -> None:
+    """It is handed over as it was staged, and its worker is in no roster that the next owner ever hears of."""
+    driver = ShardDriver()
+    driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
+    for worker in WORKERS:
+        driver.push({0: ones()}, PushId(worker, 1, 0), clock=5)
+    wish(driver, 0)
+
+    after = successor(driver, workers={WORKERS[1]: (1, 1)})
+
+    assert set(after.core.models["m"].partitions[0].staged) == {(WORKERS[1], 1, 5)}
+
+
 def test_a_cut_is_not_all_that_is_handed_over() -> None:
     """At level applied it leaves out what is staged, which the next owner needs."""
     driver = ShardDriver()

@@ -16,9 +16,10 @@ from paramserver.core.shard_io import (
     PullDone,
     RosterChanged,
     SetReceived,
+    WorkerAnswered,
 )
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import ConflictError, FencedError, PsError, StaleMapError
+from paramserver.errors import ConflictError, FencedError, PsError, RequestError, StaleMapError
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import F32, ModelKey, PushId
 
@@ -184,6 +185,49 @@ def test_a_folded_gradient_that_can_never_be_listed_is_let_go() -> None:
     driver.commit(2, listed(1, 0))
     assert driver.core.held_bytes == 0
     assert driver.values() == [18.0] * 4
+
+
+def test_what_a_dead_worker_has_pushed_ahead_is_let_go_with_its_epoch() -> None:
+    """No list will ever name it.  Who is in no roster yet has just joined, and its parts stay; so do others'."""
+    driver = ShardDriver(roster=lambda ask: WorkerAnswered(ask.request, 1, 2, True))
+    view = driver.serve(spec(late="fold"), workers={w: ROSTER[w] for w in WORKERS[:2]})
+    for rank, clock in ((0, 0), (0, 7), (1, 7), (2, 7)):
+        stage(driver, rank, clock, 1.0)
+
+    driver.commit(0)
+    driver.send(RosterChanged(view.model, {WORKERS[1]: (1, 1)}, 1))
+    assert set(driver.core.models["m"].partitions[0].staged) == {(w, 1, 7) for w in WORKERS[1:]}
+    driver.send(RosterChanged(view.model, {w: ROSTER[w] for w in WORKERS[1:]}, 2))
+    driver.send(RosterChanged(view.model, {WORKERS[1]: (2, 1)}, 1))
+
+    assert driver.core.held_bytes == 0
+
+
+def test_what_a_commit_still_to_come_lists_of_a_dead_worker_stays_until_then() -> None:
+    """The roster may be heard of before a commit that was decided earlier."""
+    driver = ShardDriver()
+    view = driver.serve(spec(late="fold"), workers=ROSTER)
+    stage(driver, 0, 1, 2.0)
+
+    driver.commit(1, listed(0, 1))
+    driver.send(RosterChanged(view.model, {}, 0))
+    driver.commit(0)
+
+    assert driver.values() == [2.0] * 4
+    assert driver.core.held_bytes == 0
+
+
+def test_no_push_is_staged_for_a_clock_that_is_too_far_ahead() -> None:
+    """As the scheduler takes no report of one; what is held is bounded by the clocks that will be reached."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, limits.CLOCKS_AHEAD_MAX, 1.0)
+    with pytest.raises(RequestError) as e:
+        stage(driver, 0, limits.CLOCKS_AHEAD_MAX + 1, 1.0)
+
+    assert (e.value.code, e.value.members["where"]) == ("invalid_field", "clock")
+    driver.commit(0)
+    stage(driver, 0, limits.CLOCKS_AHEAD_MAX + 1, 1.0)
 
 
 def test_pushes_that_sync_cannot_take_are_refused() -> None:

@@ -11,12 +11,11 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from paramserver import limits
 from paramserver.core.membership import Roster, Worker
 from paramserver.core.spec import ConsistencySpec
 from paramserver.errors import problem
 
-AHEAD_MAX: Final = 4096
-"""Clocks that a sync worker may report beyond the one that is open."""
 CLOCK_MAX: Final = 1 << 53
 
 
@@ -116,7 +115,7 @@ class Gate:
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
         """Raises RequestError (`invalid_field`) for numbers that the worker cannot report; see `report`."""
-        top = max(worker.done, self.clock + AHEAD_MAX) if self.sync else CLOCK_MAX
+        top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else CLOCK_MAX
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
         if since is not None and not 0 <= since <= done:

@@ -56,6 +56,8 @@ class LoadDesk:
             self.failed(LoadFailed(event.key, event.token, error), now)
             return
         p.live_workers = model.live_workers
+        # Who had staged it joined before this shard was told to take it up.
+        model.gone |= {slot[:2] for slot in p.staged if model.live().get(slot[0]) != slot[1]}
         self._shard.held_bytes += p.held_bytes
         if cut and loaded.stored:
             p.cut_stored = p.clock

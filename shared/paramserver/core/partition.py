@@ -1,7 +1,7 @@
 """One partition as its owner holds it: immutable numbers, a version, and all that is accepted but not applied yet."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -213,9 +213,14 @@ class Partition:
             gone |= {slot for slot in self.staged if slot[2] <= t}
         return self.drop(gone)
 
-    def ended(self, live: dict[str, int]) -> list[Slot]:
-        """Whose overdue parts are of epochs that have ended, so that no later commit will list them."""
-        return [s for s in self.staged if s[2] < self.clock and live.get(s[0]) != s[1]]
+    def ended(self, live: dict[str, int], gone: Container[tuple[str, int]]) -> list[Slot]:
+        """Whose parts are of epochs that have ended, so that no commit which is still to be decided will list them.
+
+        Of a clock that is still to come those whose end is certain: they were in the roster, or are replaced there; who
+        was never in it may have joined a moment ago.
+        """
+        ended = [s for s in self.staged if live.get(s[0]) != s[1]]
+        return [s for s in ended if s[2] < self.clock or s[:2] in gone or live.get(s[0], 0) > s[1]]
 
     def drop(self, slots: Iterable[Slot]) -> int:
         """Drop these contributions; returns the bytes let go."""

@@ -88,6 +88,8 @@ class PushOperation(Operation):
             ]
         if mode == "sync" and event.clock is None:
             raise problem("invalid_field", "clock: is needed in mode sync", hint="the iteration it belongs to, from 0")
+        if mode == "sync" and event.clock is not None:
+            _check_clock(event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
         nbytes = sum(part.data.nbytes for _, part in self._fresh)
         if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
@@ -198,6 +200,12 @@ class PushOperation(Operation):
 def _kept(p: Partition, part: PushPart) -> PushPart:
     """The part as it is held; of a journaled model a snapshot can hold it when its sender has its memory again."""
     return replace(part, data=part.data.copy()) if p.level and not part.owned else part
+
+
+def _check_clock(clock: int, reached: int) -> None:
+    top = reached + limits.CLOCKS_AHEAD_MAX
+    if clock > top:
+        raise problem("invalid_field", f"clock: must be from 0 to {top}, not {clock}", where="clock")
 
 
 def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:

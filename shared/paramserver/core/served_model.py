@@ -1,6 +1,6 @@
 """One model as a shard serves it: settings by revision, roster, commits still to come, and its partitions here."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,8 @@ class ServedModel:
     ready: bool
     workers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """worker -> (epoch, rank) of the live roster."""
+    gone: set[tuple[str, int]] = field(default_factory=set)
+    """(worker, epoch) that have left that roster while a partition here held something staged of them."""
     specs: dict[int, ModelSpec] = field(default_factory=dict)
     """Settings by revision, the newest few: a commit names the one it was decided under."""
     commits: dict[int, CommitDecided] = field(default_factory=dict)
@@ -160,6 +162,13 @@ class ServedModel:
         return self.asks_at < clock and all(
             (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and held not in p.staged for i in indices
         )
+
+    def hear(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
+        """The live roster is another one."""
+        left = {(w, epoch) for w, (epoch, _) in self.workers.items() if workers.get(w, (None,))[0] != epoch}
+        staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.gone else set()
+        self.gone = (self.gone | left) & staged
+        self.workers, self.live_workers = dict(workers), live_workers
 
     def live(self) -> dict[str, int]:
         """worker -> epoch of the live roster."""

@@ -186,7 +186,7 @@ class ShardCore:
             return
         revision = model.revision
         model.clock = max(model.clock, view.clock)
-        model.live_workers, model.workers = view.live_workers, dict(view.workers)
+        model.hear(view.workers, view.live_workers)
         model.learn(view.spec, view.revision)
         model.cut_asked, model.began = view.cut_asked, view.began
         begins, model.ready = view.ready and not model.ready, view.ready
@@ -275,7 +275,7 @@ class ShardCore:
         model = self.served(event.model)
         if model is None:
             return
-        model.workers, model.live_workers = dict(event.workers), event.live_workers
+        model.hear(event.workers, event.live_workers)
         for p in model.partitions.values():
             if p.spec.consistency.mode != "sync":
                 p.live_workers = event.live_workers
@@ -341,7 +341,7 @@ class ShardCore:
         # A commit that was decided may list them, also one that is still to be told.
         if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
-        slots = p.ended(model.live())
+        slots = p.ended(model.live(), model.gone)
         if slots:
             self.held_bytes -= p.drop(slots)
             p.lsn += 1
