@@ -217,7 +217,7 @@ def test_a_changed_partition_is_stored_after_five_seconds_and_a_crash_loses_what
 
 
 def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None:
-    """The second waits for the first; a refused one is tried again a second later."""
+    """The second waits for the first; a refused one is tried again a second later, behind the other."""
     driver = ShardDriver()
     driver.serve(spec(8, 2))
     driver.advance(6.0)
@@ -231,14 +231,66 @@ def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None
     assert isinstance(store, StoreSnapshot)
     driver.pending.clear()
     driver.send(SnapshotFailed(store.capture.key, 1, store.capture.version))
-    assert driver.pending == []
-    driver.advance(1.0)
-    assert len(driver.pending) == 1
+    assert [e.capture.key.index for e in driver.pending if isinstance(e, StoreSnapshot)] == [1]
     driver.settle()
+    driver.advance(0.9)
+    assert driver.pending == []
     driver.advance(0.1)
     driver.settle()
 
     assert sorted(row[2:] for row in driver.core.partitions()) == [(0, 1, 1, 1, 1, 0), (1, 1, 1, 1, 1, 0)]
+
+
+def failing(driver: ShardDriver, bad: set[int], seconds: float, push: int | None = None) -> list[int]:
+    """Let time pass in which snapshots of these partitions fail; the partitions of all that were tried."""
+    tried = []
+    for _ in range(round(seconds * 10)):
+        while driver.pending:
+            (store,) = driver.pending
+            assert isinstance(store, StoreSnapshot)
+            tried.append(store.capture.key.index)
+            if tried[-1] in bad:
+                driver.pending.clear()
+                driver.send(SnapshotFailed(store.capture.key, 1, store.capture.version))
+            else:
+                driver.complete()
+        if push is not None:
+            driver.submit({push: ones()})
+            driver.complete()
+        driver.advance(0.1)
+    return tried
+
+
+def test_partitions_that_cannot_be_stored_do_not_hold_up_those_that_can() -> None:
+    """They are tried each second; what has changed is stored after its five, and they after it."""
+    driver = ShardDriver()
+    driver.serve(spec(32, 8))
+    driver.push({i: ones() for i in range(7)})
+    driver.eager = False
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+
+    tried = failing(driver, {0, 1, 2, 3, 4, 5}, 20.0, push=7)
+
+    assert tried.count(6) == 1
+    assert tried.count(7) >= 3
+    assert all(tried.count(i) >= 3 for i in range(6))
+    assert set(failing(driver, set(), 8.0)) == set(range(6)) | {7}
+    assert driver.core.deadline(driver.now) is None
+
+
+def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:
+    """Each costs a copy of its partition's state; all are stored soon after it is back."""
+    driver = ShardDriver()
+    driver.serve(spec(32, 8))
+    driver.push({i: ones() for i in range(8)})
+    driver.eager = False
+    driver.advance(limits.SNAPSHOT_INTERVAL_S)
+
+    tried = failing(driver, set(range(8)), 12.0)
+
+    assert len(tried) <= 14
+    assert set(tried) == set(range(8))
+    assert set(failing(driver, set(), 2.0)) == set(range(8))
 
 
 def test_the_next_snapshot_begins_when_the_one_before_is_stored() -> None:

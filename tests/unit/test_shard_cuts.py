@@ -133,6 +133,35 @@ def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
     assert [row[4] for row in driver.core.cuts()] == [1]
 
 
+def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
+    """Neither cuts of others, nor what else has changed."""
+    driver = ShardDriver()
+    driver.serve(synced(3), workers=ROSTER)
+    model = driver.view
+    small = {"name": "small", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
+    driver.serve(ModelSpec.parse(small))
+    driver.push({i: np.ones(2, np.float32) for i in range(4)})
+    driver.advance(limits.SNAPSHOT_INTERVAL_S - 0.1)
+    driver.eager, driver.view = False, model
+    driver.commit(0, cut=True)
+    bad, failed = PartitionKey(ModelKey("m", 1), 0), 0
+    for _ in range(30):
+        while driver.pending:
+            (store,) = driver.pending
+            assert isinstance(store, StoreSnapshot)
+            if store.capture.key == bad:
+                failed += 1
+                driver.pending.clear()
+                driver.send(SnapshotFailed(bad, 1, store.capture.version))
+            else:
+                driver.complete()
+        driver.advance(0.1)
+
+    assert failed == 3
+    assert [row[2:] for row in driver.core.cuts()] == [(0, 1, 0), (1, 1, 1), (2, 1, 1)]
+    assert [row[5] for row in driver.core.partitions() if row[0] == "small"] == [1] * 4
+
+
 def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_come() -> None:
     """Once, of a model that rests or of one that has not come there yet."""
     driver = ShardDriver()

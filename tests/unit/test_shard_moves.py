@@ -211,7 +211,7 @@ def test_a_partition_that_is_still_being_loaded_is_handed_over_as_soon_as_it_is_
 
 
 def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
-    """Two big partitions are written one after the other; a failure is repeated a second later."""
+    """Partitions are written one after the other; a failure is repeated a second later, behind the other."""
     driver = ShardDriver()
     driver.serve(spec(3))
     driver.push({i: ones() for i in range(3)})
@@ -224,7 +224,9 @@ def test_moves_wait_for_no_budget_and_are_tried_again() -> None:
     assert isinstance(first, StoreSnapshot)
     driver.pending.clear()
     driver.send(SnapshotFailed(first.capture.key, 1, 1, urgent=True))
-    assert driver.pending == []
+    assert [e.capture.key.index for e in pending(driver, StoreSnapshot)] == [2]
+    driver.settle()
+    assert released(driver) == [(2, 1, 1, 1)]
     driver.advance(1.0)
     driver.settle()
 

@@ -1,13 +1,15 @@
 """When which partition is written to Redis: one at a time, oldest change first; who writes them keeps to the budget.
 
-Cuts go before that, but while both wait neither gets more bytes than the other.
+Cuts go before that, but while both wait neither gets more bytes than the other.  What could not be written is tried
+again a second later, behind what else is due, or by turns with it while that can be written: no partition that Redis
+refuses holds up the others.
 
 Beside these, urgent ones are written one at a time and outside the budget, because somebody waits for them.  Two
 snapshots of one partition are never under way together, so the newest is the last one written.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -29,11 +31,24 @@ class _Lane:
     void: bool = False
     """What is being written counts for nothing: Redis lost things meanwhile, and perhaps parts of it."""
     retry_at: float = 0.0
-    """Not before then, after a failure."""
+    """Not before then, after failures in a row: it is Redis that is away, and each attempt costs."""
+    failures: int = 0
+    """Since the last success."""
 
     @property
     def key(self) -> PartitionKey | None:
         return None if self.storing is None else self.storing.capture.key
+
+
+@dataclass(slots=True)
+class _Late:
+    """A partition whose last snapshot failed."""
+
+    partition: Partition
+    at: float
+    """Not before then again."""
+    whole: bool
+    """Its present state is due too, not only a cut."""
 
 
 class SnapshotPlan:
@@ -47,17 +62,21 @@ class SnapshotPlan:
         """Of each partition those that wait, oldest first; the first partition is next."""
         self._soon: dict[Partition, None] = {}  # due at once
         self._due: dict[Partition, float] = {}  # changed since their last snapshot; the first is due first
+        self._late: dict[PartitionKey, _Late] = {}  # neither soon nor due; the first failed first
+        self._was_late = False  # whether the last one chosen beside the urgent ones was
         self._urgent: dict[Partition, None] = {}
         self._fsync: set[Partition] = set()  # whose next snapshot is to be on disk
         self._ahead_bytes = 0  # how much more of cuts was written than of what waits beside them
         self._usual = _Lane()
         self._rush = _Lane()
-        self.failed = 0
-        """Failures since the last success."""
 
     def changed(self, partition: Partition, now: float) -> None:
         """The partition has a new version, or remembers more."""
-        if not partition.by_cuts and partition not in self._soon:
+        if partition.by_cuts or partition in self._soon:
+            return
+        if (late := self._late.get(partition.key)) is not None:
+            late.whole = True
+        else:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
@@ -86,7 +105,10 @@ class SnapshotPlan:
     def soon(self, partition: Partition, *, fsync: bool = False) -> None:
         """The partition is due at once, before those that have only changed."""
         self._due.pop(partition, None)
-        self._soon[partition] = None
+        if (late := self._late.get(partition.key)) is not None:
+            late.whole = True
+        else:
+            self._soon[partition] = None
         if fsync:
             self._fsync.add(partition)
 
@@ -142,7 +164,7 @@ class SnapshotPlan:
     def _urgent_next(self, now: float) -> StoreSnapshot | None:
         if self._rush.storing is not None or now < self._rush.retry_at:
             return None
-        while (partition := self._first(self._urgent, self._usual)) is not None:
+        while (partition := self._first(self._rushing(now), self._usual)) is not None:
             if partition.level and partition.key in self._cuts:
                 # It is older, and would take the place of all there is: no journal leads there from it any more.
                 return self._waiting_cut(partition.key, urgent=True)
@@ -152,6 +174,10 @@ class SnapshotPlan:
             # Its move was called off: stored now, it would take the place of a cut.
         return None
 
+    def _rushing(self, now: float) -> Iterator[Partition]:
+        """The urgent ones, but for those that have just failed."""
+        return (p for p in self._urgent if (late := self._late.get(p.key)) is None or late.at <= now)
+
     def _first(self, waiting: Iterable[Partition], other: _Lane) -> Partition | None:
         """The first of them that the other lane does not write just now."""
         for partition in waiting:
@@ -160,7 +186,13 @@ class SnapshotPlan:
         return None
 
     def _usual_next(self, now: float) -> StoreSnapshot | None:
-        cut, whole = self._cut_next(), self._whole_next(now)
+        cut, whole, late = self._cut_next(), self._whole_next(now), self._late_next()
+        turn = (cut is None and whole is None) or (self._usual.failures == 0 and not self._was_late)
+        if late is not None and late.at <= now and turn:
+            self._was_late = True
+            key = late.partition.key
+            return self._waiting_cut(key) if key in self._cuts else self._captured(late.partition)
+        self._was_late = False
         if cut is None or whole is None:
             self._ahead_bytes = 0
         if cut is not None and (whole is None or self._ahead_bytes <= 0):
@@ -178,7 +210,14 @@ class SnapshotPlan:
         if not self._cuts:
             return None
         rushed = {self._rush.key, *(p.key for p in self._urgent if p.level)}
-        return next((key for key in self._cuts if key not in rushed), None)
+        return next((key for key in self._cuts if key not in rushed and key not in self._late), None)
+
+    def _late_next(self) -> _Late | None:
+        """What failed first, of all that has something to write and is not urgent."""
+        for key, late in self._late.items():
+            if (late.whole or key in self._cuts) and key != self._rush.key and late.partition not in self._urgent:
+                return late
+        return None
 
     def _whole_next(self, now: float) -> Partition | None:
         """Whose present state is due."""
@@ -203,6 +242,8 @@ class SnapshotPlan:
         """The partition as it is now; nothing of it is due any more."""
         self._soon.pop(partition, None)
         self._due.pop(partition, None)
+        if (late := self._late.get(partition.key)) is not None:
+            late.whole = False
         partition.mark.since_snapshot_bytes = 0
         fsync = partition in self._fsync or partition.level == LEVELS["fsynced"]
         self._fsync.discard(partition)
@@ -222,34 +263,43 @@ class SnapshotPlan:
             self._fsync.add(partition)
         if void:
             return None
+        late = self._late.pop(partition.key, None)
         if stored:
-            self.failed = 0
+            lane.failures = 0
+            if late is not None and late.whole:
+                self.soon(partition)
             if store.cut and partition.cut is not None:  # else sync was left meanwhile
                 partition.cut_stored = store.capture.clock
             return store
-        self.failed += 1
-        lane.retry_at = now + _RETRY_S
-        if self._put_back(partition, store):
-            return None
-        if urgent:
+        lane.failures += 1
+        if lane.failures > 1:
+            lane.retry_at = now + _RETRY_S
+        due = partition in self._soon or partition in self._due or (late is not None and late.whole)
+        self._soon.pop(partition, None)
+        self._due.pop(partition, None)
+        if urgent:  # behind the others
+            self._urgent.pop(partition, None)
             self.urgent(partition)
-        elif not partition.by_cuts:
-            self.soon(partition)
+        whole = not self._put_back(partition, store) and not urgent and not partition.by_cuts
+        self._late[partition.key] = _Late(partition, now + _RETRY_S, whole or due)
         return None
 
     def _put_back(self, partition: Partition, store: StoreSnapshot) -> bool:
-        """What was not stored is next again, if it is a cut that counts; returns whether it is."""
+        """What was not stored is its partition's next again, if it is a cut that counts; returns whether it is."""
         mine = store.capture.token == partition.token
         counts = store.cut and mine and partition.cut is not None and not partition.held
         if counts:
             self._cuts.setdefault(partition.key, []).insert(0, store)
-            self._cuts.move_to_end(partition.key, last=False)
         return counts
 
     def forget(self, partition: Partition, *, cuts: bool = True) -> None:
         """That ownership has ended, or (without `cuts`) the model is synchronous now: what waits of it is dropped."""
         self._due.pop(partition, None)
         self._soon.pop(partition, None)
+        if (late := self._late.get(partition.key)) is not None and late.partition is partition:
+            late.whole = False
+            if cuts:
+                del self._late[partition.key]
         if not partition.mark.waiting:
             self._fsync.discard(partition)
         if cuts:
@@ -260,14 +310,25 @@ class SnapshotPlan:
     def deadline(self) -> float | None:
         """When `next` may have something; None while what waits is being written or nothing has changed."""
         usual = self._usual_deadline() if self._usual.storing is None else None
-        if not self._urgent or self._rush.storing is not None or self._first(self._urgent, self._usual) is None:
-            return usual
-        return self._rush.retry_at if usual is None else min(usual, self._rush.retry_at)
+        rush = self._rush_deadline() if self._urgent and self._rush.storing is None else None
+        return rush if usual is None else usual if rush is None else min(usual, rush)
+
+    def _rush_deadline(self) -> float | None:
+        soonest: float | None = None
+        for p in self._urgent:
+            if self._usual.storing is not None and p.key == self._usual.key:
+                continue
+            late = self._late.get(p.key)
+            if late is None:
+                return self._rush.retry_at
+            soonest = late.at if soonest is None else min(soonest, late.at)
+        return None if soonest is None else max(soonest, self._rush.retry_at)
 
     def _usual_deadline(self) -> float | None:
         if self._cut_next() is not None:
             return self._usual.retry_at
         if self._soon and self._first(self._soon, self._rush) is not None:
             return self._usual.retry_at
-        first = self._first(self._due, self._rush)
-        return None if first is None else max(self._due[first], self._usual.retry_at)
+        first, late = self._first(self._due, self._rush), self._late_next()
+        times = [*(() if first is None else (self._due[first],)), *(() if late is None else (late.at,))]
+        return max(min(times), self._usual.retry_at) if times else None
