@@ -4,8 +4,8 @@ Keys of partition `{NAME.GENERATION/INDEX}`: `…:journal`, a stream whose entry
 msgpack head) and `d` (the arrays, end to end), and `…:lsn`, the last lsn, by which a lost end is noticed.  Snapshots
 cut off the beginning (`store`).
 
-A group commit is one script for many partitions.  For each it compares the owner token, leaves out what is there
-already, so that a write which timed out is simply repeated, and adds the rest.
+A group commit is one script for many partitions, or several in turn.  For each it compares the owner token, leaves out
+what is there already, so that a write which timed out is simply repeated, and adds the rest.
 """
 
 import asyncio
@@ -108,9 +108,13 @@ class Journal:
         Raises as `ScriptRunner.run` does.
         """
         size = sum(e.nbytes for b in batches for e in b.entries)
-        scripts = _encoded(batches) if size <= _INLINE_BYTES else await asyncio.to_thread(_encoded, batches)
+        inline = size <= _INLINE_BYTES
+        scripts, of = _encoded(batches) if inline else await asyncio.to_thread(_encoded, batches)
         results = await self._scripts.run(scripts, fsync=fsync, size_bytes=size)
-        return [Verdict(v) for result in results for v in result]
+        verdicts = [Verdict.WRITTEN] * len(batches)
+        for number, verdict in zip(of, (v for result in results for v in result), strict=True):
+            verdicts[number] = verdicts[number] or Verdict(verdict)  # the first one says why the rest was not written
+        return verdicts
 
     async def probe(self, *, fsync: bool) -> None:
         """Raises as `append` does when nothing could be written now."""
@@ -150,20 +154,28 @@ def _damaged(key: PartitionKey, what: str) -> PsError:
     return problem("corrupt_state", f"the journal of partition {key} cannot be read: {what}")
 
 
-def _encoded(batches: Sequence[Batch]) -> list[Script]:
-    """The scripts that write the batches, none of which keeps Redis busy for long."""
+def _encoded(batches: Sequence[Batch]) -> tuple[list[Script], list[int]]:
+    """The scripts that write the batches, none of which keeps Redis busy for long; and for each of their verdicts the
+    number of its batch, of which one script may have a beginning and the next ones what follows."""
     out: list[Script] = []
+    of: list[int] = []
     room = 0
-    for batch in batches:
-        if not out or room <= 0:
-            out.append(Script(_APPEND, [], []))
-            room = JOURNAL_SCRIPT_BYTES
-        out[-1].keys.extend(f"{{{batch.key}}}:{name}" for name in ("token", "lsn", "journal"))
-        out[-1].args.extend((f"{batch.token:020d}", len(batch.entries)))
+    for number, batch in enumerate(batches):
+        count_at = 0  # of this batch in the newest script; it has none there yet
         for entry in batch.entries:
-            out[-1].args.extend((entry.lsn, *encode(entry)))
+            if room <= 0:
+                out.append(Script(_APPEND, [], []))
+                room, count_at = JOURNAL_SCRIPT_BYTES, 0
+            keys, args = out[-1].keys, out[-1].args
+            if not count_at:
+                keys.extend(f"{{{batch.key}}}:{name}" for name in ("token", "lsn", "journal"))
+                args.extend((f"{batch.token:020d}", 0))
+                count_at = len(args) - 1
+                of.append(number)
+            args.extend((entry.lsn, *encode(entry)))
+            args[count_at] += 1
             room -= entry.nbytes
-    return out
+    return out, of
 
 
 def encode(entry: JournalEntry) -> tuple[bytes, bytes | memoryview]:

@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -22,7 +23,7 @@ from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 from paramserver_shard.journal import Batch, Journal, Verdict
 from paramserver_shard.journal_writer import JournalWriter
-from paramserver_shard.scripts import ScriptRunner
+from paramserver_shard.scripts import Script, ScriptRunner
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -108,6 +109,33 @@ async def test_many_and_big_entries_are_read_in_pages(redis: Redis) -> None:
     found = await journal_of(redis).read(KEY, 0)
     assert [e.lsn for e in found] == list(range(1, 3011))
     assert found[-1].arrays[0][-1] == 3010
+
+
+async def test_a_partition_with_much_to_write_takes_several_scripts(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None carries more than its bound and one entry; what stopped the first of them is the partition's verdict."""
+    monkeypatch.setattr("paramserver_shard.journal.JOURNAL_SCRIPT_BYTES", 8000)
+    sizes: list[int] = []
+
+    class Counting(ScriptRunner):
+        async def run(self, scripts: Sequence[Script], **options: Any) -> list[Any]:
+            for script in scripts:
+                sizes.append(sum(memoryview(a).nbytes for a in script.args if isinstance(a, bytes | memoryview)))
+            return await super().run(scripts, **options)
+
+    thousand = np.ones(250, np.float32)
+    mine = [entry(lsn, thousand) for lsn in range(1, 31)]
+    journal = Journal(redis, Counting(redis))
+    batches = [Batch(OTHER, TOKEN, entries(1, 2, key=OTHER)), Batch(KEY, TOKEN, mine)]
+    assert await journal.append(batches, fsync=False) == [Verdict.WRITTEN] * 2
+    assert len(sizes) >= 4
+    assert max(sizes) < 8000 + 1500
+    assert all(map(same, await journal.read(KEY, 0), mine))
+
+    await redis.delete(f"{{{KEY}}}:lsn", f"{{{KEY}}}:journal")
+    batches = [Batch(KEY, TOKEN, mine[1:]), Batch(OTHER, TOKEN, entries(1, 3, key=OTHER))]
+    assert await journal.append(batches, fsync=False) == [Verdict.GAP, Verdict.WRITTEN]
 
 
 async def test_a_write_is_repeatable(redis: Redis) -> None:
