@@ -306,5 +306,6 @@ def read_tensor(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray
         raise problem("invalid_shape", f"'{name}' has shape {have}, not {want}", where=name)
     flat = np.ascontiguousarray(array).reshape(-1)
     if not kernels.all_finite(flat, dtype):
-        raise problem("non_finite", f"'{name}' holds NaN or infinity", where=name)
+        what = "numbers beyond float32" if dtype == "float64" else "infinity"
+        raise problem("non_finite", f"'{name}' holds NaN or {what}", where=name)
     return flat, dtype

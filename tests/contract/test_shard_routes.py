@@ -476,6 +476,21 @@ def test_a_result_beyond_float32_is_refused(model: Model) -> None:
     problem(model.ask("/pull", {"names": ["w"], "dtype": "float16"}), 422, "non_finite")
 
 
+def test_float64_beyond_float32_is_refused_in_every_mode(cluster: Nodes) -> None:
+    """Also where it would only be held for now; by name, and by frame."""
+    model = Model(cluster, consistency={"mode": "buffered", "count": 9, "interval_ms": 60_000})
+    wide = {"dtype": "float64", "shape": [], "data": np.float64(1e300).tobytes()}
+    body: Any = msgpack.packb({"model": model.name, "grads": {"b": wide}})
+    answer = model.http.post(model.url(0) + "/push", content=body, headers=MSGPACK | {"accept": "application/json"})
+    assert "float32" in problem(answer, 422, "non_finite")["detail"]
+    size = model.layout.partition_size(0)
+    frame = encode_header(PushFrame(model=model.name, parts=[PushPart(0, None, None)], dtype="float64"))
+    content = frame + np.full(size, 1e300).tobytes()
+    for shard in (0, 1):
+        answer = model.http.post(model.url(shard) + "/push", content=content, headers={"content-type": MEDIA_TYPE})
+        problem(answer, 422, "non_finite")
+
+
 def test_probes_metrics_and_openapi(model: Model) -> None:
     """Probes answer, metrics count pushes, and OpenAPI shows the three value routes with examples that work."""
     model.push({"b": 1.0})

@@ -286,6 +286,9 @@ def test_wrong_gradients_are_listed_and_not_sent(shards: Shards, now: Now, clust
         (np.nan, None, "holds NaN or infinity"),
         (np.inf, "bfloat16", "holds NaN or infinity"),
         (1e300, None, "holds numbers that are too large for float32"),
+        (1e300, "float64", "holds numbers that are too large for float32"),
+        (3.41e38, "float64", "holds numbers that are too large for float32"),
+        (np.inf, "float64", "holds NaN or infinity"),
         (1e6, "float16", "holds numbers that are too large for float16"),
     ],
 )

@@ -248,7 +248,24 @@ def test_a_finite_gradient_whose_result_is_not_finite_is_refused() -> None:
     assert not run(OptimizerSpec("adam"), [SegmentStep(0, 8, 1e-3)], w, (w, np.abs(w)), big)[0]
     assert not run(OptimizerSpec("sgd"), [SegmentStep(0, 8, 1e-3)], w, (), huge, "float64")[0]
     assert kernels.all_finite(big)
-    assert kernels.all_finite(huge)
+
+
+def test_what_counts_of_float64_is_what_it_is_in_float32() -> None:
+    """The first number that rounds to infinity there is infinite, the one before it is not."""
+    beyond = np.float64(2.0**128 - 2.0**103)
+    below = np.nextafter(beyond, 0.0)
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.float32(beyond))
+        assert np.isfinite(np.float32(below))
+    numbers = np.linspace(-1.0, 1.0, 1001)
+
+    for at in (0, 500, 1000):
+        for number, fits in ((below, True), (-below, True), (beyond, False), (-beyond, False), (1e300, False)):
+            numbers[at] = number
+            assert kernels.all_finite(numbers, "float64") is fits
+        numbers[at] = 0.0
+    for bad in (np.inf, -np.inf, np.nan):
+        assert not kernels.all_finite(np.array([bad]), "float64")
 
 
 def test_centred_rmsprop_stays_finite_when_rounding_makes_its_variance_negative() -> None:

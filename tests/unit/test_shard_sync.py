@@ -14,13 +14,14 @@ from paramserver.core.shard_io import (
     Apply,
     AssignPart,
     PullDone,
+    PushReceived,
     RosterChanged,
     SetReceived,
     WorkerAnswered,
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, FencedError, PsError, RequestError, StaleMapError
-from paramserver.testing.shard_driver import ShardDriver
+from paramserver.testing.shard_driver import ShardDriver, push_part
 from paramserver.types import F32, ModelKey, PushId
 
 from .partitions import listed, stage
@@ -273,6 +274,21 @@ def test_a_commit_whose_result_is_not_finite_keeps_the_values() -> None:
 
     assert driver.core.not_finite == 1
     assert (driver.pull(0).version, driver.values()) == (2, [float(np.float32(3e38))] * 4)
+
+
+def test_what_float32_cannot_hold_is_not_staged() -> None:
+    """It would be infinite in the mean, and everybody else's gradient be lost with it."""
+    driver = ShardDriver()
+    driver.serve(spec(), workers=ROSTER)
+    stage(driver, 0, 0, 1.0)
+    part, request = push_part(0, np.array([1e300, 0, 0, 0]), 4, dtype="float64"), driver.request()
+    driver.send(PushReceived(request, "m", (part,), push_id=PushId(WORKERS[1], 1, 0), clock=0))
+    with pytest.raises(RequestError) as e:
+        driver.outcome(request)
+    driver.commit(0, listed(0, 0))
+
+    assert e.value.code == "non_finite"
+    assert driver.values() == [1.0] * 4
 
 
 def test_settings_change_at_the_commit_that_names_their_revision() -> None:

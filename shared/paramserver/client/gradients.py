@@ -36,6 +36,10 @@ _BLOCK_F32: Final = 1 << 15
 """The same where nothing is converted: fewer, larger steps."""
 _EXPONENT: Final = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 """The bits that are all set in infinities and NaNs of the dtypes of two bytes."""
+_BEYOND_F32: Final = 2.0**128 - 2.0**103
+"""The smallest float64 that is infinite in float32."""
+_SQUARES_F64: Final = 2.0**254
+"""Where a sum of squares is below, no float64 of them is beyond float32."""
 _NARROW: Final = {np.dtype(np.float16): "float16"}
 """What travels as it is, beside float32 and bfloat16."""
 _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
@@ -247,9 +251,10 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
             if not isfinite(squares):  # or the elements are so large that float32 cannot hold their squares
                 squares = _copy(source, gradient.bf16[piece.param], target, gradient.dtype)
             scan.squares += squares
-            if not isfinite(squares) and not _finite(target, gradient.dtype):
-                held = _finite(source, "bfloat16" if gradient.bf16[piece.param] else "float64")
-                scan.found_bad(gradient.selection.params[piece.param].name, gradient.dtype if held else None)
+            if not squares < _SQUARES_F64 and not _finite(target, gradient.dtype):
+                held = _finite(source, "bfloat16" if gradient.bf16[piece.param] else "float32")
+                narrow = "float32" if gradient.dtype == "float64" else gradient.dtype  # in which the server computes
+                scan.found_bad(gradient.selection.params[piece.param].name, narrow if held else None)
     assert at == out.size
 
 
@@ -310,4 +315,6 @@ def _finite(out: AnyArray, dtype: str) -> bool:
     exponent = _EXPONENT.get(dtype)
     if exponent is not None:
         return not bool(((out.view(np.uint16) & exponent) == exponent).any())
+    if dtype == "float64":
+        return bool((np.abs(out) < _BEYOND_F32).all())
     return bool(np.isfinite(out).all())

@@ -330,7 +330,10 @@ def accumulate(out: F32, grad: AnyArray, dtype: str, weight: float = 1.0) -> Non
 
 
 def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
-    """Whether the vector holds no NaN and no infinity; `dtype` is needed for float16 given as bits and for codecs."""
+    """Whether the vector is finite in float32: no NaN, no infinity, and of float64 nothing that rounds to one.
+
+    `dtype` is needed for float16 given as bits and for codecs.
+    """
     views = _views(a, dtype)
     if dtype == "int8":
         with np.errstate(over="ignore", invalid="ignore"):
