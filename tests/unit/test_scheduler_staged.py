@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
-from paramserver.core.gate import AHEAD_MAX
+from paramserver.limits import CLOCKS_AHEAD_MAX
 
 from .scheduling import Driver
 
@@ -53,11 +53,11 @@ def test_what_is_too_far_ahead_is_not_counted() -> None:
     d = Driver()
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a, _ = d.join("a"), d.join("b")
-    d.clock(a, AHEAD_MAX, wait_s=0.0)
+    d.clock(a, CLOCKS_AHEAD_MAX, wait_s=0.0)
 
-    told(d, a, "s0", clock=AHEAD_MAX + 1, shards=1)
+    told(d, a, "s0", clock=CLOCKS_AHEAD_MAX + 1, shards=1)
 
-    assert d.core.read.worker("m", "m/a", d.now)["clock"] == AHEAD_MAX
+    assert d.core.read.worker("m", "m/a", d.now)["clock"] == CLOCKS_AHEAD_MAX
 
 
 def test_it_waits_for_the_others_as_any_report() -> None:

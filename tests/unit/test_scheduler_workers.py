@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
-from paramserver.core.gate import AHEAD_MAX
 from paramserver.errors import ConflictError, PsError, RequestError
+from paramserver.limits import CLOCKS_AHEAD_MAX
 
 from .scheduling import Driver, code
 
@@ -121,8 +121,8 @@ def test_how_far_a_worker_is_ahead_is_counted_from_the_clock_that_is_open() -> N
     d.model(consistency={"mode": "sync", "min_workers": 2})
     a, _ = d.join("a"), d.join("b")
     for _ in range(2):
-        assert not d.result(d.clock(a, AHEAD_MAX, wait_s=0.0))["released"]
-    assert code(d, d.clock(a, AHEAD_MAX + 1, wait_s=0.0)) == "invalid_field"
+        assert not d.result(d.clock(a, CLOCKS_AHEAD_MAX, wait_s=0.0))["released"]
+    assert code(d, d.clock(a, CLOCKS_AHEAD_MAX + 1, wait_s=0.0)) == "invalid_field"
 
 
 def test_a_report_that_is_refused_wakes_nobody() -> None:

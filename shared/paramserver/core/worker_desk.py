@@ -7,7 +7,6 @@ from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_document
 from paramserver.core.fields import finite, wait_seconds
-from paramserver.core.gate import AHEAD_MAX
 from paramserver.core.membership import Worker, expired
 from paramserver.core.models import COMMITS_KEPT, Model
 from paramserver.core.run_desk import RunDesk
@@ -271,7 +270,7 @@ class WorkerDesk:
         worker = model.roster.workers.get(e.worker)
         if worker is None or not worker.alive or worker.epoch != e.epoch:
             return
-        if e.clock != model.gate.next_clock(worker) + 1 or e.clock > model.gate.clock + AHEAD_MAX:
+        if e.clock != model.gate.next_clock(worker) + 1 or e.clock > model.gate.clock + limits.CLOCKS_AHEAD_MAX:
             return  # told already, or the others have gone on without it: it is to ask where they are; or too far ahead
         if worker.ending != (e.clock, e.seq):
             worker.ending = (e.clock, e.seq)
