@@ -85,6 +85,8 @@ class Membership:
         self._views: dict[str, ModelView] = {}
         self._term = 0
         """The newest leader's, as far as it was heard of."""
+        self._told = ("", 0)
+        """Which scheduler told its leader's term last, and which one."""
         self._fenced = False
         self._scheduler_seen_at = float("-inf")
         self._redis_seen_at = float("-inf")
@@ -170,8 +172,8 @@ class Membership:
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
         answer = await self.link.request("POST", "/internal/shards", body)
+        await self._heed(answer)
         self.epoch = int(answer["epoch"])
-        self._term = int(answer["term"])
         self.state = "active"
         self._seen(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
@@ -199,10 +201,12 @@ class Membership:
             sent_at = monotonic()
             try:
                 answer = await self.link.request("PUT", f"/internal/shards/{self.name}", self._heartbeat())
-            except FencedError:
-                raise
-            except NotFoundError as error:  # a scheduler that never heard of us
-                raise problem("fenced", error.detail) from error
+                await self._heed(answer)
+            except (FencedError, NotFoundError) as error:
+                if await self._heeded(error):
+                    raise _not_known(error) from error
+                await asyncio.sleep(RETRY_S)
+                continue
             except PsError as error:
                 log.debug("heartbeat failed: %s", error)
                 await asyncio.sleep(RETRY_S)
@@ -264,6 +268,7 @@ class Membership:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # one that was emptied has no fences either, so it cannot say yes
                     self._seen(redis_at=asked_at)
+                    self._another_leads(int(term))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _follow(self) -> None:
@@ -271,10 +276,9 @@ class Membership:
             self._resync.clear()
             try:
                 await race(self._read_feed(), self._resync.wait())
-            except FencedError:
-                raise
-            except NotFoundError as error:
-                raise problem("fenced", error.detail) from error
+            except (FencedError, NotFoundError) as error:
+                if await self._heeded(error):
+                    raise _not_known(error) from error
             except (PsError, TimeoutError, ValueError) as error:
                 log.info("the feed of %s ended: %s", self.link.url, error or type(error).__name__)
             await asyncio.sleep(RETRY_S)
@@ -286,12 +290,7 @@ class Membership:
                 self.followed.set()
 
     def _take(self, document: Mapping[str, Any]) -> None:
-        term = int(document.get("term", self._term))
-        if term < self._term:
-            # Whoever was deposed and has not noticed may know other owners; what it says would cost our memory.
-            self.link.turn()
-            raise problem("no_leader", f"the feed is of term {term}, but {self._term} has begun")
-        self._term = term
+        self._check_term(document)
         self._directory.update(document)
         kind = document["type"]
         feed = self._runtime.feed
@@ -316,6 +315,53 @@ class Membership:
             self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
 
+    # -- whom to believe
+
+    def _check_term(self, told: Mapping[str, Any]) -> None:
+        """Takes up the term that a leader tells; turns from one that was replaced, and raises Unavailable.
+
+        Whoever was deposed and has not noticed may know other owners; what it says would cost our memory.
+        """
+        term = int(told.get("term", self._term))
+        if term < self._term:
+            self.link.turn()
+            raise problem("no_leader", f"{self.link.urls[-1]} speaks of term {term}, but {self._term} has begun")
+        self._term = term
+        self._told = (self.link.url, term)
+
+    async def _heed(self, told: Mapping[str, Any]) -> None:
+        """The same; but where Redis knows of no higher term either, the whole cluster has begun anew, and so do we."""
+        term = int(told.get("term", self._term))
+        if term < self._term:
+            try:
+                newest = await self._redis.get(TERM_KEY)
+            except (RedisError, OSError):
+                newest = None
+            stop_if_cancelled()
+            if newest is not None and int(newest) <= term:
+                self._term = term
+        self._check_term(told)
+
+    async def _heeded(self, refusal: PsError) -> bool:
+        """Whether that this shard is no member any more was said by who may say it."""
+        try:
+            await self._heed(refusal.members)
+        except PsError as error:
+            log.warning("not heeded: %s (%s)", refusal, error)
+            return False
+        return True
+
+    def _another_leads(self, term: int) -> None:
+        """Redis tells the newest term: a scheduler that has told an older one was replaced, and does not know it."""
+        if term <= self._term:
+            return
+        self._term = term
+        if self._told[0] == self.link.url:
+            log.info("%s leads no more, term %d has begun", self.link.url, term)
+            self.link.turn()
+            self.resync()
+            self._kick.set()
+
     def cuts(self) -> dict[ModelKey, int | None]:
         """The newest cut of each model that all its owners have stored."""
         return {known.key: known.cut for known in self._directory.models.values()}
@@ -332,6 +378,11 @@ class Membership:
                 await self.link.request("DELETE", f"/internal/shards/{self.name}", params={"epoch": self.epoch})
             except PsError as error:
                 log.info("cannot say goodbye: %s", error)
+
+
+def _not_known(error: PsError) -> PsError:
+    """The end of this membership; a scheduler that never heard of us is one as well."""
+    return error if isinstance(error, FencedError) else problem("fenced", error.detail)
 
 
 def _to_nobody(said_s: float, until_s: float) -> None:

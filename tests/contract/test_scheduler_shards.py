@@ -90,3 +90,17 @@ async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
 
     assert (known.request, known.epoch, known.rank, known.live, known.error) == (1, 1, 3, True, None)
     assert (other.epoch, other.error) == (None, None)
+
+
+def test_what_a_shard_is_told_names_the_term(cluster: Nodes) -> None:
+    """A yes, that it is no member any more, and that nobody knows it: all say who said it."""
+    path, term = "/internal/shards/shard-0", cluster.get("/map")["term"]
+    epoch = next(s["epoch"] for s in cluster.get("/shards")["items"] if s["name"] == "shard-0")
+
+    assert cluster.call("PUT", path, {"epoch": epoch + 1}, status=409)["term"] == term
+    assert cluster.call("PUT", "/internal/shards/none", {"epoch": 1}, status=404)["term"] == term
+    assert cluster.get(f"/internal/feed?shard=shard-0&epoch={epoch + 1}", status=409)["term"] == term
+    other = {"name": "passing", "addresses": ["http://127.0.0.1:1"]}
+    joined = cluster.post("/internal/shards", other, status=201)
+    assert cluster.call("PUT", "/internal/shards/passing", {"epoch": joined["epoch"]})["term"] == term
+    cluster.call("DELETE", f"/internal/shards/passing?epoch={joined['epoch']}", status=204)

@@ -1,7 +1,8 @@
 """/internal: what shards tell the scheduler, and the feed they hear everything from."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from fastapi import APIRouter, Request, Response
@@ -10,11 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
 from paramserver.core import scheduler_io as io
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver_node.middleware import lasting
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import gives, read, reply, respond, service, takes
+from paramserver_scheduler.exchange import ask, gives, read, reply, respond, service, takes
 from paramserver_scheduler.routes.feed import open_feed
 from paramserver_scheduler.routes.workers import epoch_of
 
@@ -45,15 +46,30 @@ async def join_shard(request: Request) -> Response:
 
 @router.put(
     "/shards/{name}",
-    responses=gives(200, "Alive", {"state": "active"}),
+    responses=gives(200, "Alive", {"state": "active", "term": 1}),
     openapi_extra=takes(bodies.ShardHeartbeat, BEAT),
 )
 @role("node")
 async def shard_heartbeat(request: Request, name: str) -> Response:
-    """A sign of life with what is served and stored; 409 `fenced`: join anew, with nothing owned."""
+    """A sign of life with what is served and stored; 409 `fenced`: join anew, with nothing owned.
+
+    Both tell the `term`, because who was deposed and has not noticed may say either.
+    """
     b = await read(request, bodies.ShardHeartbeat)
     told = b.metrics, b.partitions, b.cuts, b.released, b.lost, b.memory, b.loads
-    return await reply(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *told))
+    term = service(request).read.term
+    with _in_term(term):
+        answer = await ask(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *told))
+    return respond(request, {**(answer.body or {}), "term": term}, answer.status)
+
+
+@contextmanager
+def _in_term(term: int) -> Iterator[None]:
+    """A refusal says in which term it was decided."""
+    try:
+        yield
+    except PsError as error:
+        raise error.plus(term=term) from error
 
 
 @router.post("/shards/{name}/clocks", status_code=204, responses=gives(204, "This scheduler stops"))
@@ -143,7 +159,8 @@ async def find_worker(request: Request, m: str, worker: str) -> Response:
 async def feed(request: Request) -> StreamingResponse:
     """Everything once, then each change: map, models, rosters, commits; a `ping` after each second of silence."""
     runtime = service(request).runtime
-    opened = await open_feed(runtime, request.query_params.get("shard"), epoch_of(request))
+    with _in_term(runtime.core.read.term):
+        opened = await open_feed(runtime, request.query_params.get("shard"), epoch_of(request))
 
     async def lines() -> AsyncIterator[bytes]:
         try:

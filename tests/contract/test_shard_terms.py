@@ -1,0 +1,165 @@
+"""Whom a shard believes when two schedulers say that they lead: who speaks of the highest term there is."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from paramserver_node import redis_server
+from paramserver_node.either import Either
+from paramserver_shard.membership import TERM_KEY
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
+
+WITHIN_S = 30.0
+
+
+class Leader:
+    """A scheduler that says what a test wants it to, on a real socket."""
+
+    def __init__(self, term: int) -> None:
+        self.term = term
+        self.refusal = ""
+        """The code that heartbeats and feeds are refused with."""
+        self.joins = 0
+        self.beats: list[int] = []
+        """The epoch of each heartbeat that it was sent."""
+        self.feeds = 0
+        self.url = ""
+        routes = [
+            Route("/internal/shards", self._join, methods=["POST"]),
+            Route("/internal/shards/{name}", self._beat, methods=["PUT", "DELETE"]),
+            Route("/internal/feed", self._feed),
+        ]
+        self.app = Starlette(routes=routes)
+
+    async def asked(self, times: int) -> None:
+        """Waits for so many more heartbeats."""
+        goal = len(self.beats) + times
+        await until(lambda: len(self.beats) >= goal)
+
+    def _refused(self) -> Response:
+        status = {"fenced": 409, "unknown_node": 404}.get(self.refusal, 503)
+        document = {"status": status, "code": self.refusal, "detail": "as the test says", "term": self.term}
+        return JSONResponse(document, status)
+
+    async def _join(self, _: Request) -> Response:
+        if self.refusal == "no_leader":
+            return self._refused()
+        self.joins += 1
+        self.refusal = ""
+        return JSONResponse({"epoch": self.joins, "lease_s": 5.0, "term": self.term}, 201)
+
+    async def _beat(self, request: Request) -> Response:
+        if request.method == "PUT":
+            self.beats.append((await request.json())["epoch"])
+        return self._refused() if self.refusal else JSONResponse({"state": "active", "term": self.term})
+
+    async def _feed(self, _: Request) -> Response:
+        if self.refusal:
+            return self._refused()
+        self.feeds += 1
+
+        async def lines() -> AsyncIterator[bytes]:
+            yield json.dumps({"type": "map", "term": self.term, "map_epoch": 1, "shards": {}}).encode() + b"\n"
+            while not self.refusal:
+                yield b'{"type":"ping"}\n'
+                await asyncio.sleep(0.2)
+
+        return StreamingResponse(lines())
+
+
+async def until(what: Callable[[], Any]) -> None:
+    """Waits for that to be true."""
+    async with asyncio.timeout(WITHIN_S):
+        while not what():
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_server.running(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@asynccontextmanager
+async def member(redis_url: str, log: Path, *leaders: Leader) -> AsyncIterator[Redis]:
+    """A shard that has joined the first of them and follows its feed; gives the Redis of all."""
+    loop, redis = asyncio.get_running_loop(), Redis.from_url(redis_url)
+    await redis.set(TERM_KEY, leaders[0].term)
+    servers = []
+    for leader in leaders:
+        config = Config(leader.app, log_config=None, ws="none")
+        config.load()
+        server = await loop.create_server(partial(Either, config, ServerState(), {}), "127.0.0.1", 0)
+        leader.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        servers.append(server)
+    port, urls = str(redis_server.free_port()), ",".join(leader.url for leader in leaders)
+    args = ("-P", "-m", "paramserver_shard", "--name", "s", "--port", port, "--scheduler", urls, "--redis", redis_url)
+    with log.open("wb") as out:
+        shard = await asyncio.create_subprocess_exec(sys.executable, *args, stdout=out, stderr=out)
+    try:
+        await until(lambda: leaders[0].feeds and leaders[0].beats)
+        yield redis
+    finally:
+        shard.terminate()
+        await shard.wait()
+        for server in servers:
+            server.close()
+        await redis.aclose()
+
+
+async def test_what_a_deposed_leader_refuses_is_not_heeded(redis_url: str, tmp_path: Path) -> None:
+    """A 409 `fenced`, and a shard that it never heard of, say nothing when their term is over: nobody joins anew."""
+    newest, deposed = Leader(3), Leader(2)
+    async with member(redis_url, tmp_path / "log", newest, deposed):
+        for refusal in ("fenced", "unknown_node"):
+            deposed.refusal, newest.refusal = refusal, "no_leader"
+            await deposed.asked(2)
+            newest.refusal = ""
+            await newest.asked(2)
+
+    assert (newest.joins, deposed.joins) == (1, 0)
+    assert set(newest.beats) == {1}
+
+
+async def test_a_yes_of_a_deposed_leader_is_none(redis_url: str, tmp_path: Path) -> None:
+    """Once Redis tells of a newer term, heartbeats and the feed go to who speaks of that."""
+    deposed, newest = Leader(2), Leader(3)
+    async with member(redis_url, tmp_path / "log", deposed, newest) as redis:
+        await redis.set(TERM_KEY, 3)
+        await until(lambda: newest.feeds and len(newest.beats) > 2)
+        before = len(deposed.beats)
+        await newest.asked(2)
+
+    assert (len(deposed.beats), newest.joins) == (before, 0)
+
+
+async def test_a_cluster_that_begins_anew_takes_the_shard_in(redis_url: str, tmp_path: Path) -> None:
+    """Where Redis knows of no higher term either, a lower one is not an old one."""
+    leader = Leader(7)
+    async with member(redis_url, tmp_path / "log", leader) as redis:
+        await redis.set(TERM_KEY, 1)
+        leader.term, leader.refusal = 1, "unknown_node"
+        await until(lambda: leader.joins == 2 and leader.beats[-1] == 2)
+
+
+async def test_a_fence_of_the_newest_leader_is_heeded(redis_url: str, tmp_path: Path) -> None:
+    """Who leads may say that this shard is no member any more; it joins anew."""
+    leader = Leader(4)
+    async with member(redis_url, tmp_path / "log", leader):
+        leader.refusal = "fenced"
+        await until(lambda: leader.joins == 2 and leader.beats[-1] == 2)
