@@ -34,8 +34,10 @@ class ClockReports:
     async def tell(self, link: SchedulerLink, path: str) -> None:
         """Sends what comes to that path of the scheduler in use, until cancelled."""
         self._lines.clear()  # what an earlier membership had is not this one's
+        link.turned = self._news.set
         while True:
             await self._news.wait()
+            url = link.url
             try:
                 upload = await link.upload(path, self._news.set)
             except OSError as error:
@@ -43,7 +45,7 @@ class ClockReports:
                 link.turn()
             else:
                 try:
-                    await self._send(upload)
+                    await self._send(upload, link, url)
                 finally:
                     upload.close()
                 log.info("clocks.unreported scheduler=%s status=%d: workers report their own", link.url, upload.status)
@@ -52,9 +54,12 @@ class ClockReports:
             self._news.clear()
             await asyncio.sleep(RETRY_S)
 
-    async def _send(self, upload: Upload) -> None:
-        """Sends what comes until the request is over."""
-        while not upload.over:
+    async def _send(self, upload: Upload, link: SchedulerLink, url: str) -> None:
+        """Sends what comes until the request is over, or another scheduler than that one is in use.
+
+        One that stands still keeps its connection for as long as it does.
+        """
+        while not upload.over and link.url == url:
             self._news.clear()
             if self._lines:
                 upload.send(b"".join(self._lines))

@@ -28,6 +28,8 @@ class SchedulerLink:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._given = tuple(u.rstrip("/") for u in urls)
         self._urls = list(self._given)
+        self.turned: Callable[[], None] = _to_nobody
+        """Told that another scheduler may be in use from now on."""
         self._credentials = credentials
         self._transport = AsyncDirectTransport(credentials)
 
@@ -44,6 +46,7 @@ class SchedulerLink:
     def turn(self) -> None:
         """The next scheduler is used from now on."""
         self._urls = [*self._urls[1:], self._urls[0]]
+        self.turned()
 
     async def request(self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer; each scheduler is asked once.
@@ -99,6 +102,10 @@ class SchedulerLink:
 
 def _target(path: str, params: Mapping[str, Any] | None) -> str:
     return f"{path}?{urlencode(params)}" if params else path
+
+
+def _to_nobody() -> None:
+    """Nobody wants to know."""
 
 
 class _Lines:

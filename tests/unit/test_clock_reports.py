@@ -1,0 +1,73 @@
+"""A shard's reports of clocks, sent to schedulers on real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.types import ModelKey, PushId
+from paramserver_shard.clocks import ClockReports
+from paramserver_shard.link import SchedulerLink
+
+WITHIN_S = 20.0
+
+
+class Scheduler:
+    """One that takes what comes and never says a word, as one that stands still."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.came = b""
+        self.connected = 0
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection."""
+        self.connected += 1
+        try:
+            while data := await reader.read(1 << 16):
+                self.came += data
+        except ConnectionError:
+            pass
+        finally:
+            self.connected -= 1
+            writer.close()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Scheduler"]:
+        """It listens, on a free port."""
+        server = await asyncio.start_server(self.take, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+
+
+@pytest.mark.asyncio
+async def test_reports_follow_the_scheduler_in_use() -> None:
+    """One that stands still keeps the connection for ever; once another is in use, that one is told, and only that."""
+    reports, sent = ClockReports(), 0
+
+    async def report_until_told(scheduler: Scheduler) -> None:
+        nonlocal sent
+        while b'"m/w0",1,' not in scheduler.came:
+            sent += 1
+            reports.report(ModelKey("m", 1), PushId("m/w0", 1, sent), sent, 0, 1)
+            await asyncio.sleep(0.02)
+
+    async with asyncio.timeout(WITHIN_S), Scheduler().listening() as still, Scheduler().listening() as other:
+        link = SchedulerLink([still.url, other.url], NO_CREDENTIALS)
+        telling = asyncio.create_task(reports.tell(link, "/clocks"))
+        await report_until_told(still)
+        link.turn()
+        while still.connected:
+            await asyncio.sleep(0.01)
+        before = still.came
+        await report_until_told(other)
+        telling.cancel()
+        await asyncio.wait({telling})
+        await link.aclose()
+
+    assert still.came == before
