@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from paramserver import kernels
 from paramserver.core.shard_io import PushDone
-from paramserver.errors import problem
+from paramserver.errors import PsError, Unavailable, problem
 from paramserver.limits import (
     CHUNK_BYTES,
     JSON_BODY_BYTES_MAX,
@@ -30,7 +30,7 @@ from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
 from paramserver_shard.membership import Membership
-from paramserver_shard.names import NameService, Pulled, push_document
+from paramserver_shard.names import NameService, Pulled, after_push, push_document
 from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
 
@@ -51,7 +51,6 @@ class _Endpoint:
         telemetry: Telemetry,
     ) -> None:
         self.check_serving = membership.check_serving
-        """Once more before the answer: this process may have been stopped since the request came."""
         self._reader = reader
         self._frames = frames
         self._names = names
@@ -60,6 +59,14 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = self._telemetry.clock()
         self.check_serving()
+        try:
+            await self._answer(scope, receive, send, began_s)
+        except PsError as error:
+            if "push" in error.members:
+                self.check_still()
+            raise
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == MEDIA_TYPE.encode():
@@ -71,11 +78,15 @@ class _Endpoint:
         negotiate.check_accept(request)
         body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
         response = await self.by_name(request, body, began_s)
-        self.check_serving()
+        self.check_still()
         await response(scope, receive, send)
 
+    def check_still(self) -> None:
+        """Once more before the answer: this process may have been stopped since the request came."""
+        self.check_serving()
+
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        """Answers a frame with a frame, after a last `check_serving`."""
+        """Answers a frame with a frame, after `check_still`."""
         raise NotImplementedError
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -96,7 +107,19 @@ class _Endpoint:
         self._telemetry.pushed(done, account(request.scope).size_bytes, began_s, body.get("worker"), lag)
 
 
-class Push(_Endpoint):
+class _Pushing(_Endpoint):
+    """Of a push, which a shard that stood still may have applied without that it counts: another may own it by then."""
+
+    def check_still(self) -> None:
+        """Raises InDoubt."""
+        try:
+            self.check_serving()
+        except Unavailable as error:
+            detail = f"{error.detail}; it has taken the push, but may have been replaced before"
+            raise problem("in_doubt", detail, hint="send it again under its id, and only so") from error
+
+
+class Push(_Pushing):
     """POST /push"""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
@@ -104,7 +127,7 @@ class Push(_Endpoint):
         done, made = await self._frames.push(arriving, self._counted(arriving, began_s))
         reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
         status = 200 if done.state == "applied" or reply.released else 202
-        self.check_serving()
+        self.check_still()
         await _send(send, status, encode_header(reply))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -121,7 +144,7 @@ class Pull(_Endpoint):
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         frame, _ = await self._reader.read(scope, receive, PullFrame, _sized_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
-        self.check_serving()
+        self.check_still()
         await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
@@ -132,13 +155,13 @@ class Pull(_Endpoint):
         return pull_response(request, pulled, dtype, None)
 
 
-class PushPull(_Endpoint):
+class PushPull(_Pushing):
     """POST /pushpull"""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
-        self.check_serving()
+        self.check_still()
         await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
@@ -146,7 +169,10 @@ class PushPull(_Endpoint):
         done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request))
         self._pushed_names(done, request, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
-        return pull_response(request, pulled, dtype, done)
+        try:
+            return pull_response(request, pulled, dtype, done)
+        except PsError as error:
+            raise after_push(error, done) from error
 
 
 async def _while_there(receive: Receive, wait_s: object, work: Coroutine[Any, Any, T]) -> T:

@@ -491,6 +491,15 @@ def test_float64_beyond_float32_is_refused_in_every_mode(cluster: Nodes) -> None
         problem(answer, 422, "non_finite")
 
 
+def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(cluster: Nodes) -> None:
+    """What JSON or the parameter's dtype has no number for is found out after the push."""
+    params = {"w": {"shape": [2]}, "h": {"shape": [], "dtype": "float16", "init": {"kind": "constant", "value": 1e5}}}
+    model = Model(cluster, params=params, partitions=1)
+    refused = problem(model.ask("/pushpull", {"grads": {"w": [1.0, 2.0]}}), 422, "non_finite")
+    assert (refused["push"]["state"], refused["push"]["version"]) == ("applied", 1)
+    assert model.values("w") == [1.0, 2.0]
+
+
 def test_probes_metrics_and_openapi(model: Model) -> None:
     """Probes answer, metrics count pushes, and OpenAPI shows the three value routes with examples that work."""
     model.push({"b": 1.0})

@@ -1,0 +1,103 @@
+"""A shard that stood still while it worked on a request, by its endpoints, which ask before they answer."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from paramserver.core.shard_io import PushDone
+from paramserver.errors import problem
+from paramserver.types import ModelKey
+from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
+from paramserver_node import problems
+from paramserver_shard.endpoints import Pull, Push, PushPull
+from paramserver_shard.inflight import InFlight, InFlightMiddleware
+from paramserver_shard.names import after_push
+from paramserver_shard.receiving import Body
+from paramserver_shard.telemetry import Telemetry
+
+DONE = PushDone(ModelKey("m", 1), 0, "applied", False, 1, 0, 1, ())
+FRAME = encode_header(PushFrame("m", [PushPart(0, None, None)]))
+
+
+class Shard:
+    """Endpoints of a shard that stands still for longer than it may while it does what is asked; it has done it."""
+
+    def __init__(self) -> None:
+        self.stood_still = False
+        self.after_push = False
+        """Whether what follows an accepted push fails."""
+
+    def check_serving(self) -> None:
+        """The rule's answer."""
+        if self.stood_still:
+            raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
+
+    async def work(self, *_: Any) -> Any:
+        """Whatever it is asked."""
+        self.stood_still = True
+        if self.after_push:
+            raise after_push(problem("storage_unavailable", "Redis does not answer"), DONE)
+        return DONE
+
+    async def frame_work(self, *_: Any) -> Any:
+        """A frame."""
+        return await self.work(), None
+
+    async def pulled(self, *_: Any) -> Any:
+        """Fails once it has stood still, as a shard that has been fenced."""
+        self.stood_still = True
+        raise problem("loading", "the partition is being read")
+
+    async def read(self, *_: Any) -> Any:
+        """A push frame that has arrived."""
+        return SimpleNamespace(frame=PushFrame("m", [])), Body(())
+
+    async def ask(self, path: str, body: bytes, kind: str) -> dict[str, Any]:
+        """The problem document that a request is answered with."""
+        names: Any = SimpleNamespace(push=self.work, pushpull=self.work, pull=self.pulled)
+        frames: Any = SimpleNamespace(push=self.frame_work, lease_after=lambda *_: None, sized_push=None)
+        reader: Any = SimpleNamespace(read=self.read)
+        app, asked = FastAPI(), Telemetry(time.monotonic)
+        problems.install(app)
+        app.add_middleware(InFlightMiddleware, in_flight=InFlight())
+        for route, endpoint in (("/push", Push), ("/pushpull", PushPull), ("/pull", Pull)):
+            here: Any = self
+            app.router.routes.append(Route(route, endpoint(here, reader, frames, names, asked), methods=["POST"]))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shard") as http:
+            answer = await http.post(path, content=body, headers={"content-type": kind})
+        document: dict[str, Any] = answer.json()
+        assert answer.status_code == 503
+        return document
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "body", "kind", "failing"),
+    [
+        ("/push", b"{}", "application/json", False),
+        ("/push", b"{}", "application/json", True),
+        ("/push", FRAME, MEDIA_TYPE, False),
+        ("/push", FRAME, MEDIA_TYPE, True),
+        ("/pushpull", b"{}", "application/json", True),
+    ],
+    ids=["push", "push-failing", "frame", "frame-failing", "pushpull-failing"],
+)
+async def test_a_push_is_in_doubt_then(path: str, body: bytes, kind: str, failing: bool) -> None:
+    """It was applied, but another shard may own the partition by now: what became of it is not said."""
+    shard = Shard()
+    shard.after_push = failing
+    document = await shard.ask(path, body, kind)
+    assert document["code"] == "in_doubt"
+    assert "push" not in document
+
+
+@pytest.mark.asyncio
+async def test_a_pull_is_not() -> None:
+    """Nothing is lost by pulling again."""
+    assert (await Shard().ask("/pull", b"{}", "application/json"))["code"] == "loading"
