@@ -18,6 +18,7 @@ from paramserver import kernels
 from paramserver.core.selection import Selection, select, unknown
 from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
 from paramserver.errors import combined, problem
+from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray, DType
 from paramserver.wire.tensor import fits, from_f32
 from paramserver_shard.directory import KnownModel
@@ -74,6 +75,9 @@ class ArrayService:
             if head or unchanged:
                 version, incarnation = _newest(parts)
                 return NpyAnswer(tag, version, incarnation, header, memoryview(b""), size, unchanged)
+        if size > BODY_BYTES_MAX:
+            detail = f"'{name}' has {size} bytes; an answer holds {BODY_BYTES_MAX}"
+            raise problem("too_large", detail, hint="pull ranges of it with POST /pull")
         pulled = await self._names.fetch(known, PullRequest(selection, 0, 0, 0.0, None))
         tag = etag(known, pulled.parts)
         body = from_f32(pulled.packed, dtype).data.cast("B")

@@ -5,6 +5,7 @@ says, is refused without a trace.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import msgpack
@@ -16,10 +17,12 @@ from paramserver import kernels
 from paramserver.core.shard_io import PushDone
 from paramserver.errors import PsError, Unavailable, problem
 from paramserver.limits import (
+    BODY_BYTES_MAX,
     CHUNK_BYTES,
     JSON_BODY_BYTES_MAX,
     JSON_ELEMENTS_MAX,
 )
+from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
@@ -30,7 +33,7 @@ from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
 from paramserver_shard.membership import Membership
-from paramserver_shard.names import NameService, Pulled, after_push, push_document
+from paramserver_shard.names import NameService, Pulled, PullRequest, after_push, push_document
 from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
 
@@ -150,7 +153,7 @@ class Pull(_Endpoint):
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         wait_s = body.get("wait_s") if isinstance(body, dict) else None
-        pulled, dtype = await _while_there(request.receive, wait_s, self._names.pull(body))
+        pulled, dtype = await _while_there(request.receive, wait_s, self._names.pull(body, check_of(request)))
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         return pull_response(request, pulled, dtype, None)
 
@@ -166,7 +169,7 @@ class PushPull(_Pushing):
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
-        done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request))
+        done, pulled, dtype = await self._names.pushpull(body, idempotency_key(request), check_of(request))
         self._pushed_names(done, request, body, began_s)
         self._telemetry.pulled(pulled.known.key.name, pulled.packed.nbytes, began_s)
         try:
@@ -224,15 +227,31 @@ class ChunkedResponse(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": at + CHUNK_BYTES < size})
 
 
+def check_of(request: Request) -> Callable[[PullRequest], None]:
+    """Refuses what an answer in the client's media type cannot hold; to be asked before anything is done."""
+    return check_msgpack if negotiate.accepted(request) == negotiate.MSGPACK else check_json
+
+
+def check_json(asked: PullRequest) -> None:
+    """Raises RequestError (`too_large`)."""
+    if asked.selection.size > JSON_ELEMENTS_MAX:
+        detail = f"{asked.selection.size} numbers do not fit in a JSON answer; it holds {JSON_ELEMENTS_MAX}"
+        raise problem("too_large", detail, hint="accept application/msgpack, or name fewer parameters or ranges")
+
+
+def check_msgpack(asked: PullRequest) -> None:
+    """Raises RequestError (`too_large`)."""
+    selection = asked.selection
+    sizes = [stop - start for start, stop in pairwise(selection.offsets)]
+    total = sum(n * ITEMSIZE[asked.dtype or p.dtype] for n, p in zip(sizes, selection.params, strict=True))
+    if total > BODY_BYTES_MAX:
+        detail = f"{total} bytes do not fit in an answer; it holds {BODY_BYTES_MAX}"
+        raise problem("too_large", detail, hint="name fewer parameters or ranges, or pull frames")
+
+
 def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: PushDone | None) -> Response:
     """The answer to a pull by name, in the media type that the client accepts."""
     as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
-    if not as_msgpack and pulled.packed.size > JSON_ELEMENTS_MAX:
-        raise problem(
-            "too_large",
-            f"{pulled.packed.size} numbers do not fit in a JSON answer",
-            hint="accept application/msgpack, or name fewer parameters or ranges",
-        )
     encode = to_msgpack if as_msgpack else to_json
     own = pulled.known.layout.by_name
     params: dict[str, Any] = {}

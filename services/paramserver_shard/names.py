@@ -4,7 +4,7 @@ A request is checked as a whole (names, shapes, dtypes, ranges, finite values, f
 here or sent on, so one that is refused for its content has changed nothing anywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -64,19 +64,23 @@ class NameService:
         _finish(reader)
         return await self._exchange.push(known, command)
 
-    async def pull(self, body: Any) -> tuple[Pulled, DType | None]:
-        """The values asked for, and the dtype if one was.  Raises PsError."""
+    async def pull(self, body: Any, check: Callable[[PullRequest], None]) -> tuple[Pulled, DType | None]:
+        """The values asked for, and the dtype if one was, unless `check` refuses it.  Raises PsError."""
         known, reader = await self._open(body)
         request = _read_pull(known, reader)
         _finish(reader)
+        check(request)
         return await self.fetch(known, request), request.dtype
 
-    async def pushpull(self, body: Any, key: str | None) -> tuple[PushDone, Pulled, DType | None]:
+    async def pushpull(
+        self, body: Any, key: str | None, check: Callable[[PullRequest], None]
+    ) -> tuple[PushDone, Pulled, DType | None]:
         """A push, then a pull; `ranges` are the push's, and the pull returns all of the names it asks for."""
         known, reader = await self._open(body)
         command = self._read_push(known, reader, key)
         request = _read_pull(known, reader, ranged=False)
         _finish(reader)
+        check(request)
         done = await self._exchange.push(known, command)
         try:
             return done, await self.fetch(known, request), request.dtype

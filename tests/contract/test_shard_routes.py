@@ -14,6 +14,7 @@ import pytest
 
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
+from paramserver.limits import JSON_ELEMENTS_MAX
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
@@ -498,6 +499,19 @@ def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(cluster: Nod
     refused = problem(model.ask("/pushpull", {"grads": {"w": [1.0, 2.0]}}), 422, "non_finite")
     assert (refused["push"]["state"], refused["push"]["version"]) == ("applied", 1)
     assert model.values("w") == [1.0, 2.0]
+
+
+def test_what_no_answer_can_hold_is_refused_before_anything_is_done(cluster: Nodes) -> None:
+    """Before values are fetched, which there are none of yet, or a gradient is applied."""
+    init = {"kind": "upload"}
+    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX], "init": init}, "b": {"shape": [], "init": init}})
+    problem(model.ask("/pull", {}), 413, "too_large")
+    problem(model.ask("/pull", {"names": ["b"]}), 503, "initializing")
+
+    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX]}, "b": {"shape": []}})
+    assert "push" not in problem(model.ask("/pushpull", {"grads": {"b": 1.0}}), 413, "too_large")
+    assert model.values("b") == 0.0
+    assert model.ask("/pushpull", {"grads": {"b": 1.0}, "names": ["b"]}).json()["params"] == {"b": 1.0}
 
 
 def test_probes_metrics_and_openapi(model: Model) -> None:
