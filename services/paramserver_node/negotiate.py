@@ -9,12 +9,17 @@ import msgpack
 from fastapi import Request, Response
 
 from paramserver.errors import problem
+from paramserver.limits import JSON_BODY_BYTES_MAX, JSON_ELEMENTS_MAX, NAMED_BODY_BYTES_MAX
 from paramserver.wire.bounded import parse_json, unpack
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 _JSON_NAMES: Final = (JSON, "application/merge-patch+json")
 _MSGPACK_NAMES: Final = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
+
+_MORE: Final = f"send {MSGPACK} or frames, which are for more, or split the request"
+_FIELDS: Final = 1024
+"""Commas that stand between something else than numbers; what has a few numbers more is read all the same."""
 
 
 def media_type(request: Request) -> str:
@@ -28,14 +33,14 @@ def announced(request: Request) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-async def read_body(request: Request, size_max: int) -> bytes:
+async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
     """The whole body; raises RequestError: `too_large` past `size_max`, `malformed` when it is cut off.
 
     What is left of a body that is too large is read by the middleware, so that the answer reaches the client.
     """
     length = announced(request)
     if length is not None and length > size_max:
-        raise problem("too_large", f"the body has {length} bytes; at most {size_max} are taken")
+        raise problem("too_large", f"the body has {length} bytes; at most {size_max} are taken", hint=hint)
     parts: list[bytes] = []
     size, more = 0, True
     while more:
@@ -45,7 +50,7 @@ async def read_body(request: Request, size_max: int) -> bytes:
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > size_max:
-            raise problem("too_large", f"the body has more than the {size_max} bytes that are taken")
+            raise problem("too_large", f"the body has more than the {size_max} bytes that are taken", hint=hint)
         parts.append(part)
         more = message.get("more_body", False)
     if length is not None and length != size:
@@ -53,8 +58,10 @@ async def read_body(request: Request, size_max: int) -> bytes:
     return b"".join(parts)
 
 
-async def read(request: Request, size_max: int, *, optional: bool = False) -> Any:
+async def read(request: Request, size_max: int, *, optional: bool = False, numbers_max: int | None = None) -> Any:
     """The request's body as plain values (msgpack `bin` as bytes); where it is `optional`, none is an empty object.
+
+    `numbers_max`: how many values a JSON body may list, counted by its commas before anything is made of it.
 
     Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`, `non_finite`.
     """
@@ -65,12 +72,24 @@ async def read(request: Request, size_max: int, *, optional: bool = False) -> An
         )
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise problem("unsupported_media_type", "compressed bodies are not understood", hint="send it uncompressed")
-    raw = await read_body(request, size_max)
+    raw = await read_body(request, size_max, "" if numbers_max is None else _MORE)
+    if numbers_max is not None and raw.count(b",") >= numbers_max + _FIELDS:
+        raise problem("too_large", f"a JSON body holds at most {numbers_max} numbers", hint=_MORE)
     if not raw and optional:
         return {}
     if not raw:
         raise problem("malformed", "the body is empty", hint=f"send one {kind} value")
     return parse_json(raw) if kind in _JSON_NAMES else unpack(raw)
+
+
+async def read_tensors(request: Request) -> Any:
+    """The same of a body that may hold tensors; as JSON it is bounded, because parsing it holds everything up.
+
+    Raises as `read` does.
+    """
+    if media_type(request) not in _JSON_NAMES:
+        return await read(request, NAMED_BODY_BYTES_MAX)
+    return await read(request, JSON_BODY_BYTES_MAX, numbers_max=JSON_ELEMENTS_MAX)
 
 
 def accepted(request: Request) -> str:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from paramserver import __version__
 from paramserver.errors import problem
-from paramserver.limits import JSON_BODY_BYTES_MAX
+from paramserver.limits import NAMED_BODY_BYTES_MAX
 from paramserver_node import health, negotiate, problems
 from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import MARK, Forwarder
@@ -113,11 +113,11 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
     async def put_array(request: Request, m: str, name: str) -> Response:
         s.membership.check_serving()
         negotiate.check_accept(request)
-        request = counted(request, JSON_BODY_BYTES_MAX)
+        request = counted(request, NAMED_BODY_BYTES_MAX)
         if negotiate.media_type(request) in (NPY_MEDIA, "application/octet-stream"):
-            value: Any = read_npy(await negotiate.read_body(request, JSON_BODY_BYTES_MAX))
+            value: Any = read_npy(await negotiate.read_body(request, NAMED_BODY_BYTES_MAX))
         else:
-            value = await negotiate.read(request, JSON_BODY_BYTES_MAX)
+            value = await negotiate.read_tensors(request)
         done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"))
         s.membership.check_serving()
         return negotiate.respond(request, push_document(done))

@@ -19,8 +19,8 @@ from paramserver.errors import PsError, Unavailable, problem
 from paramserver.limits import (
     BODY_BYTES_MAX,
     CHUNK_BYTES,
-    JSON_BODY_BYTES_MAX,
     JSON_ELEMENTS_MAX,
+    NAMED_BODY_BYTES_MAX,
 )
 from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
@@ -77,9 +77,9 @@ class _Endpoint:
                     await self.by_frame(scope, receive, send, began_s)
                     return
                 break
-        request = counted(Request(scope, receive), JSON_BODY_BYTES_MAX)
+        request = counted(Request(scope, receive), NAMED_BODY_BYTES_MAX)
         negotiate.check_accept(request)
-        body = await negotiate.read(request, JSON_BODY_BYTES_MAX)
+        body = await negotiate.read_tensors(request)
         response = await self.by_name(request, body, began_s)
         self.check_still()
         await response(scope, receive, send)

@@ -80,7 +80,7 @@ def describe(app: FastAPI) -> None:
             "Push gradients by name",
             "Each tensor is nested lists in JSON, `{dtype, shape, data}` in msgpack. `worker`, `epoch` and `seq` come "
             "together or not at all and make the push safe to repeat; so does the header `Idempotency-Key`. `ranges` "
-            "sends flat element ranges of parameters.",
+            "sends flat element ranges of parameters. JSON has 262,144 numbers at most; frames are for more.",
             _PUSH,
             PUSH_ANSWERS,
         ),

@@ -10,8 +10,10 @@ MIB: Final = 1 << 20
 # What one request may be.
 BODY_BYTES_MAX: Final = 1 << 30
 """Largest body of a direct frame; a whole shard's slice of a model travels in one."""
-JSON_BODY_BYTES_MAX: Final = 64 * MIB
-"""Largest JSON or msgpack body of the name-level routes."""
+NAMED_BODY_BYTES_MAX: Final = 64 * MIB
+"""Largest msgpack or `.npy` body of the name-level routes."""
+JSON_BODY_BYTES_MAX: Final = 8 * MIB
+"""Largest JSON body of theirs: nothing else is done while it is parsed."""
 CONTROL_BODY_BYTES_MAX: Final = 4 * MIB
 """Largest body of a control route (models, workers, runs, ...)."""
 FRAME_HEADER_BYTES_MAX: Final = 1 * MIB
@@ -107,8 +109,8 @@ SLOT_BYTES_MAX: Final = 2 << 30
 """Bytes of slots that one shard lends for pushes."""
 POOL_KEPT_BYTES_MAX: Final = 512 * MIB
 """Free buffer memory that one shard keeps for reuse."""
-JSON_ELEMENTS_MAX: Final = 4 << 20
-"""Numbers that one JSON answer holds at most; msgpack and frames hold any number."""
+JSON_ELEMENTS_MAX: Final = 1 << 18
+"""Numbers that one JSON answer, or push, holds at most: a tenth of a second or so; msgpack and frames are for more."""
 
 # Time.
 HEARTBEAT_S: Final = 1.0

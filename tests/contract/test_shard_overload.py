@@ -193,7 +193,8 @@ def test_a_flood_of_bodies_of_unknown_length_leaves_room_for_others(cluster: Nod
     """One address begins large bodies in chunks and never ends them: they count as they come."""
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}})
-    head = f"{request_line.format(name=name)} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    kind = "content-type: application/msgpack\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = f"{request_line.format(name=name)} HTTP/1.1\r\nhost: x\r\n{kind}".encode()
     chunk = b"100000\r\n" + b" " * MIB + b"\r\n"
 
     def begun(chunks: int) -> socket.socket:

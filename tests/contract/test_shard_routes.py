@@ -14,7 +14,7 @@ import pytest
 
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.limits import JSON_ELEMENTS_MAX
+from paramserver.limits import JSON_ELEMENTS_MAX, MIB
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
@@ -380,8 +380,27 @@ def test_media_types_and_bounds(model: Model) -> None:
     problem(model.http.post(push, content=b"[1", headers={"content-type": "application/json"}), 400, "malformed")
     problem(model.http.post(push, content=b"PS\x01\x00", headers={"content-type": MEDIA_TYPE}), 400, "malformed")
     huge = {"content-type": "application/json"}
-    problem(model.http.post(push, content=b" " * (64 * 2**20 + 1), headers=huge), 413, "too_large")
+    assert (
+        "msgpack"
+        in problem(model.http.post(push, content=b" " * (8 * MIB + 1), headers=huge), 413, "too_large")["hint"]
+    )
+    problem(model.http.post(push, content=b"\xc0" * (64 * MIB + 1), headers=MSGPACK), 413, "too_large")
     assert unchanged(model)
+
+
+def test_json_is_for_few_numbers(cluster: Nodes) -> None:
+    """As many as an answer holds can be pushed; more are refused before they are parsed, which takes long."""
+    size = JSON_ELEMENTS_MAX
+    model = Model(cluster, params={"w": {"shape": [size]}})
+    assert model.push({"w": [1.0] * size}).status_code == 200
+    assert model.values("w") == [1.0] * size
+    for many in ([1] * (2 * size), [[1]] * (2 * size)):
+        assert "msgpack" in problem(model.push({"w": many}), 413, "too_large")["hint"]
+        url = f"{model.url(0)}/models/{model.name}/params/w"
+        problem(model.http.put(url, json=many), 413, "too_large")
+    values = {"dtype": "float32", "shape": [size], "data": np.full(size, 2.0, "<f4").tobytes()}
+    packed = msgpack.packb({"model": model.name, "grads": {"w": values}})
+    assert model.http.post(f"{model.url(0)}/push", content=packed, headers=MSGPACK).status_code == 200
 
 
 def test_control_routes_are_answered_through_a_shard(model: Model) -> None:

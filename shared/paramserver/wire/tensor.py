@@ -7,6 +7,7 @@ import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -143,9 +144,7 @@ def from_json(value: Any, where: str) -> tuple[F32, str]:
     Raises RequestError (`invalid_shape` when ragged, `malformed` for anything but numbers, `non_finite` past float32).
     """
 
-    def leaf(v: Any) -> bool:
-        return isinstance(v, int | float) and not isinstance(v, bool)
-
+    numbers = {int, float}  # and no bool; whole lists are looked at in C, because nothing else is done meanwhile
     probe, rank = value, 0
     while isinstance(probe, list):
         rank += 1
@@ -154,17 +153,18 @@ def from_json(value: Any, where: str) -> tuple[F32, str]:
         if not probe:
             break
         probe = probe[0]
-    if not isinstance(value, list) and not leaf(value):
+    if not isinstance(value, list) and type(value) not in numbers:
         raise _wrong(where, "must be a number or nested lists of numbers", "malformed")
     flat: list[Any] = [value]
     shape: list[int] = []
     for _ in range(rank):
-        if not all(isinstance(v, list) for v in flat) or len({len(v) for v in flat}) > 1:
+        if not set(map(type, flat)) <= {list} or len(set(map(len, flat))) > 1:
             raise _wrong(where, "is ragged: lists of one level differ in length")
         shape.append(len(flat[0]) if flat else 0)
-        flat = [x for v in flat for x in v]
-    if not all(map(leaf, flat)):
-        ragged = any(isinstance(v, list) for v in flat)
+        flat = list(chain.from_iterable(flat))
+    types = set(map(type, flat))
+    if not types <= numbers:
+        ragged = list in types
         raise _wrong(
             where,
             "is ragged" if ragged else "holds something that is not a number",
