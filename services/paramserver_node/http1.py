@@ -32,16 +32,18 @@ class _Parser(httptools.HttpRequestParser):
 
     def feed_data(self, data: "bytes | bytearray | memoryview | array[int]") -> None:
         """The next bytes."""
-        rest = memoryview(data)
+        parser, rest = self, memoryview(data)
         while rest:
             try:
-                super().feed_data(rest)
+                super(_Parser, parser).feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as e:
                 if not self._protocol.offers:
                     raise
-                rest = rest[e.args[0] :]
-                super().feed_data(self._protocol.head_without_offer())
+                rest, head = rest[e.args[0] :], self._protocol.head_without_offer()
+                # Another one, because where the connection is to be closed this one takes nothing any more.
+                parser = self._protocol.parser = _Parser(self._protocol)
+                super(_Parser, parser).feed_data(head)
 
 
 class Http1(HttpToolsProtocol):

@@ -273,6 +273,30 @@ async def test_an_offer_of_another_protocol_is_ignored(body: bytes, cut: int) ->
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("cut", [1 << 16, 1])
+@pytest.mark.parametrize("connection", [b"close, Upgrade", b"Upgrade, close"])
+async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut: int) -> None:
+    """It is served, and then the connection is closed, as was asked."""
+    asked = b"POST / HTTP/1.1\r\nhost: x\r\nupgrade: h2c\r\ncontent-length: 5\r\nconnection: " + connection
+    asked += b"\r\n\r\nhello"
+    async with serving() as (client, _):
+        for at in range(0, len(asked), cut):
+            await client.send(asked[at : at + cut])
+        answer = await client.to_the_end()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"hello")
+
+
+@pytest.mark.asyncio
+async def test_many_offers_at_once_are_ignored() -> None:
+    """As many as come in one piece."""
+    asked = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    async with serving() as (client, _):
+        await client.send(asked * 900)
+        assert (await client.until(b"\r\n\r\n", 900)).count(b"HTTP/1.1 200 ") == 900
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "begun",
     [wire.PREFACE, HELLO, HELLO + wire.frame(wire.HEADERS, 0, 1, ASKED[:2])],
