@@ -14,7 +14,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from paramserver.errors import problem
 from paramserver_node.http2 import HEADER_BYTES_MAX
+from paramserver_node.negotiate import json_text
 from paramserver_node.unread import Unread
 
 HEAD_S: Final = 30.0
@@ -66,6 +68,8 @@ class Http1(HttpToolsProtocol):
         """Whether what was just read has ended a head or a message, or brought some of a body."""
         self._held = 0
         """Bytes that have come since anything did so."""
+        self._wrong = ""
+        """What is wrong with the request, where the parser does not mind."""
         self._giving_up: asyncio.TimerHandle | None = None
         """Runs while a head is awaited."""
 
@@ -108,6 +112,14 @@ class Http1(HttpToolsProtocol):
         elif not self._asked:
             self._await_head()
 
+    def send_400_response(self, msg: str) -> None:
+        """What cannot be read is told in a problem document as all else, unless an answer is in its middle."""
+        if not self._answers:
+            body = json_text(problem("malformed", self._wrong or msg).document())
+            head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/problem+json\r\nconnection: close\r\n"
+            self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self.transport.close()
+
     def timeout_keep_alive_handler(self) -> None:
         """It has rested for long enough."""
         super().timeout_keep_alive_handler()
@@ -140,6 +152,11 @@ class Http1(HttpToolsProtocol):
         """There is a request, if it is not to be read again without its offer."""
         if self.offers:
             return
+        codings = b",".join([value for name, value in self.headers if name == b"transfer-encoding"])
+        if codings.strip().lower() not in (b"", b"chunked"):
+            # The body would be taken for what it holds in that coding.
+            self._wrong = f"of transfer codings only 'chunked' is understood, not {codings[:80]!r}"
+            raise ValueError(self._wrong)
         self._moved = True
         if self._giving_up is not None:
             self._giving_up.cancel()

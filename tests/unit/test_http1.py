@@ -1,6 +1,7 @@
 """HTTP/1.1 and the first bytes of a connection, on a real one whose client is a plain socket in the same process."""
 
 import asyncio
+import json
 import socket
 import sys
 import weakref
@@ -285,6 +286,38 @@ async def test_an_offer_with_the_last_request_is_ignored(connection: bytes, cut:
         answer = await client.to_the_end()
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.endswith(b"hello")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"FOO / HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno header\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=["method", "header", "length", "coding", "codings", "chunk"],
+)
+async def test_what_is_no_http_is_told_in_a_problem_document(asked: bytes) -> None:
+    """Bytes that cannot be read, and a coding of a body that would be taken for the body itself."""
+    async with serving() as (client, _):
+        await client.send(asked)
+        answer = await client.to_the_end()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"application/problem+json" in head
+    assert (json.loads(body)["code"], answer.count(b"HTTP/1.1 ")) == ("malformed", 1)
+
+
+@pytest.mark.asyncio
+async def test_chunks_are_taken_in_any_case() -> None:
+    """The name of a coding is one whatever its letters."""
+    async with serving() as (client, _):
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: Chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
+        assert (await client.until(b"hello")).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.asyncio
