@@ -7,6 +7,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from paramserver.errors import PsError, as_problem, problem
 from paramserver_node import negotiate
@@ -17,6 +18,8 @@ _BY_STATUS: Final = {
     400: "malformed", 404: "not_found", 405: "method_not_allowed", 406: "not_acceptable", 413: "too_large",
     415: "unsupported_media_type", 422: "invalid_field", 429: "too_many_requests", 503: "unavailable",
 }  # fmt: skip
+
+_METHODS: Final = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
 class Unread(Exception):
@@ -56,9 +59,16 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = _BY_STATUS.get(error.status_code, "malformed" if error.status_code < 500 else "internal")
     detail = f"{request.method} {request.url.path}: {error.detail}"
     answer = response(request, problem(code, detail[:300]))
-    if error.status_code == 405 and error.headers and "Allow" in error.headers:
-        answer.headers["allow"] = error.headers["Allow"]
+    if error.status_code == 405:
+        answer.headers["allow"] = _allowed(request)
     return answer
+
+
+def _allowed(request: Request) -> str:
+    """The methods that this path has, by any of its routes; the router tells those of the first one."""
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    found = [m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in request.app.routes)]
+    return ", ".join(found)
 
 
 async def _validation(request: Request, error: Exception) -> Response:

@@ -299,6 +299,8 @@ def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     """404 and 405 are problem documents too."""
     assert cluster.get("/nothing", status=404)["code"] == "not_found"
     assert cluster.call("PUT", "/models", {}, status=405)["code"] == "method_not_allowed"
+    allowed = {"/models/x": "DELETE, GET, PATCH", "/runs/x": "GET, PATCH", "/shards/x": "GET, PUT", "/map": "GET"}
+    assert {path: cluster.http.post(path).headers["allow"] for path in allowed} == allowed
 
 
 def test_status_describes_the_cluster(cluster: Nodes) -> None:
