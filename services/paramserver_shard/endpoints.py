@@ -6,7 +6,7 @@ says, is refused without a trace.
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgpack
 from starlette.requests import Request
@@ -38,6 +38,8 @@ from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
 
 T = TypeVar("T")
+
+_FRAME: Final = MEDIA_TYPE.encode()
 
 
 class _Endpoint:
@@ -72,7 +74,7 @@ class _Endpoint:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         for name, value in scope["headers"]:
             if name == b"content-type":
-                if value == MEDIA_TYPE.encode():
+                if value == _FRAME or value.split(b";")[0].strip().lower() == _FRAME:
                     terse(scope)
                     await self.by_frame(scope, receive, send, began_s)
                     return
@@ -188,7 +190,7 @@ async def _sized_pull(frame: PullFrame) -> tuple[PullFrame, Body]:
 
 
 async def _send(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", _FRAME), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -196,7 +198,7 @@ async def _send(send: Send, status: int, body: bytes) -> None:
 async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -> None:
     first = answer.header()
     size = len(first) + answer.body_bytes
-    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(size).encode())]
+    headers = [(b"content-type", _FRAME), (b"content-length", str(size).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)

@@ -14,7 +14,7 @@ import pytest
 
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.limits import JSON_ELEMENTS_MAX, MIB
+from paramserver.limits import MIB
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
@@ -388,21 +388,6 @@ def test_media_types_and_bounds(model: Model) -> None:
     assert unchanged(model)
 
 
-def test_json_is_for_few_numbers(cluster: Nodes) -> None:
-    """As many as an answer holds can be pushed; more are refused before they are parsed, which takes long."""
-    size = JSON_ELEMENTS_MAX
-    model = Model(cluster, params={"w": {"shape": [size]}})
-    assert model.push({"w": [1.0] * size}).status_code == 200
-    assert model.values("w") == [1.0] * size
-    for many in ([1] * (2 * size), [[1]] * (2 * size)):
-        assert "msgpack" in problem(model.push({"w": many}), 413, "too_large")["hint"]
-        url = f"{model.url(0)}/models/{model.name}/params/w"
-        problem(model.http.put(url, json=many), 413, "too_large")
-    values = {"dtype": "float32", "shape": [size], "data": np.full(size, 2.0, "<f4").tobytes()}
-    packed = msgpack.packb({"model": model.name, "grads": {"w": values}})
-    assert model.http.post(f"{model.url(0)}/push", content=packed, headers=MSGPACK).status_code == 200
-
-
 def test_control_routes_are_answered_through_a_shard(model: Model) -> None:
     """One address is enough: models, workers and status come through a shard as from the scheduler."""
     url = model.url(1)
@@ -518,19 +503,6 @@ def test_a_push_whose_pull_cannot_be_told_says_that_it_was_accepted(cluster: Nod
     refused = problem(model.ask("/pushpull", {"grads": {"w": [1.0, 2.0]}}), 422, "non_finite")
     assert (refused["push"]["state"], refused["push"]["version"]) == ("applied", 1)
     assert model.values("w") == [1.0, 2.0]
-
-
-def test_what_no_answer_can_hold_is_refused_before_anything_is_done(cluster: Nodes) -> None:
-    """Before values are fetched, which there are none of yet, or a gradient is applied."""
-    init = {"kind": "upload"}
-    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX], "init": init}, "b": {"shape": [], "init": init}})
-    problem(model.ask("/pull", {}), 413, "too_large")
-    problem(model.ask("/pull", {"names": ["b"]}), 503, "initializing")
-
-    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX]}, "b": {"shape": []}})
-    assert "push" not in problem(model.ask("/pushpull", {"grads": {"b": 1.0}}), 413, "too_large")
-    assert model.values("b") == 0.0
-    assert model.ask("/pushpull", {"grads": {"b": 1.0}, "names": ["b"]}).json()["params"] == {"b": 1.0}
 
 
 def test_probes_metrics_and_openapi(model: Model) -> None:

@@ -33,8 +33,8 @@ def check_push(event: PushReceived, spec: ModelSpec, layout: Layout) -> None:
         raise problem("empty_push", "the push holds no gradients")
     if event.ack is not None and event.ack not in LEVELS:
         raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {event.ack!r:.40}")
-    if not isfinite(event.weight) or abs(event.weight) > 1e38:
-        raise problem("invalid_field", f"weight: must be a finite number, not {event.weight!r}")
+    if not 0.0 <= event.weight <= 1e38:  # a mean is divided by the sum of weights; this is false for a NaN too
+        raise problem("invalid_field", f"weight: must be a finite number from 0 on, not {event.weight!r}")
     if event.push_id is not None:
         _check_id(event.push_id)
     if event.key is not None and not 0 < len(event.key.encode()) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:

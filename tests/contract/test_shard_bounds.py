@@ -1,0 +1,79 @@
+"""What the value routes of real shards take and give, by its size, its kind and its weight."""
+
+from collections.abc import Iterator
+
+import msgpack
+import numpy as np
+import pytest
+
+from paramserver.limits import JSON_ELEMENTS_MAX
+from paramserver.wire.frame import MEDIA_TYPE, encode_header
+
+from .processes import Nodes, nodes
+from .test_shard_routes import MSGPACK, Model, problem, unchanged
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two shards that no test hurts."""
+    with nodes(tmp_path_factory.mktemp("nodes"), shards=2) as running:
+        yield running
+
+
+@pytest.fixture
+def model(cluster: Nodes) -> Model:
+    """A model of two parameters over four partitions and both shards; pushes are added to it."""
+    return Model(cluster)
+
+
+def test_the_name_of_a_frame_is_read_as_any_media_type(model: Model) -> None:
+    """In any case, and with parameters."""
+    frame, body = model.everywhere(1.0)
+    for kind in ("Application/Vnd.Paramserver.Frame", f"{MEDIA_TYPE}; v=1"):
+        url, content = f"{model.url(0)}/push", encode_header(frame) + body
+        assert model.http.post(url, content=content, headers={"content-type": kind}).status_code == 200
+    assert model.values("b") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("weight", "status", "code"),
+    [(-1.0, 422, "invalid_field"), (float("nan"), 400, "malformed"), (float("inf"), 400, "malformed")],
+)
+def test_no_push_has_a_negative_weight(model: Model, weight: float, status: int, code: str) -> None:
+    """Nor one that is no number, which the header of a frame has no place for."""
+    body = {"model": model.name, "grads": {"b": {"dtype": "float32", "shape": [], "data": bytes(4)}}, "weight": weight}
+    packed = model.http.post(f"{model.url(0)}/push", content=msgpack.packb(body), headers=MSGPACK)
+    frame = model.frame("/push", *model.everywhere(1.0, weight=weight))
+    problem(packed, 422, "invalid_field")
+    problem(frame, status, code)
+    assert unchanged(model)
+
+
+def test_json_is_for_few_numbers(cluster: Nodes) -> None:
+    """As many as an answer holds can be pushed; more are refused before they are parsed, which takes long."""
+    size = JSON_ELEMENTS_MAX
+    model = Model(cluster, params={"w": {"shape": [size]}})
+    assert model.push({"w": [1.0] * size}).status_code == 200
+    assert model.values("w") == [1.0] * size
+    for many in ([1] * (2 * size), [[1]] * (2 * size)):
+        assert "msgpack" in problem(model.push({"w": many}), 413, "too_large")["hint"]
+        url = f"{model.url(0)}/models/{model.name}/params/w"
+        problem(model.http.put(url, json=many), 413, "too_large")
+    values = {"dtype": "float32", "shape": [size], "data": np.full(size, 2.0, "<f4").tobytes()}
+    packed = msgpack.packb({"model": model.name, "grads": {"w": values}})
+    assert model.http.post(f"{model.url(0)}/push", content=packed, headers=MSGPACK).status_code == 200
+
+
+def test_what_no_answer_can_hold_is_refused_before_anything_is_done(cluster: Nodes) -> None:
+    """Before values are fetched, which there are none of yet, or a gradient is applied."""
+    init = {"kind": "upload"}
+    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX], "init": init}, "b": {"shape": [], "init": init}})
+    problem(model.ask("/pull", {}), 413, "too_large")
+    problem(model.ask("/pull", {"names": ["b"]}), 503, "initializing")
+
+    model = Model(cluster, params={"w": {"shape": [JSON_ELEMENTS_MAX]}, "b": {"shape": []}})
+    assert "push" not in problem(model.ask("/pushpull", {"grads": {"b": 1.0}}), 413, "too_large")
+    assert model.values("b") == 0.0
+    assert model.ask("/pushpull", {"grads": {"b": 1.0}, "names": ["b"]}).json()["params"] == {"b": 1.0}
