@@ -21,7 +21,7 @@ SPEC = {
 def asked(*names: str, dtype: str | None = None) -> PullRequest:
     """A pull of these parameters."""
     layout = Layout(ModelSpec.parse(SPEC))
-    return PullRequest(select(layout, names), 0, 0.0, dtype)  # type: ignore[arg-type]
+    return PullRequest(select(layout, names), 0, 0, 0.0, dtype)  # type: ignore[arg-type]
 
 
 def test_msgpack_holds_as_much_as_a_body() -> None:
