@@ -13,7 +13,7 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.streaming import BUCKET_BYTES, AsyncPushStream, Pieces, PushStream, Stream
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt, NotFoundError, PsError, RequestError, Unreachable, problem
+from paramserver.errors import ConflictError, InDoubt, NotFoundError, PsError, RequestError, Unreachable, problem
 from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .sharding import Now, drive
@@ -153,6 +153,64 @@ async def test_what_a_block_raises_itself_is_what_it_ends_with(own: type[BaseExc
 
     with pytest.raises(own):
         await fail()
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_waits_for_no_shard() -> None:
+    """The piece under way is given up, as the block's other gradients are."""
+    node, silent = Node("async"), asyncio.Event()
+
+    async def run(call: Call[Any]) -> Any:
+        if push._task is asyncio.current_task():
+            silent.set()
+            await asyncio.Event().wait()
+        return drive(call, node)
+
+    push = AsyncPushStream(run, deadline, opened(node))
+
+    async def block() -> None:
+        async with push:
+            push.put("w", GRAD["w"])
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(block())
+    async with asyncio.timeout(10):
+        await silent.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+def test_a_stream_is_one_push() -> None:
+    """What is put before its block or after it would be lost; a second block would never give its number back."""
+    node = Node("async")
+    push = PushStream(lambda call: drive(call, node), deadline, opened(node))
+    with pytest.raises(ConflictError, match="has not begun"):
+        push.put("w", GRAD["w"])
+    filled(push, GRAD["w"])
+
+    with pytest.raises(ConflictError, match="is over"):
+        push.put("w", GRAD["w"])
+    with pytest.raises(ConflictError, match="begun before"):
+        push.__enter__()
+    assert len(node.pushes) == 1
+
+
+def test_a_stream_that_can_have_no_thread_gives_its_number_back() -> None:
+    """After 64 others there would be no next push."""
+    node, now = Node("async"), Now()
+    session = opened(node)
+
+    class None_(Late):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    for _ in range(limits.WINDOW + 1):
+        push = PushStream(lambda call: drive(call, node, now), lambda: Deadline.after(30.0, now), session)
+        push._thread = None_()
+        with pytest.raises(RuntimeError):
+            push.__enter__()
+    drive(session.push(GRAD, Deadline.after(30.0, now)), node, now)
 
 
 class TwoLayers(Node):

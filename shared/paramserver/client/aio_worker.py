@@ -65,6 +65,8 @@ class AsyncWorker(WorkerView):
     async def __aexit__(self, *exc: object) -> None:
         if self._pid != os.getpid():
             return  # a forked child leaves its parent's worker alone
+        if self._left:
+            return
         self._left = True
         if self._heartbeat is not None:
             self._heartbeat.cancel()

@@ -24,6 +24,8 @@ T = TypeVar("T")
 BUCKET_BYTES: Final = 4 << 20
 """About how much is sent at once: what is more urgent and comes meanwhile waits no longer than for this."""
 
+ANOTHER: Final = "with worker.stream() as push: begins another"
+
 
 class Pieces:
     """Which partitions have all their gradients, in the order in which they are wanted."""
@@ -84,15 +86,22 @@ class Stream:
         self._pieces: Pieces | None = None
         self._terms: PushTerms | None = None
         self._done: list[Pushed] = []
+        self._opened = self.over = False
 
     def open(self, deadline: Deadline) -> Call[None]:
-        """Begin the push.  Raises RequestError where its optimizer wants the norm of the whole gradient first."""
+        """Begin the push.  Raises ConflictError where it was begun before, RequestError where its optimizer wants the
+        norm of the whole gradient first."""
+        if self._opened:
+            raise problem("conflict", "a stream is one push, and this one was begun before", hint=ANOTHER)
+        self._opened = True
         layout, self._terms = yield from self._session.begin(deadline, streamed=True, **self._terms_options())
         self._pieces = Pieces(layout)
 
     def put(self, name: str, grad: Any) -> None:
         """See `Pieces.put`."""
-        assert self._pieces is not None
+        if self._pieces is None or self.over:
+            when = "is over, and this would not be sent" if self.over else "has not begun"
+            raise problem("conflict", f"the block of this stream {when}", hint=ANOTHER)
         with self._lock:
             self._pieces.put(name, grad)
 
@@ -164,7 +173,11 @@ class PushStream:
 
     def __enter__(self) -> "PushStream":
         self._run(self._stream.open(self._deadline()))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no block follows that would do so
+            self._stream.give_up()
+            raise
         return self
 
     def put(self, name: str, grad: Any) -> None:
@@ -177,7 +190,7 @@ class PushStream:
         self._more.release()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._failed, self._over = kind is not None, True
+        self._failed, self._over, self._stream.over = kind is not None, True, True
         self._more.release()
         try:
             self._thread.join()
@@ -227,15 +240,14 @@ class AsyncPushStream:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._task is not None
-        self._failed, self._over = kind is not None, True
+        self._failed, self._over, self._stream.over = kind is not None, True, True
         self._more.set()
         try:
-            try:
+            if kind is not None:
+                self._task.cancel()  # whoever is cancelled does not wait for a shard
+                await asyncio.gather(self._task, return_exceptions=True)  # the block's own error counts
+            else:
                 await self._task
-            except Exception:
-                if kind is None:
-                    raise  # else the block's own error counts
-            if kind is None:
                 await self._run(self._stream.send(self._deadline(), last=True))
                 self.result = self._stream.close()
         finally:

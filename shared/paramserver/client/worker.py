@@ -70,6 +70,8 @@ class Worker(WorkerView):
     def __exit__(self, *exc: object) -> None:
         if self._pid != os.getpid():
             return  # a forked child leaves its parent's worker alone
+        if self._stop.is_set():
+            return  # it has left
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
