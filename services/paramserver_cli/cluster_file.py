@@ -13,6 +13,7 @@ lock              held (flock) by the supervisor: whether a cluster runs is neve
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,6 +70,15 @@ class Cluster:
     state_dir: str
     schedulers: list[str]
     """The URLs of all schedulers, `scheduler` first."""
+
+    def is_at(self, urls: str) -> bool:
+        """Whether one of these URLs, with commas between them, is a scheduler's of this cluster on this machine."""
+        return bool({_spelled(u) for u in urls.split(",")} & {_spelled(u) for u in self.schedulers})
+
+
+def _spelled(url: str) -> str:
+    """A URL with this machine called by one name."""
+    return re.sub(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)", "127.0.0.1", url.strip().rstrip("/"))
 
 
 @dataclass(frozen=True)

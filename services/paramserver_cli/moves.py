@@ -123,23 +123,13 @@ def _own(url: str | None, state: Any) -> _Own | None:
     folder = state_dir(state)
     cluster = folder.cluster() if folder.is_running() else None
     meant = str(client_settings({"url": url})["url"][0])
-    if cluster is not None and (state is not None or _are_same(meant, cluster)):
+    if cluster is not None and (state is not None or cluster.is_at(meant)):
         return _Own(folder, cluster)
     if state is not None:
         return None
     # Started from another folder; other users' clusters are not among them, nor could they be resized.
     others = ((s, c) for s in running() if (c := s.cluster()) is not None)
-    return next((_Own(s, c) for s, c in others if _are_same(meant, c)), None)
-
-
-def _are_same(urls: str, cluster: Cluster) -> bool:
-    """Whether one of these URLs is a scheduler's of this cluster on this machine."""
-    return bool({_spelled(u) for u in urls.split(",")} & {_spelled(u) for u in cluster.schedulers})
-
-
-def _spelled(url: str) -> str:
-    """A URL with this machine called by one name."""
-    return re.sub(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)", "127.0.0.1", url.strip().rstrip("/"))
+    return next((_Own(s, c) for s, c in others if c.is_at(meant)), None)
 
 
 def _more(client: ps.Client, number: int, own: _Own | None, timeout_s: float) -> None:

@@ -138,8 +138,7 @@ def _introduce(cluster: Cluster, detach: bool) -> None:
 
 def _next(cluster: Cluster) -> str:
     """The commands that come next, with the options by which those typed here reach this very cluster."""
-    found = client_settings({})["url"][0].split(",")
-    url = "" if set(found) & set(cluster.schedulers) else f" --url {','.join(cluster.schedulers)}"
+    url = "" if cluster.is_at(client_settings({})["url"][0]) else f" --url {','.join(cluster.schedulers)}"
     own = state_dir(None).path == Path(cluster.state_dir)
     state = "" if own else f" --state-dir {shlex.quote(cluster.state_dir)}"
     return f"next: psctl status{url}, psctl new NAME, psctl down{state}"

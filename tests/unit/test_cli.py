@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import exits, moves, ports, train, up
+from paramserver_cli import exits, ports, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
@@ -229,7 +229,7 @@ def test_what_comes_next_reaches_the_cluster_that_was_started(
 def test_a_cluster_of_this_machine_is_known_by_any_of_its_names(url: str, same: bool) -> None:
     """Whoever writes localhost means the same as who writes 127.0.0.1."""
     at = "http://127.0.0.1:9100"
-    assert moves._are_same(url, Cluster(at, [], "redis://h:3", None, {}, "/x", [at])) is same
+    assert Cluster(at, [], "redis://h:3", None, {}, "/x", [at]).is_at(url) is same
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
