@@ -19,6 +19,20 @@ def synced(partitions: int = 1) -> ModelSpec:
     return spec(partitions, consistency={"mode": "sync"})
 
 
+def cut_beside_what_is_due(partitions: int) -> ShardDriver:
+    """A cut of a model in sync is wanted, and a moment later all of a small model that is not will be due."""
+    driver = ShardDriver()
+    driver.serve(synced(partitions), workers=ROSTER)
+    model = driver.view
+    small = {"name": "small", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
+    driver.serve(ModelSpec.parse(small))
+    driver.push({i: np.ones(2, np.float32) for i in range(4)})
+    driver.advance(limits.SNAPSHOT_INTERVAL_S - 0.1)
+    driver.eager, driver.view = False, model
+    driver.commit(0, cut=True)
+    return driver
+
+
 def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
     """After a recovery under a new timeline the model is that of the cut's clock; older pushes hear where it is."""
     shelf = SnapshotShelf()
@@ -72,15 +86,7 @@ def test_of_the_cuts_that_wait_the_oldest_and_the_newest_are_stored() -> None:
 
 def test_cuts_and_what_else_is_due_share_the_way() -> None:
     """Neither cuts without an end nor models in async starve: while both wait each gets half of the bytes."""
-    driver = ShardDriver()
-    driver.serve(synced(2), workers=ROSTER)
-    model = driver.view
-    small = {"name": "small", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
-    driver.serve(ModelSpec.parse(small))
-    driver.push({i: np.ones(2, np.float32) for i in range(4)})
-    driver.advance(limits.SNAPSHOT_INTERVAL_S - 0.1)
-    driver.eager, driver.view = False, model
-    driver.commit(0, cut=True)
+    driver = cut_beside_what_is_due(2)
     driver.commit(1, cut=True)
     driver.advance(0.1)
 
@@ -135,15 +141,7 @@ def test_a_cut_that_could_not_be_stored_is_tried_again(ack: str) -> None:
 
 def test_a_cut_that_cannot_be_stored_holds_up_no_other() -> None:
     """Neither cuts of others, nor what else has changed."""
-    driver = ShardDriver()
-    driver.serve(synced(3), workers=ROSTER)
-    model = driver.view
-    small = {"name": "small", "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
-    driver.serve(ModelSpec.parse(small))
-    driver.push({i: np.ones(2, np.float32) for i in range(4)})
-    driver.advance(limits.SNAPSHOT_INTERVAL_S - 0.1)
-    driver.eager, driver.view = False, model
-    driver.commit(0, cut=True)
+    driver = cut_beside_what_is_due(3)
     bad, failed = PartitionKey(ModelKey("m", 1), 0), 0
     for _ in range(30):
         while driver.pending:

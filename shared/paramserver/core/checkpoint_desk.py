@@ -48,7 +48,7 @@ class CheckpointDesk:
         run = self.runs.of_model(model)
         every = (run.checkpoint_every if run else 0) or model.spec.checkpoint.every_clocks
         clock = model.gate.clock
-        if points.due(model.spec.checkpoint, every, clock, model.version, now):
+        if points.due(model.spec.checkpoint, every, clock, lambda: model.version, now):
             points.last_clock, points.last_version, points.last_s = clock, model.version, now
             points.wanted.append(Wanted(now, clock=clock))
         if not points.wanted or points.writing:

@@ -4,7 +4,7 @@ One is written at a time.  Of a model in sync it is of one clock: a cut if the t
 commit), the present state if it stands still; no commit or cut is made while it is being read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -112,13 +112,18 @@ class Checkpoints:
         if self.reading_still:
             self.wanted[0].void, self.reading_still = True, False
 
-    def due(self, spec: CheckpointSpec, every_clocks: int, clock: int, version: int, now: float) -> bool:
-        """Whether the rule asks for one at this clock; never for a model that has not changed since the last."""
-        if self.wanted or (clock <= self.last_clock and version <= self.last_version):
+    def due(self, spec: CheckpointSpec, every_clocks: int, clock: int, version: Callable[[], int], now: float) -> bool:
+        """Whether the rule asks for one at this clock; never for a model that has not changed since the last.
+
+        The version is that of all partitions, so it is asked for only where it decides.
+        """
+        if self.wanted:
             return False
         if every_clocks and clock // every_clocks > self.last_clock // every_clocks:
             return True
-        return spec.every_minutes > 0 and now - self.last_s >= 60.0 * spec.every_minutes
+        if spec.every_minutes <= 0 or now - self.last_s < 60.0 * spec.every_minutes:
+            return False
+        return clock > self.last_clock or version() > self.last_version
 
     def find(self, name: str, spec: CheckpointSpec) -> Record | None:
         """The one of that name, else with `latest` the newest, with `best` the one where the metric was best."""

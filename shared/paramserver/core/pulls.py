@@ -64,19 +64,24 @@ def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone |
     partitions = [model.owned(i, map_epoch) for i in event.parts]
     ready, min_version, min_clock = model.ready, event.min_version, event.min_clock
     for p in reversed(partitions):
-        if not ready or p.state is None or p.version < min_version or _behind(model, p, min_clock):
+        if (
+            not ready
+            or p.state is None
+            or p.version < min_version
+            or (p.clock < min_clock and _takes_commits(model, p))
+        ):
             return p
     parts = [PulledPart(p.index, p.state, p.version, p.token) for p in partitions if p.state is not None]
     lowest, highest = min([p.version for p in parts]), max([p.incarnation for p in parts])
     return PullDone(model.key, model.timeline, lowest, highest, tuple(parts))
 
 
-def _behind(model: ServedModel, p: Partition, min_clock: int) -> bool:
-    """Whether a commit is still to come that the pull waits for.
+def _takes_commits(model: ServedModel, p: Partition) -> bool:
+    """Whether there is still a commit to come that a pull may wait for.
 
     A partition that is to leave sync takes those decided before; one that has left it will never take another.
     """
-    return p.clock < min_clock and (model.sync or p.spec.consistency.mode == "sync")
+    return model.sync or p.spec.consistency.mode == "sync"
 
 
 class Shard(Protocol):

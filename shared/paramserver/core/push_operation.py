@@ -86,9 +86,10 @@ class PushOperation(Operation):
                 )
                 for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
             ]
-        if mode == "sync" and event.clock is None:
-            raise problem("invalid_field", "clock: is needed in mode sync", hint="the iteration it belongs to, from 0")
-        if mode == "sync" and event.clock is not None:
+        if mode == "sync":
+            if event.clock is None:
+                hint = "the iteration it belongs to, from 0"
+                raise problem("invalid_field", "clock: is needed in mode sync", hint=hint)
             _check_clock(event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
         nbytes = sum(part.data.nbytes for _, part in self._fresh)
         if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:

@@ -293,8 +293,8 @@ class WorkerDesk:
         if not gate.sync or not model.ready or model.restoring or model.checkpoints.reading_still:
             return
         made = False
-        for old in model.prune_commits(now):  # First, because the next commit may have to wait for that.
-            self.c.drop(f"commit:{model.name}:{old.t}")
+        if model.durable and len(model.commits) >= COMMITS_KEPT:
+            self._prune(model, now)  # First, because the next commit waits for that.
         for _ in range(COMMITS_PER_EVENT):
             if model.durable and len(model.commits) >= COMMITS_KEPT:
                 break  # Some partition has not stored the oldest, and would miss it after a failure.
@@ -321,12 +321,17 @@ class WorkerDesk:
         else:
             self.c.again(model)
         if made:
+            self._prune(model, now)
             self.c.save_clock(model)
         elif model.rests(now):
             model.begin_cut(now)
             model.resting = False
             self.c.save_clock(model)
             self.c.model_changed(model)
+
+    def _prune(self, model: Model, now: float) -> None:
+        for old in model.prune_commits(now):
+            self.c.drop(f"commit:{model.name}:{old.t}")
 
     def _asks(self, model: Model) -> bool:
         """Whether there is something to tell the workers, which they hear when they report a clock themselves."""
