@@ -28,8 +28,7 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
     from paramserver import checkpoint
     from paramserver.core.assembly import gather
 
-    held = yield from cluster.map_of(model, deadline)
-    held = yield from cluster.map_of(model, deadline, newer_than=held)
+    held = yield from cluster.map_now(model, deadline)
     cut: int | None = None  # first as it is now; a model that goes on meanwhile is read at its newest stored clock
     while True:
         states = yield from _states(cluster, held, cut, deadline)
@@ -92,8 +91,7 @@ def restore(
 def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
     """The model of that name as it is now, if there is one."""
     try:
-        held = yield from cluster.map_of(model, deadline)
-        return (yield from cluster.map_of(model, deadline, newer_than=held))
+        return (yield from cluster.map_now(model, deadline))
     except NotFoundError:
         return None
 

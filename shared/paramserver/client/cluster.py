@@ -137,6 +137,11 @@ class Cluster:
         response = yield from deliver(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
         return (yield from self.learn(json_of(response), deadline))
 
+    def map_now(self, model: str, deadline: Deadline) -> Call[ModelMap]:
+        """The model's map as a scheduler has it now; raises like `map_of`."""
+        held = yield from self.map_of(model, deadline)
+        return (yield from self.map_of(model, deadline, newer_than=held))
+
     def learn(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:
         """Take up a model document that some answer held."""
         try:

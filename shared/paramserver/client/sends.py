@@ -12,22 +12,10 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import Origin
 from paramserver.client.arrivals import Arrivals
-from paramserver.client.calls import (
-    Call,
-    Deadline,
-    Outcome,
-    Response,
-    error_of,
-    json_of,
-    json_request,
-)
+from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
-from paramserver.client.frames import (
-    Incoming,
-    Outgoing,
-    PullTerms,
-)
+from paramserver.client.frames import Incoming, Outgoing, PullTerms
 from paramserver.client.retry import Backoff, judged, may_be_done, passes
 from paramserver.client.same_host import Leased, Slot
 from paramserver.core.selection import Part, Selection
@@ -81,12 +69,12 @@ class Transfer:
         failures: list[PsError] = []
         stale = False
         refused: PsError | None = None
-        sending = outgoing is not None
         for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
             result = judged(outcome)
             if isinstance(result, Response):
                 good.append((i, result))
-                self._taken += [p.partition for p in parts] if sending else []
+                if outgoing is not None:
+                    self._taken += [p.partition for p in parts]
                 if self._draft is not None:
                     self._draft.accepted([p.partition for p in parts])
                 continue
@@ -112,9 +100,9 @@ class Transfer:
                 if not gone:
                     self._raise_in_part(refused)
             raise refused
-        self._backoff.in_doubt = self._backoff.in_doubt or bool(self._taken)
+        if self._taken or any(map(may_be_done, failures)):
+            self._backoff.in_doubt = True
         if failures:
-            self._backoff.in_doubt = self._backoff.in_doubt or any(map(may_be_done, failures))
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
             self._moved += 1
             if not moved_once:  # a first 421 is answered at once with a fresh map; everything else waits

@@ -39,6 +39,7 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 NOTHING: Final = (-1, -1)
+"""No epoch and no timeline: what stands in their place where a push was dropped."""
 MAP_AGE_S: Final = 5.0
 """How often a heartbeat looks for changed settings."""
 
@@ -188,8 +189,7 @@ class Session:
 
     def look(self, deadline: Deadline) -> Call[None]:
         """Fetch the model's document anew: its mode may have been changed."""
-        held = yield from self.cluster.map_of(self.model, deadline)
-        fresh = yield from self.cluster.map_of(self.model, deadline, newer_than=held)
+        fresh = yield from self.cluster.map_now(self.model, deadline)
         self.mode = fresh.spec.consistency.mode
 
     # -------------------------------------------------------------------------------------------- values

@@ -165,7 +165,7 @@ class PushStream:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
         self._more = threading.Semaphore(0)
-        self._over = self._failed = False
+        self._failed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
         self.result = DROPPED
@@ -190,7 +190,7 @@ class PushStream:
         self._more.release()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._failed, self._over, self._stream.over = kind is not None, True, True
+        self._failed, self._stream.over = kind is not None, True
         self._more.release()
         try:
             self._thread.join()
@@ -207,7 +207,7 @@ class PushStream:
         try:
             while not over:
                 self._more.acquire()
-                over = self._over  # then nothing is put after what is sent now
+                over = self._stream.over  # then nothing is put after what is sent now
                 while not self._failed and self._run(self._stream.send(self._deadline())):
                     pass
         except BaseException as e:  # raised in the thread that the block belongs to
@@ -223,7 +223,7 @@ class AsyncPushStream:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
         self._more = asyncio.Event()
-        self._over = self._failed = False
+        self._failed = False
         self._task: asyncio.Task[None] | None = None
         self.result = DROPPED
         """What became of the push; known when the block has ended."""
@@ -240,7 +240,7 @@ class AsyncPushStream:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._task is not None
-        self._failed, self._over, self._stream.over = kind is not None, True, True
+        self._failed, self._stream.over = kind is not None, True
         self._more.set()
         try:
             if kind is not None:
@@ -258,6 +258,6 @@ class AsyncPushStream:
         while not over:
             await self._more.wait()
             self._more.clear()
-            over = self._over
+            over = self._stream.over
             while not self._failed and await self._run(self._stream.send(self._deadline())):
                 pass

@@ -8,12 +8,7 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
-from paramserver.client.calls import (
-    POLL_S,
-    Call,
-    Deadline,
-    Pause,
-)
+from paramserver.client.calls import POLL_S, Call, Deadline, Pause
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Feedback, drafted, ready
 from paramserver.client.frames import (
