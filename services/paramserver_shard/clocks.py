@@ -39,17 +39,17 @@ class ClockReports:
             await self._news.wait()
             url = link.url
             try:
-                upload = await link.upload(path, self._news.set)
+                upload = await link.upload(url, path, self._news.set)
             except OSError as error:
-                log.debug("clocks are not reported to %s: %s", link.url, error)
-                link.turn()
+                log.debug("clocks are not reported to %s: %s", url, error)
+                link.turn(url)
             else:
                 try:
                     await self._send(upload, link, url)
                 finally:
                     upload.close()
-                log.info("clocks.unreported scheduler=%s status=%d: workers report their own", link.url, upload.status)
-                link.heed(upload)
+                log.info("clocks.unreported scheduler=%s status=%d: workers report their own", url, upload.status)
+                link.heed(url, upload)
             self._lines.clear()
             self._news.clear()
             await asyncio.sleep(RETRY_S)

@@ -20,6 +20,8 @@ REQUEST_S: Final = 2.0
 FOR_EVER_S: Final = 1e8
 RETRY_S: Final = 0.3
 """Pause before what did not answer is tried again."""
+TOLD_BY: Final = "told_by"
+"""The member of each answer, refusal and document of the feed that says which scheduler's it is, by its URL."""
 
 
 class SchedulerLink:
@@ -43,10 +45,14 @@ class SchedulerLink:
         """All schedulers, the one in use first."""
         return tuple(self._urls)
 
-    def turn(self) -> None:
-        """The next scheduler is used from now on."""
-        self._urls = [*self._urls[1:], self._urls[0]]
-        self.turned()
+    def turn(self, url: str) -> None:
+        """That scheduler is used no more, but the next one; where another one is in use already, it stays.
+
+        Several requests may hear at once that it does not lead: two turns would come back to it.
+        """
+        if url == self.url:
+            self._urls = [*self._urls[1:], url]
+            self.turned()
 
     async def request(self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer; each scheduler is asked once.
@@ -54,50 +60,60 @@ class SchedulerLink:
         Raises the PsError that a scheduler answered, or Unavailable (`no_leader`) when none did.
         """
         reason, asked = "", json_request(method, _target(path, params), body, timeout_s=REQUEST_S)
-        for _ in range(len(self._urls)):
-            outcome = await self._transport.send(asked, self.url)
+        for url in self.urls:
+            outcome = await self._transport.send(asked, url)
             if isinstance(outcome, Response):
-                self._learn(outcome.headers.get(SCHEDULERS, ""))
+                self._learn(url, outcome.headers.get(SCHEDULERS, ""))
                 if outcome.status != 503:
-                    return json_of(outcome)
+                    return _told_by(url, outcome)
                 outcome = error_of(outcome)
-            reason = f"{self.url}: {outcome.detail}"
-            self.turn()
+            reason = f"{url}: {outcome.detail}"
+            self.turn(url)
         raise problem("no_leader", f"no scheduler answers ({reason})")
 
-    async def upload(self, path: str, changed: Callable[[], None]) -> Upload:
-        """A request to the scheduler in use whose body is still to be sent; raises OSError."""
-        return await Upload.open(self.url + path, self._credentials, changed)
+    async def upload(self, url: str, path: str, changed: Callable[[], None]) -> Upload:
+        """A request to that scheduler whose body is still to be sent; raises OSError."""
+        return await Upload.open(url + path, self._credentials, changed)
 
-    def heed(self, upload: Upload) -> None:
-        """An upload is over: take up what its answer says."""
-        self._learn(upload.schedulers)
+    def heed(self, url: str, upload: Upload) -> None:
+        """An upload to that scheduler is over: take up what its answer says."""
+        self._learn(url, upload.schedulers)
         if upload.status == 503:
-            self.turn()
+            self.turn(url)
 
-    def _learn(self, header: str) -> None:
-        """Take up the schedulers that an answer names, behind the one in use."""
-        found = named(self.url, header) if header else ()
+    def _learn(self, url: str, header: str) -> None:
+        """Take up the schedulers that an answer of that one names, behind the one in use."""
+        found = named(url, header) if header else ()
         if found:
             known = [u for u in self._urls if u in self._given or u in found]
             self._urls = list(dict.fromkeys([self.url, *known, *found]))
 
     async def feed(self, shard: str, epoch: int) -> AsyncGenerator[dict[str, Any], None]:
         """The documents of the feed, until the connection ends; raises PsError, or TimeoutError for a silent one."""
-        lines = _Lines()
+        lines, url = _Lines(), self.url
         target = _target("/internal/feed", {"shard": shard, "epoch": epoch})
         asked = Request("GET", target, sink=lines, timeout_s=FOR_EVER_S)
-        connection = asyncio.ensure_future(self._transport.send(asked, self.url))
+        connection = asyncio.ensure_future(self._transport.send(asked, url))
         connection.add_done_callback(lines.over)
         try:
             while (line := await lines.next()) is not None:
-                yield json.loads(line)
+                yield {**json.loads(line), TOLD_BY: url}
+        except PsError as error:
+            raise error.plus(**{TOLD_BY: url}) from error
         finally:
             connection.cancel()
 
     async def aclose(self) -> None:
         """Closes the connections."""
         await self._transport.close()
+
+
+def _told_by(url: str, response: Response) -> dict[str, Any]:
+    """The answer, or the refusal, with who told it."""
+    try:
+        return {**(json_of(response) or {}), TOLD_BY: url}
+    except PsError as error:
+        raise error.plus(**{TOLD_BY: url}) from error
 
 
 def _target(path: str, params: Mapping[str, Any] | None) -> str:

@@ -31,7 +31,7 @@ from paramserver_node.race import race
 from paramserver_node.redis import stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
-from paramserver_shard.link import RETRY_S, SchedulerLink
+from paramserver_shard.link import RETRY_S, TOLD_BY, SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, PARTITIONS, Telemetry
@@ -322,12 +322,12 @@ class Membership:
 
         Whoever was deposed and has not noticed may know other owners; what it says would cost our memory.
         """
-        term = int(told.get("term", self._term))
+        url, term = str(told[TOLD_BY]), int(told.get("term", self._term))
         if term < self._term:
-            self.link.turn()
-            raise problem("no_leader", f"{self.link.urls[-1]} speaks of term {term}, but {self._term} has begun")
+            self.link.turn(url)
+            raise problem("no_leader", f"{url} speaks of term {term}, but {self._term} has begun")
         self._term = term
-        self._told = (self.link.url, term)
+        self._told = (url, term)
 
     async def _heed(self, told: Mapping[str, Any]) -> None:
         """The same; but where Redis knows of no higher term either, the whole cluster has begun anew, and so do we."""
@@ -358,7 +358,7 @@ class Membership:
         self._term = term
         if self._told[0] == self.link.url:
             log.info("%s leads no more, term %d has begun", self.link.url, term)
-            self.link.turn()
+            self.link.turn(self.link.url)
             self.resync()
             self._kick.set()
 

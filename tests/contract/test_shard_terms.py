@@ -34,6 +34,8 @@ class Leader:
         self.term = term
         self.refusal = ""
         """The code that heartbeats and feeds are refused with."""
+        self.together = asyncio.Barrier(1)
+        """How many of its refusals leave at once."""
         self.joins = 0
         self.beats: list[int] = []
         """The epoch of each heartbeat that it was sent."""
@@ -51,14 +53,16 @@ class Leader:
         goal = len(self.beats) + times
         await until(lambda: len(self.beats) >= goal)
 
-    def _refused(self) -> Response:
+    async def _refused(self) -> Response:
+        async with asyncio.timeout(WITHIN_S):
+            await self.together.wait()
         status = {"fenced": 409, "unknown_node": 404}.get(self.refusal, 503)
         document = {"status": status, "code": self.refusal, "detail": "as the test says", "term": self.term}
         return JSONResponse(document, status)
 
     async def _join(self, _: Request) -> Response:
         if self.refusal == "no_leader":
-            return self._refused()
+            return await self._refused()
         self.joins += 1
         self.refusal = ""
         return JSONResponse({"epoch": self.joins, "lease_s": 5.0, "term": self.term}, 201)
@@ -66,11 +70,11 @@ class Leader:
     async def _beat(self, request: Request) -> Response:
         if request.method == "PUT":
             self.beats.append((await request.json())["epoch"])
-        return self._refused() if self.refusal else JSONResponse({"state": "active", "term": self.term})
+        return await self._refused() if self.refusal else JSONResponse({"state": "active", "term": self.term})
 
     async def _feed(self, _: Request) -> Response:
         if self.refusal:
-            return self._refused()
+            return await self._refused()
         self.feeds += 1
 
         async def lines() -> AsyncIterator[bytes]:
@@ -134,6 +138,17 @@ async def test_what_a_deposed_leader_refuses_is_not_heeded(redis_url: str, tmp_p
 
     assert (newest.joins, deposed.joins) == (1, 0)
     assert set(newest.beats) == {1}
+
+
+async def test_what_two_requests_hear_at_once_turns_from_a_deposed_leader_once(redis_url: str, tmp_path: Path) -> None:
+    """With two schedulers, a heartbeat and the feed that both turned would be back where they were, again and again."""
+    newest, deposed = Leader(3), Leader(2)
+    deposed.refusal, deposed.together = "fenced", asyncio.Barrier(2)
+    async with member(redis_url, tmp_path / "log", newest, deposed):
+        newest.refusal = "no_leader"
+        await deposed.asked(1)
+        newest.refusal = ""
+        await newest.asked(2)
 
 
 async def test_a_yes_of_a_deposed_leader_is_none(redis_url: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ async def test_reports_follow_the_scheduler_in_use() -> None:
         link = SchedulerLink([still.url, other.url], NO_CREDENTIALS)
         telling = asyncio.create_task(reports.tell(link, "/clocks"))
         await report_until_told(still)
-        link.turn()
+        link.turn(still.url)
         while still.connected:
             await asyncio.sleep(0.01)
         before = still.came
