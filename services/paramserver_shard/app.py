@@ -18,7 +18,7 @@ from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.roles import role
 from paramserver_node.short import ShortApp, routed
 from paramserver_shard import openapi, slots
-from paramserver_shard.arrays import NPY_MEDIA, ArrayService, read_npy
+from paramserver_shard.arrays import NPY_MEDIA, ArrayService, Conditions, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight, InFlightMiddleware, counted
@@ -87,7 +87,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         began_s = s.telemetry.clock()
         s.membership.check_serving()
         head = request.method == "HEAD"
-        answer = await s.arrays.get(model, name, request.headers.get("if-none-match", ""), head=head)
+        answer = await s.arrays.get(model, name, _tags(request, "if-none-match"), head=head)
         s.membership.check_serving()
         headers = {
             "etag": answer.etag,
@@ -107,7 +107,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         "/models/{m}/params/{name:path}",
         summary="Assign a parameter's value, or upload its first one",
         openapi_extra=openapi.ASSIGN_BODY,
-        responses=openapi.PUSH_ANSWERS,
+        responses=openapi.ASSIGN_ANSWERS,
     )
     @role("worker")
     async def put_array(request: Request, m: str, name: str) -> Response:
@@ -118,9 +118,15 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
             value: Any = read_npy(await negotiate.read_body(request, NAMED_BODY_BYTES_MAX))
         else:
             value = await negotiate.read_tensors(request)
-        done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"))
+        given = Conditions(_tags(request, "if-match"), _tags(request, "if-none-match"))
+        done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"), given)
         s.membership.check_serving()
         return negotiate.respond(request, push_document(done))
+
+
+def _tags(request: Request, header: str) -> str:
+    """The entity tags of that header, which may come in several lines."""
+    return ", ".join(request.headers.getlist(header))
 
 
 def _add_forwarding(app: FastAPI, s: Services) -> None:

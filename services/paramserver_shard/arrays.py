@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from paramserver import kernels
 from paramserver.core.selection import Selection, select, unknown
+from paramserver.core.set_operation import precondition_failed
 from paramserver.core.shard_io import AssignPart, PushDone, SetReceived
 from paramserver.errors import combined, problem
 from paramserver.limits import BODY_BYTES_MAX
@@ -31,6 +32,32 @@ NPY_MEDIA: Final = "application/x-npy"
 _MAGIC: Final = b"\x93NUMPY"
 _HEADER_BYTES_MAX: Final = 10_000
 _DTYPES: Final[dict[str, DType]] = {"<f2": "float16", "<f4": "float32", "<f8": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The entity tags, or `*`, of which a request says that it is for these alone, or for all others; "" says nothing.
+
+    The two headers of RFC 9110, sections 13.1.1 and 13.1.2.
+    """
+
+    match: str = ""
+    none_match: str = ""
+
+    def check(self, tag: str) -> None:
+        """Raises ConflictError (`precondition_failed`) where the present value is not what the request is for.
+
+        `tag` is "" where there is no value yet.
+        """
+        if self.match and not (tag and _matches(self.match, tag, weakly=False)):
+            raise precondition_failed(
+                f"the value's ETag is {tag}, none of {self.match:.200}" if tag else "there is none"
+            )
+        if self.none_match and tag and _matches(self.none_match, tag):
+            raise precondition_failed(f"there is a value, and its ETag is {tag}")
+
+
+ANY: Final = Conditions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +93,7 @@ class ArrayService:
         header = npy_header(dtype, param.shape)
         size = param.size * np.dtype(dtype).itemsize
         if head or if_none_match:
-            # One element of each partition is enough to learn the versions.
-            probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
-            got = await self._exchange.pull(known, probe, timeline=None, min_version=0, min_clock=0, wait_s=0.0)
-            parts = [got[p.partition] for p in selection.parts]
+            parts = await self._versions(known, selection)
             tag = etag(known, parts)
             unchanged = _matches(if_none_match, tag)
             if head or unchanged:
@@ -83,7 +107,15 @@ class ArrayService:
         body = from_f32(pulled.packed, dtype).data.cast("B")
         return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, _matches(if_none_match, tag))
 
-    async def put(self, model: str, name: str, value: Any, upload_token: str | None) -> PushDone:
+    async def _versions(self, known: KnownModel, selection: Selection) -> list[GotPart]:
+        """Of each partition one element, which is enough to learn its version."""
+        probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
+        got = await self._exchange.pull(known, probe, timeline=None, min_version=0, min_clock=0, wait_s=0.0)
+        return [got[p.partition] for p in selection.parts]
+
+    async def put(
+        self, model: str, name: str, value: Any, upload_token: str | None, conditions: Conditions = ANY
+    ) -> PushDone:
         """Assigns a value (a JSON or msgpack tensor, or an array read from .npy); or uploads a first value.
 
         A first value that is asked for again goes only where it was lost; where it was not, the answer is as that to a
@@ -100,6 +132,8 @@ class ArrayService:
         if uploading:
             self._check_upload(known, name, upload_token)
         command = assignment(known, selection, flat, dtype)
+        if conditions != ANY:
+            command = await self._conditional(known, selection, command, conditions, there=not uploading)
         if not uploading and upload_token is not None:
             # Sent again because its answer was lost: what others have learned since is worth more.
             command = replace(command, parts=())
@@ -115,6 +149,21 @@ class ArrayService:
             told = {"name": name, "token": upload_token, "given": given}
             await self._link.request("POST", f"/internal/models/{known.key.name}/uploaded", told)
         return done
+
+    async def _conditional(
+        self, known: KnownModel, selection: Selection, command: SetReceived, conditions: Conditions, *, there: bool
+    ) -> SetReceived:
+        """The assignment, which is not made where the value changes before it; raises ConflictError where it has."""
+        if not there:
+            conditions.check("")
+            return command
+        parts = await self._versions(known, selection)
+        conditions.check(etag(known, parts))
+        if conditions.match in ("", "*"):
+            return command
+        expected = [(p.version, p.incarnation) for p in parts]
+        asked = zip(command.parts, expected, strict=True)
+        return replace(command, parts=tuple(replace(part, expected=stand) for part, stand in asked))
 
     def _check_upload(self, known: KnownModel, name: str, token: str | None) -> None:
         if known.lost and name in known.missing and name not in known.spec.uploads:
@@ -207,6 +256,8 @@ def _newest(parts: Sequence[GotPart]) -> tuple[int, int]:
     return min(p.version for p in parts), max(p.incarnation for p in parts)
 
 
-def _matches(if_none_match: str, tag: str) -> bool:
-    candidates = [t.strip().removeprefix("W/") for t in if_none_match.split(",")]
+def _matches(tags: str, tag: str, *, weakly: bool = True) -> bool:
+    candidates = [t.strip() for t in tags.split(",")]
+    if weakly:
+        candidates = [t.removeprefix("W/") for t in candidates]
     return "*" in candidates or tag in candidates

@@ -102,7 +102,7 @@ class Exchange:
             reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
             return push_done(now, reply)
 
-        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote)
+        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _taken)
         return merged_push(known, done)
 
     async def pull(
@@ -155,13 +155,13 @@ class Exchange:
             return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[AssignPart]) -> PushDone:
-            set_parts = tuple(SetPart(p.partition, p.data.size, p.ranges, p.dtype) for p in parts)
+            set_parts = tuple(SetPart(p.partition, p.data.size, p.ranges, p.dtype, expected=p.expected) for p in parts)
             frame = SetFrame(command.model, now.key.generation, set_parts, command.restore)
             url = f"{self._directory.address(shard)}/internal/set/{command.model}"
             reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
             return push_done(now, reply)
 
-        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote)
+        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _taken)
         return merged_push(known, done)
 
     async def _spread(
@@ -171,8 +171,12 @@ class Exchange:
         index: Callable[[Part], int],
         local: Callable[[KnownModel, Sequence[Part]], Awaitable[Answer]],
         remote: Callable[[KnownModel, str, Sequence[Part]], Awaitable[Answer]],
+        taken: Callable[[Answer], Sequence[int]] = lambda _: (),
     ) -> list[Answer]:
-        """The answers of all owners; parts refused with 421 are sent once more by the newer map."""
+        """The answers of all owners; parts refused with 421 are sent once more by the newer map.
+
+        `taken` tells which partitions have been changed for good by what has that answer, which a refusal then names.
+        """
         answers: list[Answer] = []
         for attempt in (1, 2):
             groups: dict[str, list[Part]] = {}
@@ -195,7 +199,7 @@ class Exchange:
                 else:
                     answers.append(result)
             if errors:
-                raise worst(errors)
+                raise told_in_part(worst(errors), sorted(p for answer in answers for p in taken(answer)))
             if not refused:
                 return answers
             parts = refused
@@ -213,6 +217,19 @@ def worst(errors: Sequence[BaseException]) -> BaseException:
         return 2 if error.retryable else 1
 
     return min(errors, key=order)
+
+
+def told_in_part(error: BaseException, taken: Sequence[int]) -> BaseException:
+    """The error, which says so where it is a refusal of some shards and others have done their part."""
+    if not taken or not isinstance(error, PsError) or error.retryable:
+        return error
+    detail = f"{error.detail}; partitions {list(taken)} have taken their part"
+    return problem(error.code, detail, hint=error.hint, **{**error.members, "partitions": list(taken)})
+
+
+def _taken(done: PushDone) -> Sequence[int]:
+    """In sync a push counts on all partitions or on none: what is staged is not done yet."""
+    return () if done.state == "staged" else [p.partition for p in done.parts]
 
 
 def with_checksum(part: PushPart, size: int) -> PushPart:

@@ -117,6 +117,7 @@ def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:
                 part.ranges,
                 None if keeps_slots else tuple(slots),
                 part.steps,
+                part.expected,
             )
         )
     return tuple(out)

@@ -44,6 +44,10 @@ PUSH_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: _answer("Applied", _PUSHED),
     202: _answer("Accepted: staged (sync) or buffered; `version` is the one before", {**_PUSHED, "state": "staged"}),
 }
+ASSIGN_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    **PUSH_ANSWERS,
+    412: {"description": "The value is another than If-Match or If-None-Match say; nothing was changed"},
+}
 NPY_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {"description": "The parameter", "content": {"application/x-npy": {}}},
     304: {"description": "Unchanged since the ETag in If-None-Match"},

@@ -169,6 +169,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "worker_required": CodeInfo(409, ConflictError, "This consistency mode takes pushes of joined workers only"),
     "too_stale": CodeInfo(409, ConflictError, "The gradient's base version lies too far back"),
     "upload_in_progress": CodeInfo(409, ConflictError, "Another client is uploading the initial values"),
+    "precondition_failed": CodeInfo(412, ConflictError, "The value is not the one that the request is for"),
     "version_not_reached": CodeInfo(412, ConflictError, "The version asked for was not reached in time", True),
     "too_large": CodeInfo(413, RequestError, "The request exceeds a bound"),
     "unsupported_media_type": CodeInfo(415, RequestError, "The body's media type is not understood"),

@@ -1,5 +1,7 @@
 """What the REST contract promises of values, asked of a scheduler and of a shard, in JSON and in msgpack."""
 
+import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
@@ -114,6 +116,67 @@ def test_settings_of_clipping_weight_and_single_parameters(face: Face) -> None:
 
 
 NAMES = ["layers.0/w é[x]*", "a/b", "日本", "a b%20?#"]
+
+
+def test_of_two_who_change_the_same_value_one_is_refused(face: Face) -> None:
+    """A PUT goes by If-Match and If-None-Match (RFC 9110, 13.1): what it is not meant for stays as it is."""
+    model = face.make()
+    path, held = f"/models/{model}/params/w", f"/pull/{model}/w"
+    new, newer = face.value(ONES), face.value([[2.0] * 3] * 2)
+    tag = face.raw("GET", held).headers["etag"]
+
+    face.call("PUT", path, new, if_match=f'"another", {tag}')
+    for refused in ({"if_match": tag}, {"if_match": f"W/{tag}"}, {"if_none_match": "*"}):
+        face.refused("PUT", path, newer, 412, "precondition_failed", **refused)
+    now = face.raw("GET", held).headers["etag"]
+    face.refused("PUT", path, newer, 412, "precondition_failed", if_match=f"W/{now}")
+    face.refused("PUT", path, newer, 412, "precondition_failed", if_none_match=f"W/{now}")
+    assert face.pull(model, names=["w"]) == {"w": ONES}
+    face.call("PUT", path, newer, if_match="*", if_none_match=tag)
+    assert face.pull(model, names=["w"]) == {"w": [[2.0] * 3] * 2}
+
+
+def test_a_number_that_many_raise_by_its_etag_loses_nothing(face: Face) -> None:
+    """Whoever gets a value, changes it and puts it back with If-Match is not overtaken unawares."""
+    model = face.make()
+    path, held = f"/models/{model}/params/b", f"/pull/{model}/b"
+
+    def raise_it(times: int) -> None:
+        while times:
+            answer = face.raw("GET", held)
+            value = float(np.load(io.BytesIO(answer.content)))
+            put = face.raw("PUT", path, face.value(value + 1.0), if_match=answer.headers["etag"])
+            assert put.status_code in (200, 412), put.content
+            times -= put.status_code == 200
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(raise_it, [5] * 4))
+    assert face.pull(model, names=["b"]) == {"b": 20.0}
+
+
+def test_a_refusal_names_the_partitions_that_have_taken_their_part(face: Face) -> None:
+    """By name each of two shards refuses for itself; whoever pushed all of it again would count twice at the other."""
+    model = face.make(consistency={"mode": "async", "lag": "reject", "lag_bound": 2})
+    for _ in range(4):
+        face.push(model, {"b": 1.0})
+
+    refused = face.push(model, {"w": ONES, "b": 1.0}, 409, base_version=0)
+    assert (refused["code"], refused["partitions"]) == ("too_stale", [0])
+    assert "[0]" in refused["detail"]
+    assert "partitions" not in face.push(model, {"b": 1.0}, 409, base_version=0)
+
+
+def test_a_first_value_is_none_that_could_match(face: Face) -> None:
+    """Before its upload a parameter has no value: only If-None-Match is met."""
+    params = {"w": {"shape": [2], "init": {"kind": "upload"}}}
+    model = unique("m")
+    token = face.call("POST", "/models", {"name": model, "params": params, "partitions": 2}, 201)["upload_token"]
+    path, value = f"/models/{model}/params/w", face.value([1.0, 2.0])
+
+    face.refused("PUT", path, value, 412, "precondition_failed", x_upload_token=token, if_match="*")
+    face.call("PUT", path, value, x_upload_token=token, if_none_match="*")
+    eventually(lambda: face.call("GET", f"/models/{model}")["state"] == "ready")
+    assert face.pull(model) == {"w": [1.0, 2.0]}
 
 
 def test_names_of_any_letters_are_reached_by_path(face: Face) -> None:

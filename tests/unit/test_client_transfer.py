@@ -99,6 +99,16 @@ def test_a_refusal_of_one_shard_is_in_doubt_where_another_has_taken_its_part(
     assert (caught.value.members["refused"], caught.value.members["partitions"]) == ("too_stale", [0, 2])
 
 
+def test_a_refusal_that_tells_of_parts_which_were_taken_is_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A shard that has split a push for its client says so in the refusal."""
+    told = refusal("too_stale", partitions=[1, 3])
+    shards.trouble += [lambda r: told if r.path == "/push" else None] * 2
+    with pytest.raises(InDoubt) as caught:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+
+    assert (caught.value.members["refused"], caught.value.members["partitions"]) == ("too_stale", [1, 3])
+
+
 def test_a_refusal_before_anything_was_taken_is_one(shards: Shards, now: Now, cluster: Cluster) -> None:
     """Nothing has changed, and what is wrong can be mended and pushed again; in sync half a push counts for nothing."""
     for shard in (A, B):

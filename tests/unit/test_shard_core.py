@@ -148,6 +148,27 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
     assert driver.pull(0).version == 0
 
 
+def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
+    """It is for a version of a shard's: a push that was there first, or another owner, makes all of it void."""
+    driver = ShardDriver()
+    driver.serve(spec(8, 2))
+    stands = [(p.version, p.incarnation) for p in driver.pull(0, 1).parts]
+    driver.push({1: ones()})
+
+    def assign(*expected: tuple[int, int]) -> Any:
+        request = driver.request()
+        parts = tuple(AssignPart(i, ones(value=9.0), "float32", True, expected=e) for i, e in enumerate(expected))
+        driver.send(SetReceived(request, "m", parts))
+        return driver.replies[request]
+
+    refused = assign(*stands)
+    assert refused.code == "precondition_failed"
+    assert "[1]" in refused.detail
+    assert driver.values() == [0.0] * 4
+    assert assign((0, stands[0][1] + 1)).code == "precondition_failed"
+    assert assign(stands[0], (1, stands[1][1])).parts[1].version == 2
+
+
 def test_an_assignment_is_a_version() -> None:
     """Values change, optimizer state and windows stay."""
     driver = ShardDriver()

@@ -117,15 +117,16 @@ class Transfer:
 
         In sync it counts on all partitions or on none, so there a refusal is one.
         """
-        if self.held.spec.consistency.mode == "sync" or not (self._taken or self._backoff.in_doubt):
+        taken = sorted({*self._taken, *refused.members.get("partitions", ())})
+        if self.held.spec.consistency.mode == "sync" or not (taken or self._backoff.in_doubt):
             return
-        who = f"partitions {sorted(self._taken)} have the push" if self._taken else "an earlier attempt may be applied"
+        who = f"partitions {taken} have the push" if taken else "an earlier attempt may be applied"
         raise problem(
             "in_doubt",
             f"{refused.detail}; {who}",
             hint="do not push this gradient again: pull, and go on from there",
             refused=refused.code,
-            partitions=sorted(self._taken),
+            partitions=taken,
         ) from refused
 
     def _slots(

@@ -20,6 +20,7 @@ class SetOperation(Operation):
         tasks: list[Task] = []
         try:
             self.model.check(self.event.generation, self.event.timeline)
+            self._check_expected()
             level = self.partitions[0].level
             if level:
                 shard.durability.admit(level, sum(part.data.nbytes for part in self.event.parts))
@@ -32,6 +33,12 @@ class SetOperation(Operation):
             self.refuse(shard, as_problem(error))
             return ()
         return tasks
+
+    def _check_expected(self) -> None:
+        pairs = zip(self.partitions, self.event.parts, strict=True)
+        changed = [p.index for p, part in pairs if part.expected not in (None, (p.version, p.token))]
+        if changed:
+            raise precondition_failed(f"partitions {changed} have changed meanwhile")
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
         if any(r.state is None for r in results):
@@ -65,3 +72,8 @@ class SetOperation(Operation):
 
     def refuse(self, shard: Shard, error: PsError) -> None:
         shard.reply(self.event.request, error)
+
+
+def precondition_failed(detail: str) -> PsError:
+    """The error for an assignment that was to be made only to a value which is not the present one."""
+    return problem("precondition_failed", detail, hint="get the value, and its ETag, anew")

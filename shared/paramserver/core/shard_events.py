@@ -230,6 +230,8 @@ class AssignPart(Struct, frozen=True):
     """Restores: the optimizer's state of the whole partition; None keeps what is there."""
     steps: tuple[int, ...] | None = None
     """Restores: step counts per segment; None keeps what is there."""
+    expected: tuple[int, int] | None = None
+    """(version, owner token) that the partition must have, or nothing is assigned anywhere; None: whichever it has."""
 
 
 class SetReceived(Struct, frozen=True):

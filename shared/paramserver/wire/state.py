@@ -58,6 +58,8 @@ class SetPart(msgspec.Struct, frozen=True):
     """Number of slots that follow; 0 keeps the ones that are there, unless `steps` is given."""
     steps: tuple[Count, ...] | None = None
     """Step counts of each segment; None keeps optimizer state and counts as they are."""
+    expected: tuple[Count, Count] | None = None
+    """(version, owner token) that the partition must have, or nothing is assigned; None: whichever it has."""
 
     def body_bytes(self) -> int:
         """Length of this part of the body."""
