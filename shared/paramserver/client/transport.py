@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -26,6 +25,7 @@ from paramserver.client.credentials import Credentials
 from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
 from paramserver.client.forks import in_child
 from paramserver.client.plain import PlainTransport
+from paramserver.client.together import Helpers, Together
 from paramserver.errors import InDoubt, PsError, problem
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class BlockingTransport:
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: SyncClient | None = None
-        self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
+        self._helpers = Helpers(PARALLEL_MAX)
         self._pid = -1
         self._closed = False
 
@@ -121,14 +121,7 @@ class BlockingTransport:
             self._start()
         if len(requests) == 1:
             return [self._one(requests[0])]
-        try:
-            rest = [self._pool.submit(self._one, r) for r in requests[1:]]
-        except RuntimeError:
-            if not self._closed:
-                raise
-            return [_closed("ps.connect()") for _ in requests]  # at this moment, by another thread
-        first = self._one(requests[0])
-        return [first, *(f.result() for f in rest)]
+        return Together(self._one, requests).outcomes(self._helpers)
 
     def close(self) -> None:
         """Close connections; the transport cannot be used afterwards."""
@@ -139,7 +132,7 @@ class BlockingTransport:
             self._shards.close()
             if self._plain is not None:
                 self._plain.close()
-            self._pool.shutdown(wait=False)
+            self._helpers.close()
             if self._control is not None:
                 self._control.close()
 
@@ -151,14 +144,14 @@ class BlockingTransport:
             if self._pid == os.getpid():
                 return
             if self._pid != -1:  # a native client must not even be dropped in a child: its threads are the parent's
-                self._forsaken += [self._control, self._pool]
+                self._forsaken += [self._control, self._helpers]
             try:
                 self._control = _tuned(SyncClientBuilder(), self._credentials, self._addresses.given).build()
             except RuntimeError:  # the native runtime refuses a child whose parent had used it
                 log.info("client.plain reason=forked pid=%d", os.getpid())
                 self._plain = PlainTransport(self._credentials)
                 self._control = None
-            self._pool = ThreadPoolExecutor(PARALLEL_MAX, "paramserver")
+            self._helpers = Helpers(PARALLEL_MAX)
             self._pid = os.getpid()
 
     def _one(self, request: Request) -> Outcome:
