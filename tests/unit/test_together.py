@@ -8,15 +8,20 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
+from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server
 
 from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.client.plain import PlainTransport
 from paramserver.client.together import Helpers
 from paramserver.client.transport import BlockingTransport
+from paramserver.wire import http2 as wire
 
 TRAINS_ON = """
 import atexit, sys, threading
@@ -42,14 +47,16 @@ atexit.register(ask)
 
 def eventually(true: Callable[[], bool]) -> None:
     """Wait until it is."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 10.0
     while not true():
         assert time.monotonic() < deadline
         gc.collect()
 
 
 def ctrl_c() -> None:
-    """As the terminal sends it."""
+    """As a terminal sends it, when the main thread has nothing to do but wait: for a helper, or for its own answer."""
+    main = threading.main_thread().ident
+    eventually(lambda: sys._current_frames()[main or 0].f_code.co_name in ("outcomes", "_read"))
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -134,3 +141,111 @@ def test_threads_end_with_the_client_they_help() -> None:
     del helpers
 
     eventually(lambda: not any(t.is_alive() for t in done))
+
+
+def waiting(peer: Peer, begun: threading.Event, *, answers: bool) -> None:
+    """What a shard does that answers when another one has its request, so that a helper performs that; or never."""
+    stream = peer.until(wire.HEADERS)
+    assert begun.wait(20.0)
+    if answers:
+        peer.send(peer.answer(stream, b""))
+    with suppress(OSError):
+        while peer.socket.recv(65536):
+            pass
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_interrupted_push_sends_nothing_any_more(answers: bool) -> None:
+    """Whether Ctrl-C comes while the caller sends itself or waits for a helper: its array is its own then."""
+    begun, overwritten = threading.Event(), threading.Event()
+    gradient = bytearray(1 << 20)
+
+    def slow(peer: Peer) -> None:
+        peer.until(wire.DATA)
+        begun.set()
+        ctrl_c()
+        assert overwritten.wait(20.0)
+        with suppress(OSError):
+            for stream in (0, 1):
+                peer.send(wire.word(stream, wire.WINDOW_UPDATE, 2 << 20))
+            while data := peer.socket.recv(65536):
+                assert b"new gradient" not in data
+
+    first = partial(waiting, begun=begun, answers=answers)
+    with Server(Blocking, first) as one, Server(Blocking, slow) as two:
+        transport = BlockingTransport((one.url,), NO_CREDENTIALS)
+        with pytest.raises(KeyboardInterrupt):
+            transport.perform([Request("POST", "/push", memoryview(gradient), to=s.url) for s in (one, two)])
+        gradient[:] = b"new gradient" * (len(gradient) // 12) + b"    "
+        overwritten.set()
+        transport.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_interrupted_pull_writes_nothing_any_more(answers: bool) -> None:
+    """What a shard sends after Ctrl-C arrives nowhere."""
+    begun, interrupted = threading.Event(), threading.Event()
+    sink = Kept()
+
+    def slow(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        peer.send(wire.frame(wire.HEADERS, wire.END_HEADERS, stream, OK) + wire.frame(wire.DATA, 0, stream, b"early"))
+        eventually(lambda: sink.data == b"early")
+        begun.set()
+        ctrl_c()
+        assert interrupted.wait(20.0)
+        with suppress(OSError):
+            peer.send(wire.frame(wire.DATA, wire.END_STREAM, stream, b"late"))
+            assert not peer.socket.recv(65536), "the client has not hung up"
+
+    first = partial(waiting, begun=begun, answers=answers)
+    with Server(Blocking, first) as one, Server(Blocking, slow) as two:
+        transport = BlockingTransport((one.url,), NO_CREDENTIALS)
+        with pytest.raises(KeyboardInterrupt):
+            transport.perform([Request("GET", "/pull", to=one.url), Request("GET", "/pull", to=two.url, sink=sink)])
+        interrupted.set()
+        transport.close()
+    assert (sink.data, sink.ended) == (b"early", 0)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_neither_do_requests_that_go_through_another_node(forked: bool) -> None:
+    """The native client hears of no interrupt: what it still brings goes nowhere, and what it sends is a copy."""
+    seen: list[bytes] = []
+    begun, interrupted, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def serve(connected: socket.socket) -> None:
+        while (body := connected.recv(65536)) and b"/second" not in body:
+            assert b"/livez" in body or begun.wait(20.0)  # until a helper has the second one
+            connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        if not body:
+            return
+        begun.set()
+        ctrl_c()
+        assert interrupted.wait(20.0)
+        with suppress(OSError):
+            while len(body) < len(gradient) and (data := connected.recv(65536)):
+                body += data
+            assert b"new" not in body
+            connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\nlate")
+        gone.set()
+
+    gradient = bytearray(16 << 20)
+    sink = Kept()
+    sink.feed = seen.append  # type: ignore[method-assign, assignment]
+    end = weakref.ref(sink)
+    with serving(serve) as url:
+        transport = BlockingTransport((url,), NO_CREDENTIALS)
+        transport.perform([Request("GET", "/livez")])
+        if forked:  # what a child has in its place
+            transport._plain = PlainTransport(NO_CREDENTIALS)
+        asked = [Request("GET", "/first"), Request("POST", "/second", memoryview(gradient), sink=sink)]
+        with pytest.raises(KeyboardInterrupt):
+            transport.perform(asked)
+        gradient[:] = b"new " * (len(gradient) // 4)
+        del asked, sink
+        interrupted.set()
+        assert gone.wait(20.0)
+        eventually(lambda: end() is None)
+        transport.close()
+    assert not seen

@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from paramserver.client import http2
@@ -24,6 +25,13 @@ from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 T = TypeVar("T")
 
 _READ_BYTES: Final = 256 << 10
+
+
+def cut(connected: socket.socket) -> None:
+    """Whoever uses it in another thread reads its end, and can write no more."""
+    with suppress(OSError):
+        # Not the method of TLS: it ends the encryption first, and what is being written would go on without.
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 class Connection:
@@ -60,6 +68,11 @@ class Connection:
         """Hang up."""
         self._client.usable = False
         self.socket.close()
+
+    def cut(self) -> None:
+        """End, from another thread, what is being asked; nothing is asked on it again."""
+        self._client.usable = False
+        cut(self.socket)
 
     def ask(self, headers: Sequence[Header], body: Sequence[memoryview], sink: Sink | None, timeout_s: float) -> Answer:
         """Sends one request and gives its answer, whose body goes to `sink` if it is a 200.

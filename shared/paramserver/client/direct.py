@@ -20,6 +20,7 @@ from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
 from paramserver.client.forks import in_child
 from paramserver.client.http2 import Answer, Refused
+from paramserver.client.together import Together, touching
 from paramserver.errors import PsError, problem
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
@@ -125,8 +126,11 @@ class DirectTransport(_Messages):
         self._lock = threading.Lock()
         self._idle = defaultdict[str, list[Connection]](list)
 
-    def send(self, request: Request, address: str) -> Outcome:
-        """The outcome of one request to the shard at that address."""
+    def send(self, request: Request, address: str, together: Together | None = None) -> Outcome:
+        """The outcome of one request to the shard at that address.
+
+        Raises GivenUp where the call that it is a part of has been interrupted (`together`).
+        """
         deadline = Deadline(time.monotonic() + request.timeout_s)
         with self._lock:
             idle = self._idle[address]
@@ -134,7 +138,7 @@ class DirectTransport(_Messages):
         first: Exception | None = None
         if connection is not None:
             try:
-                return self._attempt(connection, request, address, request.timeout_s)
+                return self._attempt(connection, request, address, request.timeout_s, together)
             except _BROKEN as e:  # the shard had closed the idle connection: a fresh one
                 first = e
             if not deadline.left_s():
@@ -146,21 +150,23 @@ class DirectTransport(_Messages):
             self._let_go(address)
             return _gone(e, request, address, first)
         try:
-            return self._attempt(connection, request, address, _left_s(deadline))
+            return self._attempt(connection, request, address, _left_s(deadline), together)
         except _BROKEN as e:
             return _failure(e, request, address)
 
-    def _attempt(self, connection: Connection, request: Request, address: str, timeout_s: float) -> Outcome:
+    def _attempt(
+        self, connection: Connection, request: Request, address: str, timeout_s: float, together: Together | None
+    ) -> Outcome:
         """The outcome on that connection; raises what says that it has ended."""
         body = self._body(request)
         try:
-            answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
-        except _BROKEN:
+            with touching(together, connection.cut):
+                answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
+        except BaseException as e:
             connection.close()
+            if isinstance(e, (PsError, OSError, ValueError)) and not isinstance(e, _BROKEN):
+                return _failure(e, request, address)
             raise
-        except (PsError, OSError, ValueError) as e:
-            connection.close()
-            return _failure(e, request, address)
         with self._lock:
             idle = self._idle[address]
             if connection.usable and len(idle) < _KEPT_MAX:

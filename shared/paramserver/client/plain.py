@@ -6,12 +6,15 @@ more slowly.  A connection is used by one request at a time and kept for the nex
 
 import http.client
 import threading
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
 from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.connection import cut
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import unreachable
+from paramserver.client.together import Together, touching
 from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
@@ -37,13 +40,16 @@ class PlainTransport:
         for connection in kept:
             connection.close()
 
-    def send(self, request: Request, url: str) -> Outcome:
-        """The outcome of one request to the node at `url`."""
+    def send(self, request: Request, url: str, together: Together | None = None) -> Outcome:
+        """The outcome of one request to the node at `url`.
+
+        Raises GivenUp where the call that it is a part of has been interrupted (`together`).
+        """
         with self._lock:
             idle = self._idle.setdefault(url, [])
             kept = idle.pop() if idle else None
         if kept is not None:
-            outcome = self._attempt(kept, request, url)
+            outcome = self._attempt(kept, request, url, together)
             if outcome is not None:
                 return outcome  # else the node had closed the idle connection: a fresh one
         fresh = _connection(url, request.timeout_s, self._credentials)
@@ -52,25 +58,29 @@ class PlainTransport:
         except OSError as e:
             reason = (e.strerror or str(e) or type(e).__name__).lower()
             return unreachable(url, reason)
-        return self._attempt(fresh, request, url) or problem("in_doubt", f"{url} closed the connection unasked")
+        outcome = self._attempt(fresh, request, url, together)
+        return outcome or problem("in_doubt", f"{url} closed the connection unasked")
 
-    def _attempt(self, connection: http.client.HTTPConnection, request: Request, url: str) -> Outcome | None:
+    def _attempt(
+        self, connection: http.client.HTTPConnection, request: Request, url: str, together: Together | None
+    ) -> Outcome | None:
         """The outcome; None if the connection was closed before a byte of an answer."""
-        if connection.sock is not None:
-            connection.sock.settimeout(request.timeout_s)
+        connected = connection.sock
+        connected.settimeout(request.timeout_s)
         try:
-            headers = {**self._headers, **request.headers}
-            connection.request(request.method, urlsplit(url).path + request.path, body=request.whole, headers=headers)
-            response = connection.getresponse()
-            head = {k.lower(): v for k, v in response.getheaders()}
-            if request.sink is None or response.status != 200:
-                result = Response(response.status, head, response.read(), url)
-            else:
-                request.sink.begin()
-                while chunk := response.read(1 << 20):
-                    request.sink.feed(memoryview(chunk))
-                request.sink.end()
-                result = Response(response.status, head, b"", url)
+            with touching(together, partial(cut, connected)):
+                headers, path = {**self._headers, **request.headers}, urlsplit(url).path + request.path
+                connection.request(request.method, path, body=request.whole, headers=headers)
+                response = connection.getresponse()
+                head = {k.lower(): v for k, v in response.getheaders()}
+                if request.sink is None or response.status != 200:
+                    result = Response(response.status, head, response.read(), url)
+                else:
+                    request.sink.begin()
+                    while chunk := response.read(1 << 20):
+                        request.sink.feed(memoryview(chunk))
+                    request.sink.end()
+                    result = Response(response.status, head, b"", url)
         except http.client.RemoteDisconnected:
             connection.close()
             return None
@@ -83,6 +93,9 @@ class PlainTransport:
         except (OSError, http.client.HTTPException) as e:
             connection.close()
             return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
+        except BaseException:  # half a request, or an answer that would be taken for the next one's
+            connection.close()
+            raise
         with self._lock:
             idle = self._idle.setdefault(url, [])
             if self._closed or response.will_close or len(idle) >= _KEPT_MAX:

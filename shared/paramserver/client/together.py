@@ -1,16 +1,26 @@
-"""Requests of one call that are under way at the same time, and the threads that help whoever waits for them."""
+"""Requests of one call that are under way at the same time, and the threads that help whoever waits for them.
+
+A call that is interrupted (Ctrl-C) leaves nobody behind: before the error goes on to the caller, no thread reads its
+gradients or writes into its `out` any more.  The interrupt itself may come anywhere, so nothing here is a condition or
+a semaphore of `threading`: interrupted while they are entered, these stay locked for ever.
+"""
 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from paramserver.client.calls import Outcome, Request
 
-Perform: TypeAlias = Callable[[Request], Outcome]
+Perform: TypeAlias = Callable[[Request, "Together"], Outcome]
 Work: TypeAlias = Callable[[], object]
+
+
+class GivenUp(Exception):
+    """The caller has been interrupted: its memory is not to be touched any more."""
 
 
 class Helpers:
@@ -64,22 +74,48 @@ class Together:
         self._perform, self._requests = perform, requests
         self._waiting = deque(range(len(requests)))
         """Which ones nobody has begun."""
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = SimpleQueue[None]()
+        """What a helper does gives it an element, for the caller to look again."""
         self._outcomes: dict[int, Outcome] = {}
         self._error: BaseException | None = None
+        self._given_up = False
+        self._touching: dict[int, Callable[[], None]] = {}
+        """Which threads are using the caller's memory, and how to keep each from going on."""
 
     def outcomes(self, helpers: Helpers) -> list[Outcome]:
-        """All outcomes, in order."""
-        for _ in self._requests[1:]:
-            helpers.ask(self._one_as_helper)
-        while self._one(self._waiting.popleft):
-            pass  # the first one always, and all that no helper has come to
-        with self._changed:
+        """All outcomes, in order.  Whatever it raises, the caller's memory is the caller's alone then."""
+        try:
+            for _ in self._requests[1:]:
+                helpers.ask(self._one_as_helper)
+            while self._one(self._waiting.popleft):
+                pass  # the first one always, and all that no helper has come to
             while len(self._outcomes) < len(self._requests) and self._error is None:
-                self._changed.wait()
-        if self._error is not None:
-            raise self._error
-        return [self._outcomes[i] for i in range(len(self._requests))]
+                self._changed.get()
+            if self._error is not None:
+                raise self._error
+            return [self._outcomes[i] for i in range(len(self._requests))]
+        except BaseException:
+            self._give_up()
+            raise
+
+    @contextmanager
+    def touching(self, cut: Callable[[], None]) -> Iterator[None]:
+        """While this thread uses the caller's memory; `cut`, called by another one, ends that soon.
+
+        Raises GivenUp where it may not.
+        """
+        me = threading.get_ident()
+        with self._lock:
+            if self._given_up:
+                raise GivenUp
+            self._touching[me] = cut
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._touching.pop(me, None)
+            self._changed.put(None)
 
     def _one(self, which: Callable[[], int]) -> bool:
         """Perform one that nobody has begun; False: there is none."""
@@ -87,16 +123,30 @@ class Together:
             index = which()
         except IndexError:
             return False
-        outcome = self._perform(self._requests[index])
-        with self._changed:
-            self._outcomes[index] = outcome
-            self._changed.notify()
+        self._outcomes[index] = self._perform(self._requests[index], self)
+        self._changed.put(None)
         return True
 
     def _one_as_helper(self) -> None:
         try:
             self._one(self._waiting.pop)
+        except GivenUp:
+            pass
         except BaseException as e:  # raised in the caller's thread
-            with self._changed:
-                self._error = e
-                self._changed.notify()
+            self._error = e
+            self._changed.put(None)
+
+    def _give_up(self) -> None:
+        self._waiting.clear()
+        with self._lock:
+            self._given_up = True
+            self._touching.pop(threading.get_ident(), None)  # it may have been interrupted before it said so itself
+            for cut in self._touching.values():
+                cut()
+        while self._touching:
+            self._changed.get()
+
+
+def touching(together: Together | None, cut: Callable[[], Any] = lambda: None) -> AbstractContextManager[None]:
+    """See `Together.touching`; a request that is alone is performed by the caller, and ends with it."""
+    return nullcontext() if together is None else together.touching(cut)

@@ -25,7 +25,7 @@ from paramserver.client.credentials import Credentials
 from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
 from paramserver.client.forks import in_child
 from paramserver.client.plain import PlainTransport
-from paramserver.client.together import Helpers, Together
+from paramserver.client.together import Helpers, Together, touching
 from paramserver.errors import InDoubt, PsError, problem
 
 T = TypeVar("T")
@@ -154,40 +154,45 @@ class BlockingTransport:
             self._helpers = Helpers(PARALLEL_MAX)
             self._pid = os.getpid()
 
-    def _one(self, request: Request) -> Outcome:
+    def _one(self, request: Request, together: Together | None = None) -> Outcome:
         if request.to is not None:
-            return self._send(request, request.to, direct=True)
+            return self._send(request, request.to, together, direct=True)
         outcome: Outcome = problem("unreachable", "no URL to ask")
         for url in self._addresses.order():
-            outcome = self._send(request, url, direct=False)
+            outcome = self._send(request, url, together, direct=False)
             if not self._addresses.heard(url, outcome):
                 break
         return outcome
 
-    def _send(self, request: Request, url: str, *, direct: bool) -> Outcome:
+    def _send(self, request: Request, url: str, together: Together | None, *, direct: bool) -> Outcome:
         if self._closed:
             return _closed("ps.connect()")
         if direct:
-            return self._shards.send(request, url)
+            return self._shards.send(request, url, together)
         if self._plain is not None:
-            return self._plain.send(request, url)
+            return self._plain.send(request, url, together)
         assert self._control is not None
         try:
             b = self._control.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
             if (body := request.whole) is not None:
-                b = b.body_bytes(body)
+                with touching(together):
+                    # It is sent from where it lies, by a thread that hears of nothing: from memory of its own then.
+                    b = b.body_bytes(body if together is None else bytes(body))
             if request.sink is None:
                 r = b.build().send()
                 return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
             with b.build_streamed() as r:
                 if r.status != 200:
                     return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
-                request.sink.begin()
+                with touching(together):
+                    request.sink.begin()
                 reader = r.body_reader
                 while (chunk := reader.read_chunk()) is not None:
-                    request.sink.feed(memoryview(chunk))
-                request.sink.end()
+                    with touching(together):
+                        request.sink.feed(memoryview(chunk))
+                with touching(together):
+                    request.sink.end()
                 return Response(r.status, _lowered(r.headers), b"", url)
         except native.PyreqwestError as e:
             return translated(url, e, request.timeout_s)
