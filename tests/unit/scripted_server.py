@@ -4,7 +4,8 @@ import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import pytest
@@ -125,6 +126,32 @@ class Server:
         """The outcome of one request."""
         method = "GET" if body is None else "POST"
         return self.transport.send(Request(method, "/p", body, {}, self.url, sink, timeout_s), self.url)
+
+
+@contextmanager
+def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of what serves each HTTP/1.1 connection in a thread; what fails there fails here."""
+    failed: list[BaseException] = []
+
+    def run(connected: socket.socket) -> None:
+        with connected:
+            try:
+                serve(connected)
+            except BaseException as e:
+                failed.append(e)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=run, args=listener.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join()
+    assert not failed, failed
 
 
 class Kept:

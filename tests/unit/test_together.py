@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import pytest
-from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server
+from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
 
 from paramserver.client.calls import Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS
@@ -58,32 +58,6 @@ def ctrl_c() -> None:
     main = threading.main_thread().ident
     eventually(lambda: sys._current_frames()[main or 0].f_code.co_name in ("outcomes", "_read"))
     os.kill(os.getpid(), signal.SIGINT)
-
-
-@contextmanager
-def serving(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The URL of what serves each HTTP/1.1 connection in a thread; what fails there fails here."""
-    failed: list[BaseException] = []
-
-    def run(connected: socket.socket) -> None:
-        with connected:
-            try:
-                serve(connected)
-            except BaseException as e:
-                failed.append(e)
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=run, args=listener.accept()[:1], daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepting = threading.Thread(target=accept)
-        accepting.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-        accepting.join()
-    assert not failed, failed
 
 
 def answering(connected: socket.socket) -> None:

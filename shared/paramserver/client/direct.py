@@ -51,6 +51,11 @@ def unreachable(url: str, reason: str) -> PsError:
     return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
 
 
+def changes_nothing(request: Request) -> bool:
+    """Whether it may be done twice, or in vain."""
+    return request.method == "GET" or request.path in _CHANGES_NOTHING
+
+
 class _Messages:
     """Requests as they travel, and what their outcomes mean."""
 
@@ -93,8 +98,7 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
 
 def _gone(error: OSError, request: Request, address: str, first: Exception | None) -> PsError:
     """What it means that no connection came about, where `first` had ended the request on a kept one, if any."""
-    harmless = request.method == "GET" or request.path in _CHANGES_NOTHING
-    if harmless or first is None or isinstance(first, Refused):
+    if changes_nothing(request) or first is None or isinstance(first, Refused):
         return _nobody(error, address)
     return _failure(first, request, address)  # the shard may have heard it, and died then
 

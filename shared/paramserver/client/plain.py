@@ -1,10 +1,12 @@
 """A transport of the standard library, HTTP/1.1 over `http.client`: for children of a fork.
 
 The native client cannot live in a process that was forked after it had been used; there this one takes its place,
-more slowly.  A connection is used by one request at a time and kept for the next one.
+more slowly.  A connection is used by one request at a time and kept for the next one, unless the node has closed it by
+then.  Where one breaks that seemed open, only what changes nothing is sent again: the node may have done the rest.
 """
 
 import http.client
+import socket
 import threading
 from functools import partial
 from typing import Final
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 from paramserver.client.calls import Outcome, Request, Response
 from paramserver.client.connection import cut
 from paramserver.client.credentials import Credentials
-from paramserver.client.direct import unreachable
+from paramserver.client.direct import changes_nothing, unreachable
 from paramserver.client.together import Together, touching
 from paramserver.errors import PsError, problem
 
@@ -45,21 +47,30 @@ class PlainTransport:
 
         Raises GivenUp where the call that it is a part of has been interrupted (`together`).
         """
-        with self._lock:
-            idle = self._idle.setdefault(url, [])
-            kept = idle.pop() if idle else None
-        if kept is not None:
+        ended = problem("in_doubt", f"the connection to {url} broke before it answered")
+        if (kept := self._kept(url)) is not None:
             outcome = self._attempt(kept, request, url, together)
-            if outcome is not None:
-                return outcome  # else the node had closed the idle connection: a fresh one
+            if outcome is not None or not changes_nothing(request):
+                return outcome or ended
         fresh = _connection(url, request.timeout_s, self._credentials)
         try:
             fresh.connect()
         except OSError as e:
             reason = (e.strerror or str(e) or type(e).__name__).lower()
             return unreachable(url, reason)
-        outcome = self._attempt(fresh, request, url, together)
-        return outcome or problem("in_doubt", f"{url} closed the connection unasked")
+        return self._attempt(fresh, request, url, together) or ended
+
+    def _kept(self, url: str) -> http.client.HTTPConnection | None:
+        """An idle connection to that node, which has not closed it meanwhile."""
+        while True:
+            with self._lock:
+                idle = self._idle.get(url)
+                if not idle:
+                    return None
+                connection = idle.pop()
+            if _silent(connection.sock):
+                return connection
+            connection.close()
 
     def _attempt(
         self, connection: http.client.HTTPConnection, request: Request, url: str, together: Together | None
@@ -103,6 +114,18 @@ class PlainTransport:
             else:
                 idle.append(connection)
         return result
+
+
+def _silent(connected: socket.socket) -> bool:
+    """Whether nothing has come, the end included; what has come unasked is no answer to anything."""
+    connected.settimeout(0.0)
+    try:
+        socket.socket.recv(connected, 1, socket.MSG_PEEK)  # that of TLS takes no flags
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _connection(url: str, timeout_s: float, credentials: Credentials) -> http.client.HTTPConnection:

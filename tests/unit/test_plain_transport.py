@@ -1,0 +1,80 @@
+"""The transport of forked children: what becomes of a request whose kept connection has ended."""
+
+import socket
+from typing import Any
+
+import pytest
+from tests.unit.scripted_server import serving
+
+from paramserver.client import control
+from paramserver.client.calls import Deadline, Request, Response
+from paramserver.client.credentials import NO_CREDENTIALS
+from paramserver.client.plain import PlainTransport
+from paramserver.errors import InDoubt
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+RUN = b"POST /runs"
+
+
+class Node:
+    """Answers one request on each connection, hears a second one and hangs up."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+
+    def __call__(self, connected: socket.socket) -> None:
+        """One connection."""
+        self.heard.append(connected.recv(65536).split(b" HTTP")[0])
+        connected.sendall(OK)
+        if said := connected.recv(65536):
+            self.heard.append(said.split(b" HTTP")[0])
+
+
+def asked(transport: PlainTransport, url: str, call: Any) -> Any:
+    """What a call gives that this transport performs."""
+    requests = next(call)
+    try:
+        while True:
+            requests = call.send([transport.send(r, url) for r in requests])
+    except StopIteration as stop:
+        return stop.value
+
+
+def test_what_may_have_been_done_is_not_sent_again() -> None:
+    """A run that the node began before the connection broke would be begun twice."""
+    node, transport = Node(), PlainTransport(NO_CREDENTIALS)
+    with serving(node) as url:
+        transport.send(Request("GET", "/livez"), url)
+        with pytest.raises(InDoubt, match="broke before it answered"):
+            asked(transport, url, control.once("/runs", {}, Deadline.after(5.0)))
+        transport.close()
+    assert node.heard == [b"GET /livez", RUN]
+
+
+def test_what_changes_nothing_is_sent_again() -> None:
+    """At once, on another connection."""
+    node, transport = Node(), PlainTransport(NO_CREDENTIALS)
+    with serving(node) as url:
+        outcomes = [transport.send(Request("GET", path), url) for path in ("/a", "/b")]
+        transport.close()
+    assert [o.status for o in outcomes if isinstance(o, Response)] == [200, 200]
+    assert node.heard == [b"GET /a", b"GET /b", b"GET /b"]
+
+
+def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
+    """A request that would get no answer there is in no doubt: it goes out on another connection, once."""
+    heard: list[bytes] = []
+
+    def serve(connected: socket.socket) -> None:
+        heard.append(connected.recv(65536).split(b" HTTP")[0])
+        connected.sendall(OK)
+
+    transport = PlainTransport(NO_CREDENTIALS)
+    with serving(serve) as url:
+        transport.send(Request("GET", "/livez"), url)
+        (kept,) = transport._idle[url]
+        assert kept.sock is not None
+        kept.sock.recv(1, socket.MSG_PEEK)  # returns when the node has hung up
+        assert asked(transport, url, control.once("/runs", {}, Deadline.after(5.0))) == {}
+        transport.close()
+    assert heard == [b"GET /livez", RUN]
