@@ -21,7 +21,7 @@ PushState: TypeAlias = Literal["applied", "staged", "buffered"]
 AckLevel: TypeAlias = Literal["applied", "journaled", "fsynced"]
 
 
-class PushId(Struct, frozen=True):
+class PushId(Struct, frozen=True, weakref=True):
     """What makes a push the same push however often it is delivered: (worker, epoch, seq)."""
 
     worker: str

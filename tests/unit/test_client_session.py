@@ -438,6 +438,19 @@ def test_numbers_stay_within_the_window() -> None:
     assert drive(numbers.take(deadline()), Node()).seq == 65
 
 
+def test_a_number_that_nobody_holds_any_more_is_not_in_doubt() -> None:
+    """Ctrl-C may come between a number and what settles it: 63 pushes later there would be no next one."""
+    numbers = PushNumbers("c-1", 1)
+    held = drive(numbers.take(deadline()), Node())
+    for _ in range(63):
+        drive(numbers.take(deadline()), Node())
+    with pytest.raises(Unavailable):
+        drive(numbers.take(Deadline.after(0.0)), Node())
+
+    del held
+    assert [drive(numbers.take(Deadline.after(0.0)), Node()).seq for _ in range(65)] == list(range(65, 130))
+
+
 def test_a_worker_whose_name_another_has_taken_gives_way() -> None:
     """Two that joined again each time would fence each other for ever."""
     node = Node("async")
