@@ -132,11 +132,11 @@ class ArrayService:
         if uploading:
             self._check_upload(known, name, upload_token)
         command = assignment(known, selection, flat, dtype)
-        if conditions != ANY:
-            command = await self._conditional(known, selection, command, conditions, there=not uploading)
         if not uploading and upload_token is not None:
             # Sent again because its answer was lost: what others have learned since is worth more.
             command = replace(command, parts=())
+        elif conditions != ANY:
+            command = await self._conditional(known, selection, command, conditions, there=not uploading)
         if uploading and known.lost:
             # What the others hold was trained, and is worth more than these values.
             command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))

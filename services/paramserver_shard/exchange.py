@@ -224,7 +224,8 @@ def told_in_part(error: BaseException, taken: Sequence[int]) -> BaseException:
     if not taken or not isinstance(error, PsError) or error.retryable:
         return error
     detail = f"{error.detail}; partitions {list(taken)} have taken their part"
-    return problem(error.code, detail, hint=error.hint, **{**error.members, "partitions": list(taken)})
+    members = {**error.members, "partitions": list(taken)}
+    return problem(error.code, detail, hint=error.hint, errors=error.errors, **members)
 
 
 def _taken(done: PushDone) -> Sequence[int]:

@@ -176,6 +176,8 @@ def test_a_first_value_is_none_that_could_match(face: Face) -> None:
     face.refused("PUT", path, value, 412, "precondition_failed", x_upload_token=token, if_match="*")
     face.call("PUT", path, value, x_upload_token=token, if_none_match="*")
     eventually(lambda: face.call("GET", f"/models/{model}")["state"] == "ready")
+    again = face.call("PUT", path, value, x_upload_token=token, if_none_match="*")
+    assert again["duplicate"] is True
     assert face.pull(model) == {"w": [1.0, 2.0]}
 
 
