@@ -135,8 +135,10 @@ class ArrayService:
         if not uploading and upload_token is not None:
             # Sent again because its answer was lost: what others have learned since is worth more.
             command = replace(command, parts=())
+        elif uploading:
+            conditions.check("")
         elif conditions != ANY:
-            command = await self._conditional(known, selection, command, conditions, there=not uploading)
+            command = await self._conditional(known, selection, command, conditions)
         if uploading and known.lost:
             # What the others hold was trained, and is worth more than these values.
             command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))
@@ -151,12 +153,9 @@ class ArrayService:
         return done
 
     async def _conditional(
-        self, known: KnownModel, selection: Selection, command: SetReceived, conditions: Conditions, *, there: bool
+        self, known: KnownModel, selection: Selection, command: SetReceived, conditions: Conditions
     ) -> SetReceived:
         """The assignment, which is not made where the value changes before it; raises ConflictError where it has."""
-        if not there:
-            conditions.check("")
-            return command
         parts = await self._versions(known, selection)
         conditions.check(etag(known, parts))
         if conditions.match in ("", "*"):
