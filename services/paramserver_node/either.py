@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from paramserver.errors import problem
 from paramserver.limits import CONNECTIONS_MAX
 from paramserver.wire.http2 import PREFACE
-from paramserver_node.http1 import HEAD_S, TOO_LONG, Http1
+from paramserver_node.http1 import HEAD_S, TOO_LONG, Http1, refusal
 from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ ASKED_AGAIN_S: Final = 10
 ASKED_MAX: Final = 6
 """... and is gone if it has not said so by then."""
 _HEAD_END: Final = b"\r\n\r\n"
+_HANDSHAKE: Final = b"\x16\x03"
+"""Begins a client's first record of TLS (RFC 8446, 5.1), and no method."""
+_NO_TLS: Final = refusal(problem("malformed", "this node speaks HTTP without TLS: ask http://, not https://"))
+"""A client takes it for a record of TLS that is none, and says so at once."""
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
@@ -101,11 +106,16 @@ class Either(asyncio.Protocol):
             )
         elif PREFACE.startswith(self._begun):
             return
+        elif self._begun.startswith(_HANDSHAKE):
+            self._refuse(_NO_TLS)
         elif _HEAD_END in self._begun:
             self._become(Http1(self._config, self._server, self._state, self._loop)).data_received(self._begun)
         elif len(self._begun) > HEADER_BYTES_MAX:
-            self.transport.write(TOO_LONG)
-            self.transport.close()
+            self._refuse(TOO_LONG)
+
+    def _refuse(self, answer: bytes) -> None:
+        self.transport.write(answer)
+        self.transport.close()
 
     def _forget(self) -> None:
         self._giving_up.cancel()

@@ -6,6 +6,7 @@ of an answer when it has been written, or when the connection is closed, must be
 
 import asyncio
 from array import array
+from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
@@ -14,14 +15,25 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver_node.http2 import HEADER_BYTES_MAX
 from paramserver_node.negotiate import json_text
 from paramserver_node.unread import Unread
 
 HEAD_S: Final = 30.0
 """How long a request's head may take to arrive; the first one, from the beginning of the connection."""
-TOO_LONG: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def refusal(error: PsError) -> bytes:
+    """The last answer of a connection, where no request is there that an app could refuse."""
+    status, body = HTTPStatus(error.status), json_text(error.document())
+    lines = (f"HTTP/1.1 {status} {status.phrase}", "content-type: application/problem+json", "connection: close")
+    return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
+
+
+TOO_LONG: Final = refusal(
+    problem("headers_too_large", f"headers, trailers and what else is no body have {HEADER_BYTES_MAX} bytes at most")
+)
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -115,9 +127,7 @@ class Http1(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What cannot be read is told in a problem document as all else, unless an answer is in its middle."""
         if not self._answers:
-            body = json_text(problem("malformed", self._wrong or msg).document())
-            head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/problem+json\r\nconnection: close\r\n"
-            self.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+            self.transport.write(refusal(problem("malformed", self._wrong or msg)))
         self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -187,6 +187,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "id_reused": CodeInfo(422, RequestError, "The same push id came with other content"),
     "reserved_worker": CodeInfo(422, RequestError, "Worker ids with a '/' are given out by the scheduler"),
     "not_built": CodeInfo(422, RequestError, "This server does not offer that"),
+    "headers_too_large": CodeInfo(431, RequestError, "The request's headers exceed a bound"),
     "too_many_requests": _later("Too many requests are in flight", 0.5, 429),
     "internal": CodeInfo(500, InternalError, "paramserver has a bug"),
     "unavailable": _later("The node cannot serve now"),

@@ -124,8 +124,13 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
     plain.close()
 
     monkeypatch.delenv("PARAMSERVER_CA")
-    with pytest.raises(Unreachable, match="certificate"):
+    with pytest.raises(Unreachable, match="certificate") as e:
         ps.connect(closed.url, token=token)
+    assert "PARAMSERVER_CA" in e.value.hint
+    for url in nodes(closed):
+        with pytest.raises(Unreachable, match="does not answer") as e:
+            ps.connect(url.replace("https:", "http:"), token=token)
+        assert e.value.hint == f"connect to {url}"
 
 
 def test_a_pool_worker_and_psctl_go_the_same_way(closed: Cluster, authority: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import sys
 import weakref
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+import paramserver as ps
 from paramserver.wire import http2 as wire
 from paramserver_node import either, http1, unread
 from paramserver_node.either import Either
@@ -66,6 +68,14 @@ class Client:
             came += data
 
 
+def problem_of(answer: bytes) -> dict[str, Any]:
+    """The problem document that is all of the answer's body."""
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert b"\r\ncontent-length: %d" % len(body) in head
+    document: dict[str, Any] = json.loads(body)
+    return document
+
+
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with the body of the request."""
     body, more = b"", True
@@ -110,13 +120,31 @@ async def serving(app: ASGIApp = echo) -> AsyncIterator[tuple[Client, ServerStat
 
 
 @pytest.mark.asyncio
-async def test_a_second_head_that_is_too_long_is_refused() -> None:
-    """A connection that has asked before may not send more headers than one that has not."""
+async def test_who_begins_with_tls_is_refused_at_once() -> None:
+    """In plain HTTP, which a client of TLS sees to be none; the SDK names the URL that is meant."""
     async with serving() as (client, _):
-        await client.send(GET)
-        await client.until(b"\r\n\r\n")
+        host, port = client.socket.getpeername()
+        with pytest.raises(ssl.SSLError):
+            await asyncio.open_connection(host, port, ssl=ssl.create_default_context())
+        with pytest.raises(ps.Unreachable) as e:
+            await asyncio.to_thread(ps.connect, f"https://{host}:{port}")
+        assert e.value.hint == f"connect to http://{host}:{port}"
+        await client.send(b"\x16\x03\x01\x02\x00")
+        assert problem_of(await client.to_the_end())["code"] == "malformed"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("asked_before", [False, True])
+async def test_a_head_that_is_too_long_is_refused(asked_before: bool) -> None:
+    """The first one of a connection, and one on a connection that has asked before."""
+    async with serving() as (client, _):
+        if asked_before:
+            await client.send(GET)
+            await client.until(b"\r\n\r\n")
         await client.send(b"GET / HTTP/1.1\r\n" + LONG)
-        assert (await client.to_the_end()).startswith(b"HTTP/1.1 431 ")
+        told = await client.to_the_end()
+        assert told.startswith(b"HTTP/1.1 431 ")
+        assert problem_of(told)["code"] == "headers_too_large"
 
 
 @pytest.mark.asyncio

@@ -47,7 +47,10 @@ def here(address: str) -> bool:
 
 
 def unreachable(url: str, reason: str) -> PsError:
-    """The error of a URL where nobody answers."""
+    """The error of a URL where nobody answers, or nobody who is trusted."""
+    if "certificate" in reason:
+        hint = "ca= or PARAMSERVER_CA is a file of the authorities to be trusted"
+        return problem("unreachable", f"{url} is not trusted ({reason})", hint=hint)
     return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
 
 

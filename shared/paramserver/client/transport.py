@@ -25,8 +25,9 @@ from paramserver.client.credentials import Credentials
 from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
 from paramserver.client.forks import in_child
 from paramserver.client.plain import PlainTransport
+from paramserver.client.schemes import in_scheme_spoken
 from paramserver.client.together import Helpers, Together, touching
-from paramserver.errors import InDoubt, PsError, problem
+from paramserver.errors import InDoubt, PsError, Unreachable, problem
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseClientBuilder)
@@ -317,7 +318,11 @@ def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -
         (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
         if not isinstance(outcome, InDoubt):
             break
+    if isinstance(outcome, InDoubt | Unreachable):
+        right = in_scheme_spoken(urls[0], timeout_s)
+        if right != urls[0]:
+            raise problem("unreachable", f"{urls[0]} does not answer, {right} does", hint=f"connect to {right}")
     if isinstance(outcome, InDoubt):
-        raise unreachable(urls[0], f"no answer within {timeout_s:g} s")
+        raise unreachable(urls[0], outcome.detail)
     if isinstance(outcome, PsError):
         raise outcome

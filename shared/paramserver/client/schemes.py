@@ -1,0 +1,36 @@
+"""What is spoken at a URL that does not answer: one letter too few or too many in its scheme is seen by nobody else."""
+
+import socket
+import ssl
+from typing import Final
+from urllib.parse import urlsplit
+
+_ASKED: Final = b"HEAD /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+_PORTS: Final = {"http": 80, "https": 443}
+_OTHER: Final = {"http": "https", "https": "http"}
+
+
+def in_scheme_spoken(url: str, timeout_s: float) -> str:
+    """That URL, in the other scheme if that is what is spoken there."""
+    parts = urlsplit(url)
+    scheme = parts.scheme
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or _PORTS[scheme]), timeout_s) as connected:
+            connected.settimeout(timeout_s)
+            said = _answers(connected) if scheme == "https" else _shakes_hands(connected, parts.hostname)
+    except (OSError, KeyError):
+        return url
+    return parts._replace(scheme=_OTHER[scheme]).geturl() if said else url
+
+
+def _answers(connected: socket.socket) -> bool:
+    connected.sendall(_ASKED)
+    return connected.recv(5) == b"HTTP/"
+
+
+def _shakes_hands(connected: socket.socket, host: str | None) -> bool:
+    """Whoever it is: nothing is told to it, and nothing believed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(connected, server_hostname=host):
+        return True
