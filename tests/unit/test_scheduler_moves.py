@@ -294,6 +294,30 @@ def test_a_model_that_the_shards_have_no_memory_for_is_refused_with_figures() ->
     assert create("n") in d.open
 
 
+def test_an_optimizer_that_the_shards_have_no_memory_for_is_refused_with_figures() -> None:
+    """Counted is what it holds beyond the one before it; one that holds less may come at any time."""
+    d = Driver()
+    d.model(optimizer={"name": "momentum"})
+    needed = 64 * 4 * 2
+    stored = dict(d.hash)
+
+    def patch(optimizer: str) -> int:
+        return d.send(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": optimizer}}))
+
+    def tell(free: int) -> None:
+        d.beat("s0", memory={"limit_bytes": 1000 + free, "used_bytes": 1000})
+        d.beat("s1", memory={"limit_bytes": 1000, "used_bytes": 1000})
+
+    tell(needed - 1)
+    with pytest.raises(ConflictError) as e:
+        d.result(patch("adam"))
+    assert (e.value.code, e.value.members) == ("not_enough_memory", {"needed_bytes": needed, "free_bytes": needed - 1})
+    assert d.hash == stored
+    assert d.result(patch("sgd"))["spec"]["optimizer"]["name"] == "sgd"
+    tell(2 * needed)
+    assert d.result(patch("adam"))["spec"]["optimizer"]["name"] == "adam"
+
+
 def test_a_model_is_taken_where_a_limit_is_unknown() -> None:
     """What nobody knows is no reason to refuse."""
     d = Driver()

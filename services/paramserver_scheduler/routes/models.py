@@ -83,7 +83,10 @@ async def get_model(request: Request, m: str) -> Response:
 )
 @role("admin")
 async def patch_model(request: Request, m: str) -> Response:
-    """Change settings while it trains: a JSON merge patch, in force within a second (in sync at one clock)."""
+    """Change settings while it trains: a JSON merge patch, in force within a second (in sync at one clock).
+
+    409 `not_enough_memory` where the shards could not hold the state of another optimizer.
+    """
     patch = await read_json(request)
     return await reply(request, lambda n: io.PatchModel(n, m, patch))
 

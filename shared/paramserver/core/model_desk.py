@@ -51,7 +51,7 @@ class ModelDesk:
             )
         if len(self.c.models) >= limits.MODELS_MAX:
             raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the bound")
-        self._check_memory(spec)
+        self._check_memory(spec, 1 + slot_count(spec.optimizer))
         self.c.generations += 1
         self.c.save_cluster()
         model = Model(spec, spec.document(), self.c.generations, now, now + self.c.wall_offset_s)
@@ -71,8 +71,9 @@ class ModelDesk:
         self.c.load_files(model)
         self._park(model, e.request, 201, token, now)
 
-    def _check_memory(self, spec: ModelSpec) -> None:
-        """Refuses what the shards cannot hold: taken all the same, it would kill one after the other."""
+    def _check_memory(self, spec: ModelSpec, copies: int) -> None:
+        """Refuses so many more numbers for each element where the shards cannot hold them: taken all the same, they
+        would kill one after the other."""
         takers = self.c.takers()
         free = [self.c.shards[n].free_bytes for n in takers]
         known = [f for f in free if f is not None]
@@ -84,13 +85,13 @@ class ModelDesk:
             for i, o in enumerate(m.owners)
             if o.shard in takers and o.from_version is None  # heartbeats do not count it as used yet
         )
-        needed = 2 * 4 * spec.size * (1 + slot_count(spec.optimizer))  # an update is written beside what is there
+        needed = 2 * 4 * spec.size * copies  # an update is written beside what is there
         left = max(0, sum(known) - 2 * promised)
         if needed > left:
             raise problem(
                 "not_enough_memory",
-                f"model '{spec.name}' needs {needed} bytes, for its values and optimizer state and for an update beside"
-                f" them; the shards have {left} free",
+                f"model '{spec.name}' with {spec.optimizer.name} needs {needed} bytes more, for what it holds and an"
+                f" update beside that; the shards have {left} free",
                 hint="add shards, or raise their memory limits (memory_limit)",
                 needed_bytes=needed,
                 free_bytes=left,
@@ -145,6 +146,9 @@ class ModelDesk:
         with looking():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
+            more = slot_count(spec.optimizer) - slot_count(model.spec.optimizer)
+            if more > 0:
+                self._check_memory(spec, more)
             was_sync = model.gate.sync
             if spec.consistency.mode == "sync" and model.ending_sync:
                 raise problem(

@@ -28,7 +28,10 @@ class CreateModel(Struct, frozen=True):
 
 
 class PatchModel(Struct, frozen=True):
-    """PATCH /models/{m}, a JSON merge patch.  Answer 200 with the model document."""
+    """PATCH /models/{m}, a JSON merge patch.  Answer 200 with the model document.
+
+    An optimizer whose state the shards have no memory for is 409 `not_enough_memory`, as in `CreateModel`.
+    """
 
     request: int
     model: str
