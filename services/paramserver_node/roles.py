@@ -41,10 +41,9 @@ def role_of(route: "BaseRoute") -> Role | None:
 
 
 def routes(app: "FastAPI") -> "Iterator[BaseRoute]":
-    """Every route of an app, those of included routers too; the pages that FastAPI makes of OpenAPI are left out."""
-    own = {app.openapi_url, app.docs_url, app.redoc_url, app.swagger_ui_oauth2_redirect_url}
+    """Every route of an app, those of included routers too; the document that FastAPI makes of them is left out."""
     for route in _flat(app.routes):
-        if getattr(route, "path", None) not in own:
+        if getattr(route, "path", None) != app.openapi_url:
             yield route
 
 

@@ -8,7 +8,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import paramserver
-from paramserver_node import health, problems
+from paramserver_node import docs_page, health, problems
 from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
@@ -56,6 +56,7 @@ def make_app() -> FastAPI:
         version=paramserver.__version__,
         description="Models, workers, runs and checkpoints; pushes and pulls are handed on to the shards.",
         redirect_slashes=False,
+        docs_url=None,
         redoc_url=None,
     )
     app.state.service = None
@@ -75,6 +76,7 @@ def make_app() -> FastAPI:
 
     app.include_router(page.router)
     app.include_router(login.router)
+    app.include_router(docs_page.router)
     app.include_router(health.router("scheduler", not_ready))
     for module in (models, workers, tasks, metrics, checkpoints, files, data, runs, feed, shards, status, nodes):
         app.include_router(module.router)

@@ -19,8 +19,8 @@ from paramserver_scheduler.lease import Lease
 
 log = logging.getLogger("paramserver.scheduler")
 
-OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login")
-OWN_UNDER: Final = ("/static/", "/internal/checkpoints/")
+OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login", "/docs")
+OWN_UNDER: Final = ("/static/", "/docs/", "/internal/checkpoints/")
 """Paths that each scheduler answers for itself, leading or not."""
 
 WITHOUT_END: Final = re.compile("/internal/shards/[^/]+/clocks")

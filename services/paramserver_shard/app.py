@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from paramserver import __version__
 from paramserver.errors import problem
 from paramserver.limits import NAMED_BODY_BYTES_MAX
-from paramserver_node import health, negotiate, problems
+from paramserver_node import docs_page, health, negotiate, problems
 from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
@@ -59,7 +59,8 @@ def make_app(services: Services) -> FastAPI:
         title="paramserver shard",
         version=__version__,
         summary="Pushes and pulls of parameters",
-        docs_url="/docs",
+        docs_url=None,
+        redoc_url=None,
     )
     problems.install(app)
     in_flight, guarded = InFlight(s.membership.memory.limit_bytes), guard(app, s.access)
@@ -70,6 +71,7 @@ def make_app(services: Services) -> FastAPI:
         route = Route(path, asgi, methods=["POST"], include_in_schema=False)
         app.router.routes.append(route)
         short[path] = NodeMiddleware(InFlightMiddleware(routed(route, route.app), in_flight), guarded)
+    app.include_router(docs_page.router)
     app.include_router(health.router("shard", s.membership.unready))
     app.include_router(internal_router(s.membership, s.models, s.runtime, s.reader))
     app.include_router(slots.router(s.membership, s.frames))

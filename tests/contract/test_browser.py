@@ -155,6 +155,22 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path) -
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
+def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path) -> None:
+    """Scheduler and shard show their operations; a request that is tried from there is answered."""
+    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+        page = seen.page
+        for url, tried in ((cluster.url, "/models"), (f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", "/livez")):
+            page.goto(f"{url}/docs")
+            operation = page.locator(".opblock-get", has=page.locator(f'[data-path="{tried}"]'))
+            operation.locator(".opblock-summary-control").click()
+            operation.locator(".try-out__btn").click()
+            operation.locator(".execute").click()
+            operation.locator(".live-responses-table .response-col_status", has_text="200").wait_for()
+            assert {u.split("/")[2] for u in seen.asked if not u.startswith("data:")} == {url.split("/")[2]}
+            seen.asked.clear()
+        assert seen.errors == []
+
+
 def test_names_are_never_read_as_markup(tmp_path: Path) -> None:
     """A metric that calls itself a tag is shown as the text it is."""
     evil = "<img src=x onerror=alert(1)>"

@@ -204,8 +204,9 @@ def test_a_map_epoch_is_answered_with_the_newer_one(rest_cluster: Nodes, shard: 
 
 def test_every_node_answers_for_itself_and_the_cluster(face: Face) -> None:
     """Probes, metrics, status and lists on every node; OpenAPI has an example for every body, in both encodings."""
-    for path in ("/livez", "/readyz", "/version", "/metrics", "/", "/docs"):
+    for path in ("/livez", "/readyz", "/version", "/metrics", "/", "/docs", "/docs/swagger-ui-bundle.js"):
         assert face.http.get(face.url + path).status_code == 200, path
+    assert face.http.get(face.url + "/docs/__init__.py").status_code == 404
     status = face.call("GET", "/status")
     assert {n["name"] for n in status["nodes"]} >= {"scheduler", "shard-0", "shard-1"}
     assert all(n["heartbeat_age_s"] < 5 for n in status["nodes"] if n["role"] != "pool")

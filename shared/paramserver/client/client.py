@@ -138,7 +138,8 @@ class Client:
         Args:
             as_: the model's name; None: the one it had.
             partitions: into how many it is cut; None: as it was.
-            exist_ok: a model of that name with the same parameters is set to the checkpoint's values.
+            exist_ok: a model of that name with the same parameters is set to the checkpoint's values, partition after
+                partition: a push that comes meanwhile is in some of them only.
 
         Raises NotFoundError (`unknown_checkpoint`), CorruptState, ConflictError (`model_exists`).
         """
