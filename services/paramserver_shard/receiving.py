@@ -124,12 +124,14 @@ class FrameReader:
             return message
 
         try:
-            return await self._arriving(scope, tracked, arrival, of, sized)
+            request, body = await self._arriving(scope, tracked, arrival, of, sized)
         except PsError:
             # The answer would be lost if it came before the end of a body, however big.
             while not ended:
                 await tracked()
             raise
+        body.end()  # nothing more comes of it, so nothing must be waited for where this fails
+        return request, body
 
     async def _arriving(
         self, scope: Scope, receive: Receive, arrival: Arrival | None, of: type[H], sized: Sized[H, T]
@@ -146,7 +148,6 @@ class FrameReader:
         while more:
             chunk, more = await _next(receive)
             body.feed(chunk)
-        body.end()
         return request, body
 
     async def _begun(self, scope: Scope, data: bytes, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:

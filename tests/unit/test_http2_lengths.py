@@ -9,12 +9,17 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of
 
+from paramserver.errors import PsError
 from paramserver.wire import http2 as wire
+from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.stream import BODY
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import read_optional
+from paramserver_shard.buffers import BufferPool
+from paramserver_shard.inflight import InFlight
+from paramserver_shard.receiving import Body, FrameReader
 
 Read = Callable[[Scope, Receive], Coroutine[None, None, bool]]
 
@@ -95,6 +100,36 @@ async def test_a_body_that_is_not_as_long_as_its_head_says_is_never_whole(
         assert await ends_of(theirs, 3) == [(3, 0)]
         assert applied == ["/true"]
         assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [96, 100, 104])
+async def test_a_frame_whose_body_has_another_length_is_refused_once_it_is_here(size: int) -> None:
+    """Its header says 100 bytes, the request's head says nothing, and they come in two pieces."""
+
+    async def app(scope: Scope, receive: Receive, answer: Send) -> None:
+        async def sized(frame: PushFrame) -> tuple[PushFrame, Body]:
+            return frame, Body((100,))
+
+        status = 200
+        with InFlight().request("") as scope["state"]["account"]:
+            try:
+                await FrameReader(BufferPool()).read(scope, receive, PushFrame, sized)
+            except PsError as error:
+                status = error.status
+        said.append(status)
+        await answer({"type": "http.response.start", "status": status, "headers": []})
+        await answer({"type": "http.response.body", "body": b""})
+
+    said: list[int] = []
+    begun = encode_header(PushFrame("m", [PushPart(0, None, None)])) + bytes(10)
+    async with connected(app) as (theirs, _), asyncio.timeout(20.0):
+        await send(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED) + wire.frame(wire.DATA, 0, 1, begun))
+        await send(theirs, head(3, 0, b"/", wire.END_STREAM))
+        assert await ends_of(theirs, 3) == [(3, 0)]  # so the first one is being read
+        await send(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1, bytes(size - 10)))
+        assert await ends_of(theirs, 1) == [(1, 0)]
+    assert said == [400, 200 if size == 100 else 400]
 
 
 async def send(theirs: socket.socket, data: bytes) -> None:
