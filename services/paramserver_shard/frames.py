@@ -7,6 +7,8 @@ A client on this machine names a slot of shared memory in place of a body, and t
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import PartVersion, PullDone, PulledPart, PullReceived, PushDone, PushReceived, Request
 from paramserver.errors import PsError, problem
@@ -153,6 +155,9 @@ class FrameService:
         bad = [p.partition for p in parts if not p.finite]
         if bad:
             raise problem("non_finite", f"the gradient holds NaN or infinity in partition {bad[0]}")
+        if frame.slot is not None:
+            # The slot is the client's again where one owner refuses, though another one holds its part.
+            parts = tuple([replace(p, data=p.data.copy()) for p in parts])
         return await self._exchange.push(known, command(0))
 
     async def pull(self, frame: PullFrame) -> "FrameBody":

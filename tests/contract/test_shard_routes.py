@@ -2,9 +2,11 @@
 
 import io
 import json
+import mmap
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from paramserver.client.direct import SCHEME, path_of
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.limits import MIB
@@ -469,6 +472,29 @@ def test_a_buffered_push_is_applied_with_the_mean_of_its_batch(cluster: Nodes) -
     assert model.values("b") == 0.0
     assert model.push({"b": 3.0}, shard=1).json()["state"] == "buffered"
     assert model.ask("/pull", {"names": ["b"], "min_version": 1, "wait_s": 5}).json()["params"] == {"b": 2.0}
+
+
+def test_a_slot_that_is_given_back_holds_nothing_of_what_was_taken(cluster: Nodes) -> None:
+    """One shard has buffered its part of a push that the other one refuses; the client writes its next one there."""
+    shape, mode = {"w": {"shape": [25]}}, {"mode": "buffered", "count": 2, "interval_ms": 60_000}
+    model = Model(cluster, params=shape, consistency=mode)
+    theirs = model.owned(1)
+    known = PushFrame(model.name, [PushPart(p, None, None) for p in theirs], worker="c", epoch=1, seq=1)
+    size = sum(model.layout.partition_size(p) for p in theirs)
+    assert model.frame("/push", known, bytes(4 * size), shard=1).status_code == 202
+
+    slot = model.http.post(f"{model.url(0)}/slots", json={"bytes": 4 * model.layout.size}).json()["slot"]
+    addresses = cluster.get("/map")["shards"]["shard-0"]["addresses"]
+    folder = Path(path_of(next(a for a in addresses if a.startswith(SCHEME)))).parent
+    with (folder / slot).open("r+b") as file:
+        memory = np.frombuffer(mmap.mmap(file.fileno(), 4 * model.layout.size), np.float32)
+    for seq, value in ((1, 1.0), (2, 3.0)):
+        memory[:] = value
+        frame, _ = model.everywhere(value, worker="c", epoch=1, seq=seq, slot=slot)
+        answer = model.frame("/push", frame)
+        assert answer.status_code in (202, 422), answer.text
+    values = model.ask("/pull", {"min_version": 1, "wait_s": 5}).json()["params"]["w"]
+    assert {values[model.layout.bounds[p]] for p in model.owned(0)} == {2.0}
 
 
 def test_a_result_beyond_float32_is_refused(model: Model) -> None:
