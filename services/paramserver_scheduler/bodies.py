@@ -163,6 +163,7 @@ class PlaceDone(Body):
     member: Id
     epoch: Count
     error: str | None = Field(None, description="the traceback; null when it returned")
+    attempt: Count | None = Field(None, description="of the assignment, so that what comes again counts once")
 
 
 class JoinShard(Body):

@@ -107,7 +107,7 @@ class PoolMember:
         self._report(place, error)
 
     def _report(self, place: dict[str, Any], error: str | None) -> None:
-        body = {"member": self._member, "epoch": self._epoch, "error": error}
+        body = {"member": self._member, "epoch": self._epoch, "error": error, "attempt": place.get("attempt")}
         try:
             path = f"/runs/{quote(place['id'], safe='')}/places/{place['place']}/done"
             self._client.request("POST", path, body)

@@ -29,9 +29,9 @@ def beat(d: Driver, m: Any) -> Any:
     return d.ask(lambda n: io.PoolHeartbeat(n, m["member"], m["epoch"]))
 
 
-def done(d: Driver, m: Any, place: int = 0, error: str | None = None) -> Any:
+def done(d: Driver, m: Any, place: int = 0, error: str | None = None, attempt: int | None = None) -> Any:
     """It has come to the end of its place in run-1."""
-    return d.ask(lambda n: io.PlaceDone(n, "run-1", place, m["member"], m["epoch"], error))
+    return d.ask(lambda n: io.PlaceDone(n, "run-1", place, m["member"], m["epoch"], error, attempt))
 
 
 def state(d: Driver) -> tuple[str, str]:
@@ -54,7 +54,7 @@ def test_a_run_without_workers_says_so_and_how_to_start_some() -> None:
         "state": "assigned",
         "run": {
             "id": "run-1", "name": "run-1", "model": "m", "entry": ENTRY, "args": {}, "place": 0,
-            "worker": "run-1/w0", "rank": 0, "workers": 2,
+            "attempt": 0, "worker": "run-1/w0", "rank": 0, "workers": 2,
         },
     }  # fmt: skip
 
@@ -67,6 +67,36 @@ def test_only_who_allows_the_entry_gets_a_place() -> None:
     for i, allow in enumerate(("paramserver.example", "other", "paramserver.examples.digits.train")):
         assert beat(d, member(d, f"p{i}", allow))["state"] == "idle"
     assert beat(d, member(d, "q", "paramserver"))["state"] == "assigned"
+
+
+def test_an_exception_that_is_reported_again_counts_once() -> None:
+    """The answer to its report may be lost; the place is the same member's again by then, under another attempt."""
+    d = Driver()
+    d.model()
+    run(d)
+    m = member(d, "p")
+    for attempt in (0, 0, 0, 0, 0, 1, 1):
+        done(d, m, error="Traceback: it", attempt=attempt)
+    assert state(d)[0] == "running"
+    assert beat(d, m)["run"]["attempt"] == 2
+    done(d, m, attempt=1)
+    assert state(d)[0] == "running"
+    done(d, m, attempt=2)
+    assert state(d)[0] == "finished"
+
+
+def test_a_run_that_is_made_smaller_ends_where_all_that_is_left_of_it_is_done() -> None:
+    """The place that it loses is nobody's any more, whatever is reported of it."""
+    d = Driver()
+    d.model()
+    run(d, workers=2)
+    p, q = member(d, "p"), member(d, "q")
+    done(d, p)
+    assert d.ask(lambda n: io.PatchRun(n, "run-1", None, 1))["state"] == "finished"
+    assert beat(d, q)["state"] == "stop"
+    done(d, q, 1)
+    assert beat(d, q)["state"] == "idle"
+    assert state(d)[0] == "finished"
 
 
 def test_a_worker_that_raises_is_restarted_three_times() -> None:

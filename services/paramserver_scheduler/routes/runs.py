@@ -60,13 +60,13 @@ async def patch_run(request: Request, run: str) -> Response:
 @router.post(
     "/runs/{run}/places/{place}/done",
     responses=gives(200, "Noted"),
-    openapi_extra=takes(bodies.PlaceDone, {"member": "pool-0", "epoch": 1, "error": None}),
+    openapi_extra=takes(bodies.PlaceDone, {"member": "pool-0", "epoch": 1, "error": None, "attempt": 0}),
 )
 @role("worker")
 async def place_done(request: Request, run: str, place: int) -> Response:
     """The entry function returned, or raised with this traceback."""
     b = await read(request, bodies.PlaceDone)
-    return await reply(request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, b.error))
+    return await reply(request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, b.error, b.attempt))
 
 
 @router.post(

@@ -92,6 +92,7 @@ class RunDesk:
             run.change("waiting", now)
         elif e.state == "stopped" and not run.ended:
             self.end(run, "stopped", "stopped by request", now)
+        self._look(run, now)
         self.fill(now)
         self._changed(run, now)
         self.c.answer(e.request, run.document())
@@ -206,6 +207,7 @@ class RunDesk:
                 "entry": run.entry,
                 "args": dict(run.args),
                 "place": place,
+                "attempt": run.attempt(place),
                 "worker": run.worker_name(place),
                 "rank": place,
                 "workers": len(run.places),
@@ -256,25 +258,29 @@ class RunDesk:
         member.heard_s = now
         if member.place == (e.run, e.place):
             lost = not run.has(e.place, member.name)
-            self._free(member, now)
-            if not lost and not run.ended:
-                self._place_done(run, e.place, e.error, now)
-            self.fill(now)
-            self._changed(run, now)
+            if lost or e.attempt in (None, run.attempt(e.place)):
+                self._free(member, now)
+                if not lost and not run.ended:
+                    self._place_done(run, e.place, e.error, now)
+                self.fill(now)
+                self._changed(run, now)
         self.c.answer(e.request, run.document())
 
     def _place_done(self, run: Run, index: int, error: str | None, now: float) -> None:
         place = run.places[index]
         if error is None:
             place.done = True
-            if all(p.done for p in run.places):
-                self.end(run, "finished", "every worker has finished", now)
+            self._look(run, now)
             return
         place.restarts += 1
         if place.restarts > RESTARTS_MAX:
             text = error[-16_384:].encode(errors="replace").decode()
             reason = f"worker {index} raised {place.restarts} times; the last time:\n{text}"
             self.end(run, "failed", reason, now)
+
+    def _look(self, run: Run, now: float) -> None:
+        if not run.ended and all(p.done for p in run.places):
+            self.end(run, "finished", "every worker has finished", now)
 
     def fill(self, now: float) -> None:
         """Gives free places to idle members, oldest run first."""

@@ -74,3 +74,5 @@ class PlaceDone(Struct, frozen=True):
     epoch: int
     error: str | None = None
     """The traceback when the entry raised; None when it returned."""
+    attempt: int | None = None
+    """Of the assignment, of which it is the end: told again once the place is taken anew, it is none of that."""

@@ -146,6 +146,10 @@ class Run:
         """Whether that place is still the member's; it may have been taken away, and given to another."""
         return place < len(self.places) and self.places[place].member == member
 
+    def attempt(self, place: int) -> int:
+        """How often that place has begun anew after an exception; 0 for one that there is not any more."""
+        return self.places[place].restarts if place < len(self.places) else 0
+
     def count_time(self, now: float) -> None:
         """Adds the time since the last call if the run was running."""
         if self.state == "running":
