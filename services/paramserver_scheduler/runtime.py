@@ -135,6 +135,8 @@ class Runtime:
             raise self.stopped
         if self.redis_away and not isinstance(event, _PASSING):
             await self._wait_for_redis()
+            if self.stopped is not None:
+                raise self.stopped
         if len(self._waiters) >= limits.WAITERS_MAX:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are waiting already")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

@@ -135,6 +135,20 @@ async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
 
 
 @pytest.mark.asyncio
+async def test_closing_answers_who_waits_for_redis_too(redis_url: str) -> None:
+    """Also where Redis is back in that very moment."""
+    async with running(redis_url, []) as runtime:
+        runtime.redis_answers(False)
+        asking = asyncio.ensure_future(join(runtime, "a"))
+        await asyncio.sleep(0)  # it has begun, and waits
+        runtime.redis_answers(True)
+        runtime.close(problem("no_leader", "another one leads"))
+        with pytest.raises(PsError, match="another one leads"):
+            async with asyncio.timeout(10.0):
+                await asking
+
+
+@pytest.mark.asyncio
 async def test_closing_answers_everyone(redis_url: str) -> None:
     """When the scheduler stops, those who wait are told, feeds end, and nothing more is taken in."""
     async with running(redis_url, []) as runtime:
