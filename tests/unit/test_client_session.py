@@ -120,6 +120,18 @@ BEAT = "/models/m/workers/m%2Fw0"
 GRAD = {"w": np.ones(4, np.float32)}
 
 
+def test_what_a_cancelled_heartbeat_had_to_say_is_said_by_the_next_one() -> None:
+    """An asyncio worker that leaves breaks off the heartbeat under way: the last one tells the metrics."""
+    node = Node()
+    session = opened(node)
+    session.reports.note(7, {"loss": 0.25})
+    beating = session.beat(deadline())
+    next(beating)
+    beating.close()
+    drive(session.leave(deadline()), node)
+    assert {"loss": 0.25} in [body.get("metrics") for body in node.bodies(BEAT) if body]
+
+
 def test_a_gradient_is_dropped_that_a_rollback_overtakes_while_a_number_is_waited_for() -> None:
     """It does not go out under the new timeline, and its number is free again."""
     node = Node()

@@ -155,9 +155,9 @@ class Session:
         try:
             yield from self.reports.pass_on(self.model, self.worker, points, deadline, but=1)
             doc = yield from self._beat(body, document(state, points), deadline)
-        except PsError as e:
+        except BaseException as e:  # also where whoever beats is cancelled: the last heartbeat says them
             self.reports.put_back(points)
-            if not self._follows(e):
+            if not isinstance(e, PsError) or not self._follows(e):
                 raise
             yield from self._follow(e, epoch, timeline, deadline)
             return
