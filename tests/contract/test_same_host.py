@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 import paramserver as ps
-from paramserver.client import same_host
+from paramserver.client import same_host, transfer
+from paramserver.client.frames import PushTerms
 from paramserver.client.model import Model
+from paramserver.types import PushId
 
 from .machine import ON_LINUX, SIZE, lose_sockets, made, requests_of
 from .processes import Nodes, eventually, nodes
@@ -59,6 +61,19 @@ def test_values_are_the_shards_own_memory(model: Model) -> None:
     after = model.pull(copy=False)
     assert (after.flat == 6.0).all()
     assert after.version == 6
+
+
+def test_what_was_lent_for_a_pull_that_fails_is_given_back(model: Model) -> None:
+    """One shard has the version that is waited for and lends it, the other one has not."""
+    client = model._client
+    held = client.run(client.cluster.map_of(model.name, client.deadline(None)))
+    there = frozenset(i for i, owner in enumerate(held.owners) if owner == held.owners[0])
+    terms = PushTerms(PushId("c-x", 1, 1))
+    grads = {"a": np.zeros(SIZE // 3), "b": np.zeros((2, SIZE // 3))}
+    client.run(transfer.push(client.cluster, model.name, client.deadline(None), grads, terms, partitions=there))
+    with pytest.raises(ps.ConflictError, match="version"):
+        model.pull(copy=False, min_version=1, wait_s=0.05)
+    assert [len(shard.over) for shard in client.cluster.same_host._shards.values()] == [1]
 
 
 def test_a_copy_is_the_callers_own(model: Model) -> None:

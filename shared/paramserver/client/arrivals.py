@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from paramserver.client.frames import Incoming, leased_by
 from paramserver.client.same_host import Held, Leased, SameHost
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Selection
+from paramserver.core.selection import Part, Selection
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PullReply
 
@@ -30,6 +30,12 @@ class Arrivals:
         for partition, _, _ in sink.reply.parts:
             self._lent[partition] = lease
         return sink.reply
+
+    def forgo(self, sinks: Sequence[Incoming], groups: Sequence[tuple[str | None, list[Part]]]) -> None:
+        """Nobody reads these answers, for another one of them was a refusal: what was lent by them is over."""
+        came = [(sink.reply, to) for sink, (to, _) in zip(sinks, groups, strict=True) if sink.reply is not None]
+        found = [leased_by(reply, to, self._layout) for reply, to in came]
+        self._same_host.done([lease for lease in found if lease is not None])
 
     @property
     def lenders(self) -> set[str]:

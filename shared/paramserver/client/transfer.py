@@ -26,7 +26,7 @@ from paramserver.client.same_host import Leased
 from paramserver.client.sends import Transfer, origin_of
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
-from paramserver.errors import ConflictError, InDoubt, Unavailable, problem
+from paramserver.errors import InDoubt, PsError, Unavailable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
 
@@ -90,8 +90,10 @@ def pull(
         outcomes = yield requests
         try:
             good, pending = yield from transfer.settle(groups, outcomes)
-        except ConflictError as e:
+        except PsError as e:
+            arrivals.forgo(sinks, groups)
             if e.code != "version_not_reached" or deadline.clock() >= wait_until or deadline.left_s() <= 0:
+                arrivals.drop()
                 raise
             yield Pause(0.01)
             continue
@@ -240,7 +242,12 @@ def exchange(
             groups = transfer.groups(pending)
             sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
             outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
-            good, pending = yield from transfer.settle(groups, outcomes, outgoing)
+            try:
+                good, pending = yield from transfer.settle(groups, outcomes, outgoing)
+            except PsError:
+                arrivals.forgo(sinks, groups)
+                arrivals.drop()
+                raise
             replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
         pushed = summed([r.push for r in replies if r.push is not None])
         if pushed.late and draft is not None:
