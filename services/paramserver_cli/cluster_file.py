@@ -27,7 +27,6 @@ if sys.platform != "win32":
     import fcntl
 
 MODULE = "paramserver_cli.supervisor"
-DEFAULT_STATE_DIR = Path(".paramserver")
 
 Phase = Literal["starting", "ready", "stopping", "failed"]
 

@@ -13,7 +13,6 @@ from paramserver_cli.cluster_file import running
 from paramserver_cli.launch import Failed
 
 FAILED: Final = 1
-USAGE: Final = 2
 UNREACHABLE: Final = 3
 REFUSED: Final = 4
 INTERRUPTED: Final = 130

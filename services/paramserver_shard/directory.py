@@ -47,10 +47,6 @@ class KnownModel:
         """
         return self.cut if self.spec.ack == "applied" else None
 
-    def owned_by(self, shard: str) -> list[int]:
-        """Indices of the partitions that `shard` owns."""
-        return [i for i, (owner, _) in enumerate(self.owners) if owner == shard]
-
 
 class Directory:
     """Nodes and models, as the scheduler last told them."""

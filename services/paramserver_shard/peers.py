@@ -86,9 +86,6 @@ class PeerClient:
         head, offset = decode_header(view, of)
         return head, received[offset:]
 
-    async def aclose(self) -> None:
-        """Nothing to do: connections end with the process."""
-
 
 def _stream(prefix: bytes, body: Sequence[AnyArray]) -> Iterator[bytes]:
     yield prefix

@@ -198,7 +198,7 @@ class Runtime:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        at = self.core.deadline(self._loop.time())
+        at = self.core.deadline()
         if at == self._timer_at:
             return
         if self._timer is not None:

@@ -18,7 +18,6 @@ Coding: TypeAlias = Literal["float16", "bfloat16", "float32", "float64", "int8",
 ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 PushState: TypeAlias = Literal["applied", "staged", "buffered"]
-AckLevel: TypeAlias = Literal["applied", "journaled", "fsynced"]
 
 
 class PushId(Struct, frozen=True, weakref=True):

@@ -296,7 +296,7 @@ def test_partitions_that_cannot_be_stored_do_not_hold_up_those_that_can() -> Non
     assert tried.count(7) >= 3
     assert all(tried.count(i) >= 3 for i in range(6))
     assert set(failing(driver, set(), 8.0)) == set(range(6)) | {7}
-    assert driver.core.deadline(driver.now) is None
+    assert driver.core.deadline() is None
 
 
 def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:

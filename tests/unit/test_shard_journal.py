@@ -335,13 +335,3 @@ def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
     assert len(due) == 100_000
     assert driver.values() == [float(pushes)] * 4
     assert driver.pull(0).version == pushes == len(set(versions.values()))
-
-
-def test_the_memory_of_windows_is_told() -> None:
-    """24 bytes per seq, and at most 64 of them per worker and partition: 1,536 bytes."""
-    driver = ShardDriver()
-    driver.serve(journaled(ack="applied", partitions=2))
-    for i in range(200):
-        driver.push({0: ones()}, PushId("w", 1, i))
-
-    assert driver.core.window_bytes == 64 * 24

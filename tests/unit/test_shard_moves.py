@@ -251,7 +251,7 @@ def test_the_last_snapshot_written_is_the_whole_state() -> None:
 
     wish(driver, 0)
     assert driver.pending == [older]
-    assert driver.core.deadline(driver.now) is None
+    assert driver.core.deadline() is None
     complete(driver, StoreSnapshot)
     (whole,) = driver.pending
     assert isinstance(whole, StoreSnapshot)

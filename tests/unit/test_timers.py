@@ -73,7 +73,7 @@ def test_a_pull_that_was_answered_wakes_nobody_at_its_deadline() -> None:
 
     driver.advance(2 * limits.SNAPSHOT_INTERVAL_S)
 
-    assert driver.core.deadline(driver.now) is None
+    assert driver.core.deadline() is None
 
 
 def test_a_buffer_that_is_filled_again_and_again_has_one_deadline() -> None:
@@ -85,7 +85,7 @@ def test_a_buffer_that_is_filled_again_and_again_has_one_deadline() -> None:
         driver.advance(10.0)
 
     assert driver.values() == [2.0] * 4
-    assert driver.core.deadline(driver.now) == driver.now - 10.0 + 3600.0
+    assert driver.core.deadline() == driver.now - 10.0 + 3600.0
 
 
 def test_a_partition_that_has_gone_is_not_kept_for_its_flush() -> None:

@@ -27,7 +27,7 @@ _WHOLE = ("int8", "topk")
 """Codecs: their bytes are the kernels' affair, and that they fit their partition the runtime's."""
 
 
-def check_push(event: PushReceived, spec: ModelSpec, layout: Layout) -> None:
+def check_push(event: PushReceived, layout: Layout) -> None:
     """Raises RequestError when no partition of the push could take it, whatever the state."""
     if not event.parts:
         raise problem("empty_push", "the push holds no gradients")

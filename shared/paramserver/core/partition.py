@@ -52,8 +52,6 @@ class Partition:
     state: PartitionState | None = None
     """None until it is loaded."""
     version: int = 0
-    start_version: int = 0
-    """The version this ownership began with."""
     clock: int = 0
     """sync: the next commit's `t`."""
     durable_version: int = 0
@@ -110,7 +108,7 @@ class Partition:
         """Begin with that state; raises CorruptState, and changes nothing, for settings that cannot be read."""
         if loaded.settings is not None:
             self.spec, self.revision = restored(self.spec, loaded.settings, self.segments)
-        self.state, self.version, self.start_version = loaded.state, loaded.version, loaded.version
+        self.state, self.version = loaded.state, loaded.version
         self.clock, self.lsn = loaded.clock, loaded.lsn
         self.durable_version, self.durable_clock = (loaded.version, loaded.clock) if loaded.stored else (0, 0)
         durable = loaded.lsn if loaded.stored else 0

@@ -63,7 +63,7 @@ class RequestDesk:
             model.check(event.generation, event.timeline)
             if not model.ready:
                 raise problem("initializing", "the model's initial values are not complete")
-            admission.check_push(event, model.spec, model.layout)
+            admission.check_push(event, model.layout)
             for part in event.parts:
                 model.owned(part.partition, shard.map_epoch)
         except PsError as error:

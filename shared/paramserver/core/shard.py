@@ -126,7 +126,7 @@ class ShardCore:
         effects, self._effects = self._effects, []
         return effects
 
-    def deadline(self, now: float) -> float | None:
+    def deadline(self) -> float | None:
         """When `handle(Tick(), ...)` is due; None while nothing waits for time to pass."""
         snapshot, timer = self.plan.deadline(), self._timers.next
         return timer if snapshot is None else snapshot if timer is None else min(snapshot, timer)
@@ -160,11 +160,6 @@ class ShardCore:
     def waiting(self) -> int:
         """Requests without an outcome yet."""
         return len(self._requests.open)
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes in which the partitions remember pushes: at most 24 x limits.WINDOW per worker and partition."""
-        return sum(p.memory.nbytes for model in self.models.values() for p in model.partitions.values())
 
     # --- the scheduler's word
 

@@ -44,7 +44,7 @@ class ShardDesk:
         self.c.map_changed()
         # Whatever the name's older holder owned died with it, and what was to come to it does not.
         self.moves.gone(e.name)
-        self.replace(e.name, now)
+        self.replace(e.name)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
         self.c.answer(e.request, body, 201)
 
@@ -73,7 +73,7 @@ class ShardDesk:
             self.c.map_changed()
             self.moves.gone(shard.name)
         for shard in shards:
-            self.replace(shard.name, now)
+            self.replace(shard.name)
 
     def _forget_names(self) -> None:
         """Names of shards long gone are bounded; what is kept of them is that their epochs are not given out again."""
@@ -123,7 +123,7 @@ class ShardDesk:
 
     # --- ownership ---
 
-    def replace(self, gone: str | None, now: float) -> None:
+    def replace(self, gone: str | None) -> None:
         """Partitions of that shard's older incarnation, and those without an owner, get one if a shard is alive."""
         for model in self.c.models.values():
             lost = [i for i, o in enumerate(model.owners) if gone is not None and o.shard == gone]

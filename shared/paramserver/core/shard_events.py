@@ -355,7 +355,7 @@ class SaveAll(Struct, frozen=True):
 
 
 class Tick(Struct, frozen=True):
-    """Time has passed: sent at `ShardCore.deadline(now)`, or earlier without harm."""
+    """Time has passed: sent at `ShardCore.deadline()`, or earlier without harm."""
 
 
 Event: TypeAlias = (

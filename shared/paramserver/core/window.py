@@ -7,7 +7,7 @@ is older cannot be told and is refused.  An epoch fences all lower ones of its w
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -171,7 +171,7 @@ class PushMemory:
         memory = cls()
         for worker, epoch, highest, *entries in exported.get("windows", ()):
             window = Window(epoch)
-            for seq, crc, version in _by_seq(entries):
+            for seq, crc, version in sorted(entries):
                 window.record(seq, crc, version if version >= 0 else ~version, version < 0)
             window.highest = highest
             memory._among(worker)[worker] = window
@@ -194,10 +194,6 @@ def fenced(worker: str, epoch: int, newest: int) -> PsError:
         hint="join again for a fresh epoch",
         epoch=newest,
     )
-
-
-def _by_seq(entries: Iterable[Any]) -> list[Any]:
-    return sorted(entries)
 
 
 def _digest(key: str) -> bytes:

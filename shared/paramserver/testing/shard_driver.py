@@ -325,7 +325,7 @@ class ShardDriver:
     def advance(self, seconds: float) -> None:
         """Let time pass; ticks come when the core asked for them."""
         end = self.now + seconds
-        while (at := self.core.deadline(self.now)) is not None and at <= end:
+        while (at := self.core.deadline()) is not None and at <= end:
             self.now = max(self.now, at)
             self.send(Tick())
         self.now = end

@@ -250,7 +250,7 @@ class SimShard(Node):
         check_superseded(self.core, before)
         for effect in effects:
             self.in_turn(type(effect).__name__, lambda effect=effect: self._perform(effect))  # type: ignore[misc]
-        due = self.core.deadline(self.world.now)
+        due = self.core.deadline()
         if due is not None and due < self._wakes_at:
             self._wakes_at = due
             self.later(max(1e-4, due - self.world.now), "tick", self._tick)
