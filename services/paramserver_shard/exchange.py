@@ -23,7 +23,7 @@ from paramserver.core.shard_io import (
     PushReceived,
     SetReceived,
 )
-from paramserver.errors import PsError, StaleMapError, problem
+from paramserver.errors import InDoubt, PsError, StaleMapError, problem
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
@@ -178,6 +178,10 @@ class Exchange:
         `taken` tells which partitions have been changed for good by what has that answer, which a refusal then names.
         """
         answers: list[Answer] = []
+
+        def done() -> list[int]:
+            return sorted(p for answer in answers for p in taken(answer))
+
         for attempt in (1, 2):
             groups: dict[str, list[Part]] = {}
             for part in parts:
@@ -199,33 +203,37 @@ class Exchange:
                 else:
                     answers.append(result)
             if errors:
-                raise told_in_part(worst(errors), sorted(p for answer in answers for p in taken(answer)))
+                raise told_in_part(worst(errors), done())
             if not refused:
                 return answers
             parts = refused
             if attempt == 1:
                 known = await self._directory.newer(known, MAP_REFRESH_S)
-        raise problem("unavailable", "partitions are moving between shards; nothing answers for them yet")
+        moving = problem("unavailable", "partitions are moving between shards; nothing answers for them yet")
+        raise told_in_part(moving, done())
 
 
 def worst(errors: Sequence[BaseException]) -> BaseException:
-    """The one to tell: what nobody foresaw, then what no repetition mends, then the rest."""
+    """The one to tell: what nobody foresaw, then what nobody knows, then what no repetition mends, then the rest."""
 
     def order(error: BaseException) -> int:
         if not isinstance(error, PsError):
             return 0
-        return 2 if error.retryable else 1
+        if isinstance(error, InDoubt):
+            return 1
+        return 3 if error.retryable else 2
 
     return min(errors, key=order)
 
 
 def told_in_part(error: BaseException, taken: Sequence[int]) -> BaseException:
-    """The error, which says so where it is a refusal of some shards and others have done their part."""
-    if not taken or not isinstance(error, PsError) or error.retryable:
+    """The error, which says so where some shards have done their part: to be sent again under its id alone then."""
+    if not taken or not isinstance(error, PsError):
         return error
+    code = "in_doubt" if error.retryable else error.code
     detail = f"{error.detail}; partitions {list(taken)} have taken their part"
     members = {**error.members, "partitions": list(taken)}
-    return problem(error.code, detail, hint=error.hint, errors=error.errors, **members)
+    return problem(code, detail, hint=error.hint, errors=error.errors, **members)
 
 
 def _taken(done: PushDone) -> Sequence[int]:

@@ -10,11 +10,11 @@ from pyreqwest.client import ClientBuilder
 from pyreqwest.exceptions import PyreqwestError
 
 from paramserver.client.credentials import Credentials
-from paramserver.client.transport import trusting
-from paramserver.errors import from_document, problem
+from paramserver.client.transport import translated, trusting
+from paramserver.errors import Unreachable, from_document, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
 from paramserver.types import AnyArray
-from paramserver.wire.frame import MEDIA_TYPE, Header, decode_header, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, decode_header, encode_header
 from paramserver_shard.buffers import U8, BufferPool
 
 OWNER_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
@@ -54,8 +54,10 @@ class PeerClient:
         """POSTs one frame; the header, which is to be that of an `of`, and the body of the frame that answers.
 
         `wait_s`: how long the other shard is asked to wait; `asked_bytes`: of the body that is to come back.
-        Raises the PsError that the other shard answered, or Unavailable when it gave no answer.
+        Raises the PsError that the other shard answered, or Unavailable when it gave no answer: InDoubt where it may
+        have changed something all the same.
         """
+        lost = "unavailable" if isinstance(header, PullFrame) else "in_doubt"
         prefix = encode_header(header)
         size = len(prefix) + sum(a.nbytes for a in body)
         within = timedelta(seconds=OWNER_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S)  # for all of it
@@ -68,21 +70,24 @@ class PeerClient:
             async with request.build_streamed() as response:
                 declared = int(response.get_header("content-length") or 0)
                 if declared > BODY_BYTES_MAX:
-                    raise problem("unavailable", f"{url} answered with {declared} bytes")
+                    raise problem(lost, f"{url} answered with {declared} bytes")
                 received = self._pool.take_bytes(declared) if declared else np.empty(0, np.uint8)
                 view, at = received.data, 0
                 while (chunk := await response.body_reader.read_chunk()) is not None:
                     if at + len(chunk) > declared:
-                        raise problem("unavailable", f"{url} answered with more than it declared")
+                        raise problem(lost, f"{url} answered with more than it declared")
                     view[at : at + len(chunk)] = chunk
                     at += len(chunk)
                 status = response.status
         except PyreqwestError as e:
-            raise problem("unavailable", f"the shard at {url} does not answer ({type(e).__name__})") from e
+            told = translated(url, e, within.total_seconds())
+            if isinstance(header, PullFrame) or isinstance(told, Unreachable):
+                told = problem("unavailable", f"the shard at {url} does not answer ({told.detail})")
+            raise told from e
         if status >= 300:
             raise _refusal(status, bytes(view[:at]))
         if at != declared:
-            raise problem("unavailable", f"{url} broke off its answer")
+            raise problem(lost, f"{url} broke off its answer")
         head, offset = decode_header(view, of)
         return head, received[offset:]
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.chaos.proxy import Link
 
 from paramserver.client.credentials import Credentials
-from paramserver.errors import Unavailable
+from paramserver.errors import InDoubt, Unavailable
 from paramserver.limits import MIB
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushPart, PushReply
 from paramserver_shard import peers
@@ -68,3 +68,29 @@ async def test_what_is_large_has_the_time_that_it_takes(
     link.cut()
     with pytest.raises(Unavailable, match="does not answer"):
         await client.call(f"{url}/pull", pull, [], PullReply, wait_s=0.1)
+
+
+async def test_a_push_whose_answer_is_lost_is_in_doubt(
+    cluster: Nodes, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been applied, and was; one that reached nobody, and a pull, are only not answered."""
+    monkeypatch.setattr(peers, "OWNER_S", 1.0)
+    name = unique("m")
+    cluster.post("/models", {"name": name, "params": {"w": {"shape": [4]}}, "optimizer": {"name": "sum"}}, status=201)
+    client = PeerClient(BufferPool(), Credentials.found(None, None, os.environ))
+    push = PushFrame(name, [PushPart(0, None, None)], forwarded=True)
+    pull = PullFrame([(0, None)], model=name, forwarded=True)
+    url, ones = f"http://127.0.0.1:{link.port}", [np.ones(4, np.float32)]
+    await client.call(f"{url}/push", push, ones, PushReply)
+
+    link.cut("back")
+    with pytest.raises(InDoubt):
+        await client.call(f"{url}/push", push, ones, PushReply)
+    with pytest.raises(Unavailable) as refused:
+        await client.call(f"{url}/pull", pull, [], PullReply)
+    assert refused.value.code == "unavailable"
+    with pytest.raises(Unavailable) as refused:
+        await client.call("http://127.0.0.1:9/push", push, ones, PushReply)
+    assert refused.value.code == "unavailable"
+    answer = cluster.http.post(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/pull", json={"model": name})
+    assert answer.json()["params"] == {"w": [2.0] * 4}
