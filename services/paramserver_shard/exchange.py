@@ -237,8 +237,7 @@ def told_in_part(error: BaseException, taken: Sequence[int]) -> BaseException:
 
 
 def _taken(done: PushDone) -> Sequence[int]:
-    """In sync a push counts on all partitions or on none: what is staged is not done yet."""
-    return () if done.state == "staged" else [p.partition for p in done.parts]
+    return [p.partition for p in done.parts]
 
 
 def with_checksum(part: PushPart, size: int) -> PushPart:

@@ -11,7 +11,7 @@ from paramserver.client.frames import PushTerms
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
-from paramserver.types import PushId
+from paramserver.types import PushId, PushState
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
@@ -132,7 +132,8 @@ class Shards:
             duplicate = duplicate and not new
             parts.append((part.partition, self.versions[part.partition], 9, 0))
         assert at == len(body), "the body has exactly the elements that the header names"
-        return PushReply("applied", duplicate, min(p[1] for p in parts), 0, 9, 0, parts)
+        state: PushState = "staged" if self.spec.consistency.mode == "sync" else "applied"
+        return PushReply(state, duplicate, min(p[1] for p in parts), 0, 9, 0, parts)
 
     def pull(self, request: Request, frame: Any, push: PushReply | None) -> Outcome:
         pieces, parts = [], []

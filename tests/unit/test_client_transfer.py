@@ -122,7 +122,18 @@ def test_a_refusal_before_anything_was_taken_is_one(shards: Shards, now: Now, cl
     refused_by(shards, B, "rolled_back")
     with pytest.raises(ConflictError) as caught:
         drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
-    assert caught.value.code == "rolled_back"
+    assert (caught.value.code, caught.value.members["partitions"]) == ("rolled_back", [0, 2])
+
+
+def test_a_part_that_was_applied_counts_whatever_the_mode_is_by_now(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """The map says sync, and a shard that has not heard so yet has applied its part: the refusal is no end of it."""
+    shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "sync"}})
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.spec = ModelSpec.parse(shards.spec.document() | {"consistency": {"mode": "async"}})
+    refused_by(shards, B, "rolled_back")
+    with pytest.raises(InDoubt) as caught:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    assert (caught.value.members["refused"], caught.value.members["partitions"]) == ("rolled_back", [0, 2])
 
 
 def test_what_is_pushed_and_filled_at_once_is_sent_again_as_it_was(shards: Shards, now: Now, cluster: Cluster) -> None:

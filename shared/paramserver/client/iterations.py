@@ -40,6 +40,7 @@ class Iterations:
         or that the run is paused.
         """
         s = self._session
+        yield from s.mend(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
         if s.mode == "sync" and s.pushed is not None and s.pushed != (epoch, timeline):
             # What was pushed for this clock went with a rollback or the worker's lease, as the heartbeat has noticed.
@@ -74,6 +75,7 @@ class Iterations:
     ) -> Call[Pushed]:
         """Push, clock, report; the clock does not advance over a gradient that was dropped."""
         s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
+        yield from s.mend(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         done = yield from s.push(grads, deadline, ends_s=self._ends_s(deadline, patience_s), **options)
         if done.state != "dropped":
@@ -101,6 +103,7 @@ class Iterations:
             yield from s.check_out(out, deadline)
             done = yield from self.step(grads, told, deadline, patience_s, **options)
             return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
+        yield from s.mend(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         found = yield from self._exchange(grads, deadline, self._ends_s(deadline, patience_s), out, view, **options)
         if found is not None:

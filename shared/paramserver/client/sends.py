@@ -4,7 +4,8 @@ A shard that refuses because it no longer owns a partition, or that cannot be re
 have: the map is fetched anew and what is not done yet is sent again, to whoever owns it then, under the same push id.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Final
 
@@ -44,6 +45,10 @@ class Transfer:
         self._moved = 0
         self._taken: list[int] = []
         """Partitions that have their part of a push."""
+        self._states: list[Callable[[], str]] = []
+        """What became of it there."""
+        self._modes = {held.spec.consistency.mode}
+        """Those that the model was in, as far as is known."""
         # In sync a push counts on all partitions or on none, which is known at its end.
         self._draft = draft if draft is not None and held.spec.consistency.mode != "sync" else None
 
@@ -59,9 +64,11 @@ class Transfer:
         groups: list[tuple[str | None, list[Part]]],
         outcomes: list[Outcome],
         outgoing: Outgoing | None = None,
+        state: Callable[[int, Response], str] | None = None,
     ) -> Call[tuple[list[tuple[int, Response]], list[Part]]]:
         """Sort outcomes into the good ones (index, response) and the parts to send again, after a pause if any.
 
+        `state`: of a push, what became of it by the answer of that index.
         Raises the first refusal that trying again cannot change, or the failure that outlasted the deadline.
         """
         good: list[tuple[int, Response]] = []
@@ -73,8 +80,9 @@ class Transfer:
             result = judged(outcome)
             if isinstance(result, Response):
                 good.append((i, result))
-                if outgoing is not None:
+                if state is not None:
                     self._taken += [p.partition for p in parts]
+                    self._states.append(partial(state, i, result))
                 if self._draft is not None:
                     self._draft.accepted([p.partition for p in parts])
                 continue
@@ -115,11 +123,13 @@ class Transfer:
     def _raise_in_part(self, refused: PsError) -> None:
         """Raise InDoubt where others have, or may have, what one shard refuses: pushed again it counts twice there.
 
-        In sync it counts on all partitions or on none, so there a refusal is one.
+        Where it is only staged it counts on all partitions or on none: then it is the refusal, with these `partitions`.
         """
         taken = sorted({*self._taken, *refused.members.get("partitions", ())})
-        if self.held.spec.consistency.mode == "sync" or not (taken or self._backoff.in_doubt):
+        if not (taken or self._backoff.in_doubt):
             return
+        if self._modes == {"sync"} and all(state() == "staged" for state in self._states):
+            raise refused.plus(partitions=taken)
         who = f"partitions {taken} have the push" if taken else "an earlier attempt may be applied"
         raise problem(
             "in_doubt",
@@ -220,6 +230,7 @@ class Transfer:
         if fresh.generation != self.held.generation:
             raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
         self.held = fresh
+        self._modes.add(fresh.spec.consistency.mode)
 
 
 def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:

@@ -33,7 +33,7 @@ from paramserver.client.tasks import Holding
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
-from paramserver.errors import PsError, Unavailable, problem
+from paramserver.errors import InDoubt, PsError, Unavailable, problem
 
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
@@ -70,6 +70,8 @@ class Session:
         """Epoch, timeline and creation of the values that gradients are now computed from."""
         self.pushed: tuple[int, int] | None = None
         """Epoch and timeline under which the present iteration's last push was accepted; `NOTHING`: it was dropped."""
+        self._torn = 0
+        """sync: the epoch in which a push reached some shards and not, or not for sure, all: see `mend`."""
         self._base: Mapping[int, tuple[int, int]] | None = None
         self._min_clock = 0
         """sync: the clock that let this worker go on; no version tells it, for assignments raise them as well."""
@@ -289,6 +291,7 @@ class Session:
         No terms: the values that its gradient comes from were rolled back.  Raises RequestError (`invalid_field`) for a
         push in pieces (`streamed`) to an optimizer that clips by the norm of the whole.
         """
+        yield from self.mend(deadline)
         held = yield from self.cluster.map_of(self.model, deadline)
         if streamed and held.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
@@ -333,13 +336,40 @@ class Session:
             done = yield from pushing
         except PsError as e:
             if not self._follows(e):
+                if isinstance(e, InDoubt) or "partitions" in e.members:
+                    self.tear(terms)
                 raise
             log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
             yield from self._follow(e, epoch, timeline, deadline)
             self._dropped()
             return None
+        except BaseException:  # an interrupt: what has been sent is with the shards
+            self.tear(terms)
+            raise
         self.pushed = (epoch, timeline)
         return done
+
+    def tear(self, terms: PushTerms) -> None:
+        """Some shards may have that push, and others not: in sync its iteration must not end with it."""
+        if self.mode == "sync":
+            self._torn = terms.push_id.epoch
+
+    def mend(self, deadline: Deadline) -> Call[None]:
+        """Join anew where a push of this epoch is torn: what is staged under an epoch that is over is in no commit.
+
+        So a synchronous push counts on all partitions or on none, and its iteration begins anew; if its commit was made
+        meanwhile, this worker is after it.
+        """
+        epoch = self.numbers.epoch
+        if self._torn != epoch:
+            return
+        log.warning("push.taken_back worker=%s clock=%d reason=not all shards have it", self.worker, self.clock)
+        clock, timeline = self.clock, self.timeline
+        yield from self._join_again(epoch, deadline)
+        with self._lock:
+            self.pushed = NOTHING
+            if self._pulled is not None and (self.clock, self.timeline) == (clock, timeline):
+                self._pulled = (self.numbers.epoch, *self._pulled[1:])  # the same values still
 
     def _dropped(self) -> None:
         """Nothing of a push counts; its iteration ends only where another one does."""
@@ -454,12 +484,19 @@ class Session:
                     f"another worker has joined as '{self.worker}' and takes its place",
                     hint="give each worker a name of its own, or none",
                 ) from error
+        log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
+        yield from self._join_again(epoch, deadline)
+
+    def _join_again(self, epoch: int, deadline: Deadline) -> Call[None]:
+        """End that epoch, unless another call of this session does so."""
+        with self._lock:
+            if self.numbers.epoch != epoch:
+                return
             mine, self._joining = not self._joining, True
         if not mine:
             while self._joining and deadline.left_s() > 0:
                 yield Pause(0.02)
             return
-        log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
         try:
             yield from self.join(deadline)
         finally:

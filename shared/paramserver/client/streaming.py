@@ -86,7 +86,7 @@ class Stream:
         self._pieces: Pieces | None = None
         self._terms: PushTerms | None = None
         self._done: list[Pushed] = []
-        self._opened = self.over = False
+        self._opened = self._sent = self.over = False
 
     def open(self, deadline: Deadline) -> Call[None]:
         """Begin the push.  Raises ConflictError where it was begun before, RequestError where its optimizer wants the
@@ -114,6 +114,7 @@ class Stream:
         if not partitions:
             return False
         if self._terms is not None:
+            self._sent = True
             try:
                 done = yield from self._session.deliver(
                     self._terms, grads, deadline, partitions=partitions, **self._values_options()
@@ -142,6 +143,8 @@ class Stream:
     def give_up(self) -> None:
         """No more is sent: the block has failed."""
         if self._terms is not None:
+            if self._sent:
+                self._session.tear(self._terms)
             self._session.numbers.settle(self._terms.push_id)
             self._terms = None
 

@@ -1,6 +1,7 @@
 """Push, pull and pushpull of one model, as calls; how parts reach their shards is in `sends`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
-from paramserver.client.calls import POLL_S, Call, Deadline, Pause
+from paramserver.client.calls import POLL_S, Call, Deadline, Pause, Response
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Feedback, drafted, ready
 from paramserver.client.frames import (
@@ -150,7 +151,7 @@ def push(
         while pending:
             groups = transfer.groups(pending)
             outcomes = yield from transfer.sent(outgoing, groups)
-            good, pending = yield from transfer.settle(groups, outcomes, outgoing)
+            good, pending = yield from transfer.settle(groups, outcomes, outgoing, _state)
             for i, response in good:
                 replies.append(push_reply(response))
                 if (lease := leased_by(replies[-1], groups[i][0], held.layout)) is not None:
@@ -243,7 +244,7 @@ def exchange(
             sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
             outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
             try:
-                good, pending = yield from transfer.settle(groups, outcomes, outgoing)
+                good, pending = yield from transfer.settle(groups, outcomes, outgoing, partial(_state_in, sinks))
             except PsError:
                 arrivals.forgo(sinks, groups)
                 arrivals.drop()
@@ -264,6 +265,16 @@ def exchange(
         if arrivals.held is not None:
             cluster.present.pulled(params.origin, arrivals.held, _reached(pushed, terms))
         return pushed, params
+
+
+def _state(_: int, response: Response) -> str:
+    return push_reply(response).state
+
+
+def _state_in(sinks: Sequence[Incoming], i: int, _: Response) -> str:
+    reply = sinks[i].reply
+    assert reply is not None
+    return reply.push.state if reply.push is not None else ""
 
 
 def _reached(pushed: Pushed, terms: PushTerms) -> int:
