@@ -38,6 +38,7 @@ from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, P
 
 log = logging.getLogger("paramserver.shard")
 
+SAID_AGAIN_S: Final = 60.0
 TERM_KEY: Final = "ps:term"
 FENCE_KEY: Final = "ps:fence"
 """Hash of the highest epoch of each shard that must not serve any more; the leader writes both."""
@@ -88,6 +89,8 @@ class Membership:
         self._told = ("", 0)
         """Which scheduler told its leader's term last, and which one."""
         self._fenced = False
+        self._why, self._said_at = "", 0.0
+        """The code of what kept this shard from joining, and when that was said."""
         self._scheduler_seen_at = float("-inf")
         self._redis_seen_at = float("-inf")
 
@@ -123,7 +126,7 @@ class Membership:
         if self.stopping:
             return "this shard is stopping"
         if not self.epoch:
-            return "not a member of the cluster yet"
+            return "not a member of the cluster yet" + (f" ({self._why})" if self._why else "")
         return "" if self.followed.is_set() else "the cluster map has not arrived yet"
 
     # -- what the core asks for
@@ -152,9 +155,12 @@ class Membership:
             try:
                 await self._join()
             except PsError as error:
-                log.warning("cannot join: %s", error)
+                if error.code == "invalid_field":  # what it is told to be is not allowed, which does not pass
+                    raise
+                self._cannot_join(error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._why = ""
             joined_at = monotonic()
             try:
                 async with asyncio.TaskGroup() as member:
@@ -171,12 +177,27 @@ class Membership:
 
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
-        answer = await self.link.request("POST", "/internal/shards", body)
+        answer = await self.link.request("POST", "/internal/shards", body, await self._redis_term())
         await self._heed(answer)
         self.epoch = int(answer["epoch"])
         self.state = "active"
         self._seen(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
+
+    async def _redis_term(self) -> dict[str, int]:
+        """Which term this shard's Redis holds, as a query value; nothing where it does not answer."""
+        try:
+            return {"redis_term": int(await self._redis.get(TERM_KEY) or 0)}
+        except (RedisError, OSError):
+            stop_if_cancelled()
+            return {}
+
+    def _cannot_join(self, error: PsError) -> None:
+        """Says so once, and again where it has another reason or a minute has passed."""
+        if self._why != error.code or monotonic() - self._said_at > SAID_AGAIN_S:
+            hint = f" ({error.hint})" if error.hint else ""
+            log.warning("cannot join: %s%s", error, hint)
+            self._why, self._said_at = error.code, monotonic()
 
     def _disown(self) -> None:
         """Nothing is owned any more: a newer incarnation of this name, or the scheduler, took it away."""

@@ -195,6 +195,23 @@ def test_without_redis_and_scheduler_a_shard_stops_answering(tmp_path: Path) -> 
         eventually(lambda: push(cluster, name, 1)["version"] == 1, within_s=20)
 
 
+def test_a_shard_at_another_redis_stays_out(cluster: Nodes) -> None:
+    """It would own partitions that it can neither load nor keep; its log says why, once."""
+    port, redis_url = redis_server.free_port(), cluster.redis_url.rpartition("/")[0] + "/7"
+    own = ("--name", "stray", "--port", str(port), "--scheduler", cluster.url, "--redis", redis_url)
+    cluster.start("stray", "paramserver_shard", *own)
+    try:
+        log = cluster.folder / "stray.log"
+        eventually(lambda: "cannot join" in log.read_text(), within_s=30, what="the refusal")
+        attempts = cluster.http.get(f"http://127.0.0.1:{port}/readyz")
+        assert (attempts.status_code, "conflict" in attempts.text) == (503, True)
+        assert "PARAMSERVER_REDIS" in log.read_text()
+        assert "stray" not in cluster.get("/map")["shards"]
+    finally:
+        cluster.kill("stray")
+    assert log.read_text().count("cannot join") == 1
+
+
 def test_the_newest_process_of_a_name_serves(tmp_path: Path) -> None:
     """A second process under a shard's name takes its place, and the first one gives way instead of fighting."""
     with nodes(tmp_path, shards=1) as cluster:

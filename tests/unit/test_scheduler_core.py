@@ -228,6 +228,22 @@ def test_a_death_before_the_first_cut_of_a_sync_phase_goes_back_to_snapshots() -
     assert d.core.read.model("m")["cut"] == again["t"] + 1
 
 
+def test_a_shard_whose_redis_is_another_one_is_refused() -> None:
+    """What its Redis holds of this term or a later one lets it in, and that it does not answer."""
+    d = Driver()
+    d.shard("s0")
+    stored, term = dict(d.hash), d.core.read.term
+
+    def join(name: str, found: int | None) -> Any:
+        return d.ask(lambda n: io.JoinShard(n, name, ["http://s:1"], "", found))
+
+    for found in (0, term - 1):
+        with pytest.raises(ConflictError, match="is not the schedulers'"):
+            join("s1", found)
+    assert d.hash == stored
+    assert [join(f"ok{later}", later)["epoch"] for later in (None, term, term + 1)] == [1, 1, 1]
+
+
 def test_quorum_late_workers_are_dropped_or_folded() -> None:
     """With drop the late clock is in no commit; with fold it is in the next one; both are told where to go on."""
     for late, listed in (("drop", [["m/a", 1]]), ("fold", [["m/a", 1], ["m/b", 0]])):

@@ -17,7 +17,7 @@ from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import ask, gives, read, reply, respond, service, takes
 from paramserver_scheduler.routes.feed import open_feed
-from paramserver_scheduler.routes.workers import epoch_of
+from paramserver_scheduler.routes.workers import epoch_of, number_of
 
 router = APIRouter(prefix="/internal", tags=["internal"])
 
@@ -39,9 +39,12 @@ BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 
 )
 @role("node")
 async def join_shard(request: Request) -> Response:
-    """A shard process starts; an older one of that name is dead at once."""
-    b = await read(request, bodies.JoinShard)
-    return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version))
+    """A shard process starts; an older one of that name is dead at once.
+
+    409 where its Redis, whose term the query value `redis_term` is, is not that of the schedulers.
+    """
+    b, term = await read(request, bodies.JoinShard), number_of(request, "redis_term")
+    return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term))
 
 
 @router.put(

@@ -114,9 +114,14 @@ async def clock(request: Request, m: str) -> Response:
 
 def epoch_of(request: Request) -> int | None:
     """The query value `epoch`, if there is one; raises RequestError (`malformed`)."""
-    text = request.query_params.get("epoch")
+    return number_of(request, "epoch")
+
+
+def number_of(request: Request, name: str) -> int | None:
+    """The query value of that name, if there is one; raises RequestError (`malformed`)."""
+    text = request.query_params.get(name)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 17):
-        raise problem("malformed", "query value 'epoch' must be a non-negative integer")
+        raise problem("malformed", f"query value '{name}' must be a non-negative integer")
     return int(text)

@@ -13,13 +13,16 @@ Json: TypeAlias = Mapping[str, Any]
 class JoinShard(Struct, frozen=True):
     """POST /internal/shards.
 
-    Answer 201 {"name","epoch","lease_s","term"}; an older holder of the name is dead at once.
+    Answer 201 {"name","epoch","lease_s","term"}; an older holder of the name is dead at once.  409 `conflict` for one
+    whose Redis is another than the schedulers'.
     """
 
     request: int
     name: str
     addresses: Sequence[str]
     version: str = ""
+    redis_term: int | None = None
+    """The term that its Redis holds, 0 for none; None where that did not answer."""
 
 
 class ShardHeartbeat(Struct, frozen=True):

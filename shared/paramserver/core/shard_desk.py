@@ -31,6 +31,13 @@ class ShardDesk:
         addresses = tuple(e.addresses)
         if not 0 < len(addresses) <= ADDRESSES_MAX or not all(isinstance(a, str) and len(a) < 256 for a in addresses):
             raise problem("invalid_field", "addresses: must be a list of 1 to 16 URLs", where="addresses")
+        if e.redis_term is not None and e.redis_term < self.c.term:  # stored before anything else of a term
+            found = f"holds term {e.redis_term}" if e.redis_term else "holds none"
+            raise problem(
+                "conflict",
+                f"the Redis of shard '{e.name}' is not the schedulers': they are in term {self.c.term}, it {found}",
+                hint="give it the same PARAMSERVER_REDIS, down to the number of the database",
+            )
         old = self.c.shards.get(e.name)
         if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
             raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the bound")
