@@ -55,15 +55,18 @@ async def patience(size_bytes: int) -> AsyncIterator[None]:
         raise TimeoutError(f"{size_bytes} bytes took longer than {within_s:.3g} s") from None
 
 
+def trouble(error: BaseException) -> str:
+    """What is wrong with Redis: it is not there, or full, or refuses for another reason."""
+    return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {error or type(error).__name__}"
+
+
 @contextmanager
 def unavailable_if_away() -> Iterator[None]:
     """Turn a Redis that is away, or refuses, into Unavailable (`storage_unavailable`)."""
     try:
         yield
-    except AWAY as e:
-        raise problem("storage_unavailable", f"Redis does not answer: {e}") from e
-    except RedisError as e:
-        raise problem("storage_unavailable", f"Redis refuses: {e}") from e
+    except (RedisError, OSError) as e:
+        raise problem("storage_unavailable", trouble(e)) from e
 
 
 def stop_if_cancelled() -> None:

@@ -218,9 +218,9 @@ class History:
         if status.cluster.redis != self._redis:
             self._redis = status.cluster.redis
             if self._redis == "away":
-                self.add(now, "redis_away", "Redis does not answer; nothing new can be stored", "bad")
+                self.add(now, "redis_away", "Redis does not answer or refuses; nothing new can be stored", "bad")
             else:
-                self.add(now, "redis_back", "Redis answers again", "good")
+                self.add(now, "redis_back", "Redis stores again", "good")
         degraded = {n.name for n in status.nodes if n.alive and n.metrics.get("degraded")}
         for name in sorted(degraded - self._degraded):
             self.add(now, "shard_degraded", f"shard {name} cannot store its snapshots", "bad")

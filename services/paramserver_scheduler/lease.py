@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 
 from paramserver import limits
 from paramserver.errors import problem
-from paramserver_node.redis import stop_if_cancelled
+from paramserver_node.redis import AWAY, stop_if_cancelled, trouble
 
 LEADER_KEY: Final = "ps:leader"
 TERM_KEY: Final = "ps:term"
@@ -231,9 +231,8 @@ def _order(scheduler: Scheduler) -> tuple[str, str]:
 
 
 def unavailable(cause: BaseException) -> Exception:
-    """The problem of a Redis that does not answer."""
-    return problem(
-        "storage_unavailable",
-        f"Redis does not answer: {cause or type(cause).__name__}",
-        hint="is it running, and reachable from the scheduler? The same request may be sent again",
-    )
+    """The problem of a Redis that does not answer, or refuses."""
+    asked = "is it running, and reachable from the scheduler?"
+    if not isinstance(cause, AWAY):
+        asked = "has it room (maxmemory), and may it be written to?"
+    return problem("storage_unavailable", trouble(cause), hint=f"{asked} The same request may be sent again")

@@ -207,7 +207,7 @@ def _problems(
 ) -> list[str]:
     out: list[str] = []
     if s.runtime.redis_away:
-        out.append("Redis does not answer: async training goes on, nothing new can be decided or stored")
+        out.append(f"{s.runtime.redis_away}: async training goes on, nothing new can be decided or stored")
     if not any(x["alive"] for x in shards):
         out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")
     for x in shards:

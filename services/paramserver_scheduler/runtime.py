@@ -96,7 +96,8 @@ class Runtime:
         self.confirm: Callable[[], Awaitable[bool]] | None = None
         """Asked before time is told to the core: whether this scheduler still leads (see `Reign.confirm`)."""
         self.jobs: Jobs | None = None
-        self.redis_away = False
+        self.redis_away = ""
+        """Why nothing can be stored now; empty while Redis takes what it is told."""
         self.stopped: PsError | None = None
         """Why nothing is decided any more, once that is so."""
         self._store = store
@@ -240,7 +241,7 @@ class Runtime:
             async with asyncio.timeout(STORE_WAIT_S):
                 await self._redis_back.wait()
         except TimeoutError:
-            raise _storage_away() from None
+            raise _storage_away(self.redis_away) from None
 
     # --- the tasks ---
 
@@ -315,7 +316,7 @@ class Runtime:
         before = monotonic() - STORE_WAIT_S
         late = [n for n, w in self._waiters.items() if w.since is not None and w.since < before]
         for number in late:
-            self._answer(number, _storage_away(), 503)
+            self._answer(number, _storage_away(why.detail), 503)
         for batch in (self._writing, self._next):
             batch.effects = [e for e in batch.effects if not isinstance(e, io.Reply) or e.request in self._waiters]
 
@@ -333,9 +334,9 @@ class Runtime:
 
     def _redis_is(self, away: str) -> None:
         """Redis answers (''), or why not."""
-        if bool(away) == self.redis_away:
+        before, self.redis_away = self.redis_away, away
+        if bool(away) == bool(before):
             return
-        self.redis_away = bool(away)
         if away:
             log.warning("redis.away %s", away)
             self._redis_back.clear()
@@ -345,9 +346,9 @@ class Runtime:
         self.send(io.StorageChanged(away))
 
 
-def _storage_away() -> PsError:
+def _storage_away(why: str) -> PsError:
     return problem(
         "storage_unavailable",
-        "Redis does not answer, so nothing can be decided now",
+        f"nothing can be decided now: {why or 'Redis does not answer'}",
         hint="training in async and buffered mode goes on; send this request again",
     )

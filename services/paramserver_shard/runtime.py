@@ -52,6 +52,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
+from paramserver_node.redis import trouble
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, beyond_cache, compute, rooms, shares, task_elements
 from paramserver_shard.directory import Directory
@@ -279,7 +280,7 @@ class Runtime:
             self.feed(LoadFailed(key, token, error))
         except (RedisError, OSError) as error:
             self.redis_away(error)
-            self.feed(LoadFailed(key, token, problem("storage_unavailable", f"Redis does not answer: {error}")))
+            self.feed(LoadFailed(key, token, problem("storage_unavailable", trouble(error))))
         else:
             self.lost.pop(key, None)
             self.feed(PartitionLoaded(key, token, loaded))
@@ -321,10 +322,10 @@ class Runtime:
         self.feed(done(key, token, version, effect.urgent))
 
     def redis_away(self, error: Exception) -> None:
-        """Redis did not answer somebody."""
+        """Redis did not answer somebody, or refused."""
         if not self._away:
-            log.warning("Redis does not answer, nothing is made durable: %s", error)
-        self._away = f"Redis does not answer: {error}"
+            log.warning("nothing is made durable: %s", trouble(error))
+        self._away = trouble(error)
         self.writer.suspect(self._away)
 
     def redis_here(self, run_id: str) -> None:

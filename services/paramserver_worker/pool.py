@@ -29,7 +29,8 @@ STOP_GRACE_S = 10.0
 """How long a function may go on after its place is gone; then the process ends, and its owner starts another."""
 EXIT_OVERSTAYED = 75
 TRACEBACK_CHARS = 8000
-CALL_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = (limits.LEASE_S - limits.HEARTBEAT_S) / 2
+"""One scheduler that is silent leaves time for asking another one before the lease is over."""
 
 
 class PoolMember:
