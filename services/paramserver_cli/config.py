@@ -80,10 +80,10 @@ def worker_token(url: str | None) -> str | None:
 
 
 def _secret_of(url: str, folder: Path) -> str:
-    """The secret of the cluster of a state directory, if that is the one at `url`."""
+    """The secret of the cluster of a state directory, if that is the one at `url`, and nobody else is named there."""
     state = StateDir(folder)
     cluster = state.cluster()
-    return state.secret() if cluster is not None and url in (cluster.scheduler, ",".join(cluster.schedulers)) else ""
+    return state.secret() if cluster is not None and all(map(cluster.is_at, url.split(","))) else ""
 
 
 def _own_token(secret: str) -> str | None:

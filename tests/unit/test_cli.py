@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import exits, ports, train, up
+from paramserver_cli import config, exits, ports, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
@@ -230,6 +230,27 @@ def test_a_cluster_of_this_machine_is_known_by_any_of_its_names(url: str, same: 
     """Whoever writes localhost means the same as who writes 127.0.0.1."""
     at = "http://127.0.0.1:9100"
     assert Cluster(at, [], "redis://h:3", None, {}, "/x", [at]).is_at(url) is same
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("https://127.0.0.1:9100", True),
+        ("https://127.0.0.1:9198/", True),
+        ("https://localhost:9100", True),
+        ("https://localhost:9198,https://127.0.0.1:9100", True),
+        ("https://localhost:9100,https://other:1", False),
+        ("http://127.0.0.1:9100", False),
+        ("https://127.0.0.1:9300", False),
+    ],
+)
+def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path, url: str, found: bool) -> None:
+    """However they are written; where one of the URLs is another's, no token of ours is sent there."""
+    schedulers = ["https://127.0.0.1:9100", "https://127.0.0.1:9198"]
+    state = StateDir(tmp_path)
+    state.write(Cluster(schedulers[0], [], "redis://h:3", None, {}, str(tmp_path), schedulers))
+    state.secret_file.write_text("a secret")
+    assert config._secret_of(url, tmp_path) == ("a secret" if found else "")
 
 
 def test_the_lock_says_whether_a_cluster_runs(tmp_path: Path) -> None:
