@@ -13,7 +13,7 @@ from rich.table import Table
 
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
-from paramserver_cli.cluster_file import Cluster, Plan, running
+from paramserver_cli.cluster_file import Cluster, Plan, StateDir, running
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
@@ -82,19 +82,18 @@ def up(
     launched = launch.launch(folder, plan, detach=detach)
     try:
         _wait(launched)
-        cluster = folder.cluster()
-        if cluster is None:
-            raise Failed(f"the cluster under {folder.path} ended as soon as it was ready")
-        if not as_json:
-            _introduce(cluster, detach)
-        else:
-            typer.echo(json.dumps(keys.described(cluster)))
         if not detach:
+            _introduce(folder, as_json, detach)
             _watch(launched)
     except BaseException:
         typer.echo("stopping", err=True)
         launch.end(launched)
         raise
+    if detach:  # it is nobody's to end now, whatever becomes of what is said of it
+        try:
+            _introduce(folder, as_json, detach)
+        except OSError as e:
+            raise Failed(f"the cluster is up; what is said of it cannot be written: {e.strerror}") from None
 
 
 def _look_at_redis(url: str) -> None:
@@ -122,7 +121,13 @@ def _wait(launched: launch.Launched) -> None:
         launch.wait_ready(launched)
 
 
-def _introduce(cluster: Cluster, detach: bool) -> None:
+def _introduce(folder: StateDir, as_json: bool, detach: bool) -> None:
+    cluster = folder.cluster()
+    if cluster is None:
+        raise Failed(f"the cluster under {folder.path} ended as soon as it was ready")
+    if as_json:
+        typer.echo(json.dumps(keys.described(cluster)))
+        return
     typer.echo(f"the cluster is up; its files are in {cluster.state_dir}")
     typer.echo(f"  scheduler and status page  {', '.join(cluster.schedulers)}")
     typer.echo(f"  shards                     {', '.join(cluster.shards)}")

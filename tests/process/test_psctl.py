@@ -81,6 +81,23 @@ def test_what_is_wrong_shows_in_the_exit_code(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_a_cluster_that_is_detached_outlives_what_cannot_be_said_of_it(tmp_path: Path, output: str) -> None:
+    """Ready, it runs until psctl down; the exit code and one line say that the output went nowhere."""
+    argv = [*PSCTL, "up", "--detach", "--shards", "1", "--state-dir", str(tmp_path / "state")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed, open("/dev/full", "wb") as full:
+        out = full if output == "full" else closed
+        done = subprocess.run(argv, stdout=out, stderr=subprocess.PIPE, text=True, timeout=100)
+    down = subprocess.run([*PSCTL, "down", "--state-dir", str(tmp_path / "state")], capture_output=True, text=True)
+
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+    assert "the cluster is up" in done.stderr
+    assert "is down" in down.stdout
+
+
 @pytest.mark.parametrize("arguments", [["status"], ["models"], ["run", "list", "--json"]])
 def test_an_unreachable_cluster_is_exit_code_3(shared_cluster: Cluster, arguments: list[str], tmp_path: Path) -> None:
     """When nobody answers, the text says how to start a cluster, and how to find the one that runs here."""
