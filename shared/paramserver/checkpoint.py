@@ -12,9 +12,11 @@ are stored as float32, which is exact.  The folder is written under a temporary 
 checkpoint that is there is whole.
 """
 
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -91,7 +93,7 @@ def write(
         overwrite: replace a folder that is there; only one that holds a manifest.
 
     Raises ConflictError (`conflict`) if `path` exists and may not be replaced, RequestError if the parameters do not
-    fit the spec, OSError if the disk refuses.
+    fit the spec, OSError with the name of a file if the disk refuses.
     """
     target = Path(path)
     spec = ModelSpec.parse(dict(spec_document))
@@ -139,8 +141,10 @@ def write(
             _sync(part / name)
         _sync(part)
         _rename(part, target)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(e, OSError):  # a write or a sync names no file, the others one that is gone
+            e.filename = str(e.filename or target).replace(str(part), str(target))
         raise
     return manifest
 
@@ -209,8 +213,10 @@ def _save(tensors: dict[str, AnyArray], file: Path, metadata: dict[str, str]) ->
     try:
         save_file(tensors, file, metadata=metadata)
     except SafetensorError as e:
-        # That is how safetensors tells of a full disk.
-        raise OSError(f"'{file.name}' cannot be written: {e}") from e
+        # That is how safetensors tells of a full disk: its number is in the text alone.
+        found = re.search(r"\(os error (\d+)\)", str(e))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number) if found else str(e), str(file)) from e
 
 
 def _contiguous(value: AnyArray, dtype: Any) -> AnyArray:

@@ -158,6 +158,18 @@ def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_
     np.testing.assert_array_equal(model.pull()["w"], np.arange(6.0))
 
 
+def test_a_disk_that_refuses_a_checkpoint_is_told_in_one_line(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """What the system says, and of which file; no traceback, for it is no bug."""
+    ps.connect(shared_cluster.url).create_model("large", {"w": (1 << 16,)}, exist_ok=True)
+    save = [*PSCTL, "checkpoint", "save", "large", str(tmp_path / "ck")]
+    env = os.environ | {"PARAMSERVER_URL": shared_cluster.url}
+    limited = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *save]
+    done = subprocess.run(limited, capture_output=True, text=True, env=env, timeout=60)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [f"psctl: {tmp_path}/ck/model.safetensors: File too large"]
+
+
 def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -> None:
     """`psctl new` and `psctl train` end with a finished run whose model has learned."""
     folder = tmp_path / "my-model"

@@ -1,6 +1,8 @@
 """Checkpoint folders: what other tools can open, and what is noticed when a file is damaged."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -148,15 +150,19 @@ def test_the_manifest_lists_checksums(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
-def test_a_disk_that_refuses_is_an_os_error(tmp_path: Path) -> None:
-    """Arrays that cannot be written raise OSError, whatever safetensors calls it, and nothing is left of them."""
+@pytest.mark.parametrize(("workers", "file"), [(0, checkpoint.PARAMS), (1000, "")])
+def test_a_disk_that_refuses_is_an_os_error(tmp_path: Path, workers: int, file: str) -> None:
+    """What cannot be written raises OSError with its number and a name, whoever wrote, and nothing is left of it."""
     import resource
 
+    target, bytes_max = tmp_path / "ckpt", 64 if file else 8192
     _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_max, hard))
     try:
-        with pytest.raises(OSError, match=checkpoint.PARAMS):
-            _write(tmp_path / "ckpt")
+        with pytest.raises(OSError, match="too large") as e:
+            checkpoint.write(target, _spec(), _params(_spec()), worker_states={f"w{i}": i for i in range(workers)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (e.value.errno, e.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
+    assert Path(e.value.filename) == target / file
     assert not list(tmp_path.iterdir())
