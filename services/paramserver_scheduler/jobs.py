@@ -1,6 +1,7 @@
 """What takes the scheduler long: checkpoints, restores, values from files, clearing Redis of a model that is gone."""
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -270,7 +271,8 @@ def _problem_of(error: Exception) -> PsError:
     A job decides nothing, so nothing is half decided when it fails: a bug of ours ends the job and not the scheduler.
     """
     if isinstance(error, OSError):
-        return problem("unavailable", f"the disk refuses: {error}")
+        code = "unavailable" if error.errno in (errno.EMFILE, errno.ENFILE) else "disk_refuses"
+        return problem(code, f"the disk refuses: {error}")
     if not isinstance(error, PsError):
         log.error("job.bug", exc_info=error)
     return as_problem(error)

@@ -165,6 +165,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "fenced": CodeInfo(409, FencedError, "A newer epoch has taken this one's place"),
     "outside_window": CodeInfo(409, ConflictError, "The push id is too old to tell whether it was applied"),
     "not_enough_memory": CodeInfo(409, ConflictError, "The shards have no memory for what would come to them"),
+    "disk_refuses": CodeInfo(409, ConflictError, "The scheduler's disk does not take a file"),
     "slot_gone": CodeInfo(409, ConflictError, "The slot of shared memory is not lent any more", True),
     "worker_required": CodeInfo(409, ConflictError, "This consistency mode takes pushes of joined workers only"),
     "too_stale": CodeInfo(409, ConflictError, "The gradient's base version lies too far back"),

@@ -170,6 +170,22 @@ def test_a_disk_that_refuses_a_checkpoint_is_told_in_one_line(shared_cluster: Cl
     assert done.stderr.splitlines() == [f"psctl: {tmp_path}/ck/model.safetensors: File too large"]
 
 
+def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cluster: Cluster) -> None:
+    """psctl stops at once and says what it said; the next checkpoint has the next number."""
+    ps.connect(shared_cluster.url).create_model("blocked", {"w": (2,)}, exist_ok=True)
+    in_the_way = shared_cluster.state_dir / "checkpoints" / "blocked"
+    in_the_way.parent.mkdir(exist_ok=True)
+    in_the_way.touch()
+    refused = shared_cluster.psctl("checkpoint", "save", "blocked")
+    in_the_way.unlink()
+    saved = shared_cluster.psctl("checkpoint", "save", "blocked", "--json")
+
+    assert refused.returncode == 4
+    assert refused.stderr.startswith("psctl: the disk refuses: ")
+    assert str(in_the_way) in refused.stderr
+    assert json.loads(saved.stdout)["name"].startswith("000002-")
+
+
 def test_a_new_project_trains_at_once(shared_cluster: Cluster, tmp_path: Path) -> None:
     """`psctl new` and `psctl train` end with a finished run whose model has learned."""
     folder = tmp_path / "my-model"

@@ -17,7 +17,7 @@ from paramserver.core import scheduler_io as io
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import PsError, problem
+from paramserver.errors import ConflictError, PsError, problem
 from paramserver.types import AnyArray, ModelKey
 from paramserver.wire.state import SetFrame, StateFrame
 from paramserver_scheduler.checkpoints import CheckpointStore, assignments
@@ -84,6 +84,23 @@ async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_c
     else:
         assert code(d, asked) == told
         assert not list((tmp_path / "checkpoints").glob("m/*"))
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Path) -> None:
+    """What it said is told to who waits, as a refusal: sent again at once, the same would be written in vain."""
+    d = Driver()
+    d.model(partitions=1)
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "m").touch()
+    held = (StateFrame("m", 1, 0, 0, 0, 1, 64, 0, (0,)), PartitionState(np.zeros(64, np.float32), (), (0,)))
+
+    await performed(d, tmp_path, Mock(states=AsyncMock(return_value=[held])))
+
+    with pytest.raises(ConflictError, match="File exists: .*/checkpoints/m'") as told:
+        d.result(asked)
+    assert (told.value.code, told.value.retryable) == ("disk_refuses", False)
 
 
 def tensor_file(dtype: str, item_bytes: int) -> bytes:

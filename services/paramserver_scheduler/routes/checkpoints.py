@@ -36,7 +36,10 @@ CHECKPOINT = {
 )
 @role("admin")
 async def write(request: Request, m: str) -> Response:
-    """Write a checkpoint now; in sync it is of one clock. Answered when it is on disk."""
+    """Write a checkpoint now; in sync it is of one clock. Answered when it is on disk.
+
+    409 `disk_refuses` where the scheduler's disk does not take it.
+    """
     b = await read_optional(request, bodies.Checkpoint)
     name = None if b.name is None else check_name(b.name)
     return await reply(request, lambda n: io.RequestCheckpoint(n, m, name))
