@@ -9,7 +9,7 @@ import pytest
 from paramserver.client import control, transfer
 from paramserver.client.calls import Deadline, Outcome, Request
 from paramserver.client.cluster import Cluster
-from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, Unavailable, problem
+from paramserver.errors import ConflictError, FencedError, InDoubt, PsError, Unavailable, Unreachable, problem
 from paramserver.wire.frame import PullReply, encode_header
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -187,6 +187,75 @@ def test_a_push_that_was_accepted_but_is_not_yet_kept_is_in_doubt(shards: Shards
 
     with pytest.raises(InDoubt, match="said the shard"):
         drive(transfer.push(cluster, "m", Deadline.after(3, now), grads(), terms()), not_kept, now)
+
+
+def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
+    """One of the calls that are no push and no pull."""
+    match call:
+        case "fetch":
+            return control.fetch("/status", deadline)
+        case "create":
+            return control.create_model(cluster, {"name": "m"}, {}, deadline, exist_ok=False)
+        case "delete":
+            return control.delete_model(cluster, "m", deadline)
+        case "once":
+            return control.once("/runs", {}, deadline)
+    return control.send("PATCH", "/models/m", {}, deadline)
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("fetch", "storage_unavailable"),
+        ("create", "in_doubt"),
+        ("delete", "in_doubt"),
+        ("once", "in_doubt"),
+        ("send", "in_doubt"),
+    ],
+)
+def test_the_last_answer_is_the_reason_where_the_last_try_is_silent(
+    now: Now, cluster: Cluster, call: str, code: str
+) -> None:
+    """What was cut off by the deadline knows less than what came before; how long it was tried is told too."""
+    until = now.s + 10.0
+
+    def answer(request: Request) -> Outcome:
+        now.s = min(now.s + 3.0, until)
+        silent = problem("in_doubt", "http://given:1 did not answer within 0.9 s")
+        return silent if now.s >= until else refusal("storage_unavailable")
+
+    with pytest.raises(Unavailable, match="^said the shard; tried for 10 s, at last .* did not answer within") as e:
+        drive(asked_for(call, cluster, Deadline(until, now)), answer, now)
+
+    assert e.value.code == code
+
+
+@pytest.mark.parametrize(("call", "code"), [("fetch", "unavailable"), ("send", "in_doubt")])
+def test_silence_tells_how_long_was_tried(now: Now, cluster: Cluster, call: str, code: str) -> None:
+    """Not only what the deadline had left to the last try."""
+    until = now.s + 10.0
+
+    def silence(request: Request) -> Outcome:
+        now.s = min(now.s + 4.0, until)
+        return problem("in_doubt", "http://given:1 did not answer within 0.9 s")
+
+    with pytest.raises(Unavailable, match="did not answer within 0.9 s; tried for 10 s") as e:
+        drive(asked_for(call, cluster, Deadline(until, now)), silence, now)
+
+    assert e.value.code == code
+
+
+def test_a_cluster_that_is_gone_is_unreachable_whatever_it_said_before(now: Now, cluster: Cluster) -> None:
+    """What surely was not done is in no doubt, and its reason is not forgotten."""
+    outcomes: list[Outcome] = [refusal("storage_unavailable")]
+    gone = problem("unreachable", "cannot reach it", hint="start it")
+
+    with pytest.raises(Unreachable, match=r"^said the shard; tried for .* s, at last cannot reach it \(start it\)"):
+        drive(
+            control.send("PATCH", "/models/m", {}, Deadline.after(10.0, now)),
+            lambda _: outcomes.pop() if outcomes else gone,
+            now,
+        )
 
 
 def test_a_cluster_that_never_answers_is_unavailable(now: Now, cluster: Cluster) -> None:

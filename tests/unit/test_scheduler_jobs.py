@@ -98,7 +98,7 @@ async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Pat
 
     await performed(d, tmp_path, Mock(states=AsyncMock(return_value=[held])))
 
-    with pytest.raises(ConflictError, match="File exists: .*/checkpoints/m'") as told:
+    with pytest.raises(ConflictError, match=r"File exists: .*/checkpoints/m'") as told:
         d.result(asked)
     assert (told.value.code, told.value.retryable) == ("disk_refuses", False)
 

@@ -159,8 +159,10 @@ def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
         result = judged(outcome)
         if not isinstance(result, PsError):
             return json_of(result)
-        if not passes(result) or isinstance(result, InDoubt):
+        if not passes(result):
             raise result
+        if isinstance(result, InDoubt):
+            raise backoff.final(result)
         yield backoff.pause(result)
 
 

@@ -28,34 +28,57 @@ class Backoff:
         self.in_doubt = False
         """Whether an attempt may have been done without our knowing."""
         self._rng = rng
+        self._began_at = deadline.clock()
         self._tries = 0
+        """How many have failed and were followed by a pause."""
+        self._answer: PsError | None = None
+        """What the cluster last said, as opposed to its silence."""
 
     def pause(self, error: PsError) -> Pause:
         """The pause before the next try; raises the call's final error if the deadline would pass first."""
         self.in_doubt = self.in_doubt or may_be_done(error)
+        if isinstance(error, Unavailable) and not _is_silence(error):
+            self._answer = error
         ceiling = min(LONGEST_S, FIRST_S * 2.0**self._tries)
-        self._tries += 1
         wait_s = self._rng.uniform(0.0, ceiling)
-        if error.retry_after_s is not None and not isinstance(error, Unreachable | InDoubt):
+        if error.retry_after_s is not None and not _is_silence(error):
             wait_s += error.retry_after_s
         left_s = self.deadline.left_s()
         if wait_s >= left_s:
             raise self.final(error)
+        self._tries += 1
         return Pause(wait_s)
 
     def final(self, error: PsError) -> PsError:
-        """What to raise when time is up: InDoubt if any attempt may have been done, else the last failure."""
-        if self.reads:
-            lost = isinstance(error, InDoubt)
-            return problem("unavailable", error.detail, hint="try again, with a longer timeout") if lost else error
-        if self.in_doubt and not isinstance(error, InDoubt):
+        """What to raise when time is up: InDoubt if any attempt may have been done, else the last failure.
+
+        Its reason is the last that the cluster said, if the last try was met by silence.
+        """
+        error = self._with_reason(error)
+        if self.reads and isinstance(error, InDoubt):
+            said = self._answer
+            code, hint = (said.code, said.hint) if said else ("unavailable", "try again, with a longer timeout")
+            return problem(code, error.detail, hint=hint)
+        if not self.reads and self.in_doubt and not isinstance(error, InDoubt):
             return problem("in_doubt", f"no answer in time: {error.detail}", hint=error.hint)
         return error
+
+    def _with_reason(self, error: PsError) -> PsError:
+        if not self._tries or not _is_silence(error) or not (self._answer or isinstance(error, InDoubt)):
+            return error
+        said, tried = self._answer, f"tried for {self.deadline.clock() - self._began_at:.3g} s"
+        detail = f"{said.detail}; {tried}, at last {error.detail}" if said else f"{error.detail}; {tried}"
+        hint = error.hint or (said.hint if said else "")
+        return problem(error.code, detail, hint=hint, retry_after_s=error.retry_after_s, **error.members)
 
 
 def passes(error: PsError) -> bool:
     """Whether the same request may succeed a little later."""
     return isinstance(error, Unavailable)
+
+
+def _is_silence(error: PsError) -> bool:
+    return isinstance(error, Unreachable | InDoubt)
 
 
 def may_be_done(error: PsError) -> bool:
