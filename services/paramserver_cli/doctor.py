@@ -32,6 +32,10 @@ SHM_MIB_MIN = 64
 PROBE_ELEMENTS = 1 << 20
 """Size of the model that bandwidth is measured with: 4 MiB of float32 for each shard."""
 SLOW_MIB_PER_S = 20.0
+FORGET_S = 3.0
+"""How long is tried to remove it; it may be there though nobody said that it was made."""
+NEARLY_FULL = 0.9
+"""Of the memory that Redis may take."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,16 @@ def _redis(url: str | None) -> Finding:
             info: dict[str, Any] = client.info()
             policy = str(client.config_get("maxmemory-policy").get("maxmemory-policy", "?"))
     except redis.RedisError as e:
-        return Finding("Redis", "failed", f"{host}:{port}: {e}", "check the URL, the password and the firewall")
+        remedy = "check that it runs, the URL, the password and the firewall"
+        return Finding("Redis", "failed", f"{host}:{port}: {e}", remedy)
     detail = f"{host}:{port} version {info['redis_version']}, {policy}"
     if policy not in ("noeviction", "?"):
         return Finding("Redis", "failed", detail, "CONFIG SET maxmemory-policy noeviction: evicted state is lost state")
+    held, most = info["used_memory"] - info.get("mem_not_counted_for_evict", 0), info.get("maxmemory", 0)
+    if 0 < most * NEARLY_FULL <= held:
+        full = f"{'full' if held >= most else 'nearly full'}: {held / (1 << 20):.1f} of {most / (1 << 20):.1f} MiB"
+        remedy = "CONFIG SET maxmemory to more, or delete models: full, it refuses writes, and nothing is durable"
+        return Finding("Redis", "failed" if held >= most else "warning", f"{detail}, {full}", remedy)
     if not info.get("aof_enabled"):
         return Finding("Redis", "warning", f"{detail}, no append-only file", "CONFIG SET appendonly yes")
     if info.get("maxmemory") == 0:
@@ -166,7 +176,11 @@ def cluster(url: str | None) -> Iterator[Finding]:
     except PsError as e:
         yield Finding("cluster", "warning", e.detail, e.hint or "psctl up starts one")
         return
-    status = client.status()
+    try:
+        status = client.status()
+    except PsError as e:
+        yield Finding("cluster", "failed", e.detail, e.hint or "psctl logs scheduler says why")
+        return
     state, theirs = status["cluster"]["state"], status["cluster"]["version"]
     yield Finding(
         "cluster",
@@ -185,14 +199,18 @@ def cluster(url: str | None) -> Iterator[Finding]:
     if not shards:
         yield Finding("shards", "failed", "none is alive", "psctl logs shard-0 says why; psctl up starts some")
         return
-    yield from _bandwidth(client, len(shards))
+    try:
+        yield from _bandwidth(client, len(shards))
+    except PsError as e:
+        yield Finding("bandwidth", "failed", e.detail, e.hint or "psctl logs says why")
 
 
 def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
     """Pulls each shard's part of a model made for this, from the shard's own address."""
     name = f"psctl-doctor-{os.getpid()}-{socket.gethostname()}"[:64].rstrip("._-")
-    model = client.create_model(name, {"probe": (shards * PROBE_ELEMENTS,)}, partitions=shards)
+    model = client.model(name)
     try:
+        client.create_model(name, {"probe": (shards * PROBE_ELEMENTS,)}, partitions=shards)
         document = model.info()
         bounds = document["bounds"]
         for part in document["partitions"]:
@@ -202,7 +220,7 @@ def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
             yield _measure(client, shard, addresses, body, 4 * (span[1] - span[0]))
     finally:
         with suppress(PsError):
-            model.delete()
+            model.delete(timeout=FORGET_S)
 
 
 def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str, Any], size: int) -> Finding:

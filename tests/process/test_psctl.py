@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import redis
 
 import paramserver as ps
 from paramserver_cli import doctor
@@ -124,6 +125,17 @@ def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
     assert all("MiB/s" in i["detail"] for i in shards)
 
 
+@pytest.mark.parametrize(("full", "result"), [(0.5, "ok"), (0.95, "warning"), (1.5, "failed")])
+def test_doctor_compares_what_redis_holds_with_its_bound(tmp_path: Path, full: float, result: str) -> None:
+    """Full it refuses every write, and a cluster that decides nothing more is how one hears of it."""
+    with redis_server.running(tmp_path) as url, redis.Redis.from_url(url) as client:
+        client.set("something", bytes(32 << 20))
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"] / full))
+        (found,) = [f for f in doctor.machine(url) if f.check == "Redis"]
+    assert (found.result, "CONFIG SET maxmemory" in found.remedy) == (result, result != "ok")
+    assert ("full" in found.detail) is (result != "ok")
+
+
 @pytest.mark.parametrize(("more", "result"), [((), "warning"), (("--maxmemory", "1gb"), "ok")])
 def test_doctor_asks_for_a_bound_of_redis(tmp_path: Path, more: tuple[str, ...], result: str) -> None:
     """Without one a Redis that is full does not refuse, but is killed."""
@@ -139,6 +151,28 @@ def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
         done = subprocess.run([*PSCTL, "doctor", "--json"], capture_output=True, text=True, env=env, timeout=60.0)
     (found,) = [f for f in json.loads(done.stdout)["items"] if f["check"] == "Redis"]
     assert found["detail"].startswith(url.removeprefix("redis://").split("/")[0])
+
+
+@pytest.mark.parametrize(("trouble", "says"), [("full", "full: "), ("stopped", "imeout")])
+def test_doctor_shows_all_findings_where_redis_is_in_trouble(own_cluster: Cluster, trouble: str, says: str) -> None:
+    """What the cluster cannot do then is a finding of its own, and no end of the others."""
+    url, pid = own_cluster.info["redis"], own_cluster.present()["pids"]["redis"][0]
+    if trouble == "full":
+        with redis.Redis.from_url(url) as client:
+            client.config_set("maxmemory", "1mb")
+    else:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        done = own_cluster.psctl("doctor", "--json", "--redis", url)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    assert done.returncode == 1, done.stderr
+    found = {i["check"]: i for i in json.loads(done.stdout)["items"]}
+    assert found["Redis"]["result"] == found["bandwidth"]["result"] == "failed"
+    assert says in found["Redis"]["detail"]
+    assert "Redis" in found["bandwidth"]["detail"]
+    assert {"cluster", "versions"} <= set(found)
 
 
 def test_checkpoints_are_saved_listed_and_restored(shared_cluster: Cluster, tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_the_last_answer_is_the_reason_where_the_last_try_is_silent(
         silent = problem("in_doubt", "http://given:1 did not answer within 0.9 s")
         return silent if now.s >= until else refusal("storage_unavailable")
 
-    with pytest.raises(Unavailable, match="^said the shard; tried for 10 s, at last .* did not answer within") as e:
+    with pytest.raises(Unavailable, match=r"^said the shard; tried for 10 s, at last .* did not answer within") as e:
         drive(asked_for(call, cluster, Deadline(until, now)), answer, now)
 
     assert e.value.code == code
@@ -239,7 +239,7 @@ def test_silence_tells_how_long_was_tried(now: Now, cluster: Cluster, call: str,
         now.s = min(now.s + 4.0, until)
         return problem("in_doubt", "http://given:1 did not answer within 0.9 s")
 
-    with pytest.raises(Unavailable, match="did not answer within 0.9 s; tried for 10 s") as e:
+    with pytest.raises(Unavailable, match=r"did not answer within 0\.9 s; tried for 10 s") as e:
         drive(asked_for(call, cluster, Deadline(until, now)), silence, now)
 
     assert e.value.code == code
