@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from paramserver import checkpoint
 from paramserver.core.assembly import gather, scatter
+from paramserver.core.checkpoints import ALIASES
 from paramserver.core.fields import check_model_name
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
@@ -101,19 +102,21 @@ class CheckpointStore:
 
         Raises NotFoundError (`unknown_checkpoint`) when there is none.
         """
-        folder = self._root / check_model_name(model)
-        if name in ("latest", "best") and not (folder / name / checkpoint.MANIFEST).is_file():
-            manifests: list[tuple[Path, dict[str, Any]]] = []
-            for path in folder.glob("[!.]*"):
-                try:
-                    manifests.append((path, checkpoint.read_manifest(path)))
-                except PsError:
-                    continue
-            if name == "best":
-                manifests = [(p, m) for p, m in manifests if isinstance(m.get("metric"), dict)]
-            if not manifests:
-                raise problem("unknown_checkpoint", f"model '{model}' has no {name} checkpoint")
-            return max(manifests, key=_score if name == "best" else _created)[0]
+        if name not in ALIASES:
+            return self._called(model, name)
+        manifests: list[tuple[Path, dict[str, Any]]] = []
+        for path in (self._root / check_model_name(model)).glob("[!.]*"):
+            try:
+                manifests.append((path, checkpoint.read_manifest(path)))
+            except PsError:
+                continue
+        if name == "best":
+            manifests = [(p, m) for p, m in manifests if isinstance(m.get("metric"), dict)]
+        if not manifests:
+            raise problem("unknown_checkpoint", f"model '{model}' has no {name} checkpoint")
+        return max(manifests, key=_score if name == "best" else _created)[0]
+
+    def _called(self, model: str, name: str) -> Path:
         path = self.path(model, name)
         if not (path / checkpoint.MANIFEST).is_file():
             raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
@@ -125,11 +128,11 @@ class CheckpointStore:
         return path / file if (path / file).is_file() and _of(path, creation) else None
 
     def read(self, model: str, name: str, creation: str | None = None) -> checkpoint.Checkpoint:
-        """One checkpoint, checked, of that creation of the model (None: of any).
+        """One checkpoint, checked: by its own name of that creation of the model, or as `find` does of any (None).
 
         Raises NotFoundError, CorruptState, or ConflictError (`conflict`) if it is of another creation.
         """
-        path = self.find(model, name)
+        path = self.find(model, name) if creation is None else self._called(model, name)
         held = checkpoint.read(path)
         if not _of(path, creation):
             raise taken(name)

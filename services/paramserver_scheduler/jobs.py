@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from paramserver.checkpoint import Checkpoint
 from paramserver.core import scheduler_io as io
+from paramserver.core.checkpoints import ALIASES
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import NotFoundError, PsError, as_problem, problem
@@ -155,7 +156,7 @@ class Jobs:
         try:
             return await asyncio.to_thread(self._store.read, model, name, creation)
         except NotFoundError:
-            if holder == self._name or name in ("latest", "best"):
+            if holder == self._name or (creation is None and name in ALIASES):
                 raise
         await self.holders.fetch(model, name, holder, creation)
         return await asyncio.to_thread(self._store.read, model, name, creation)

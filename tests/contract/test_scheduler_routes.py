@@ -295,6 +295,16 @@ def test_checkpoint_names_stay_in_their_folder(cluster: Nodes, name: str) -> Non
     assert cluster.post(f"/models/{model}/restore", {"as": name}, status=422)["code"] == "invalid_field"
 
 
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) -> None:
+    """These stand for the newest and the best one, so no other may take them."""
+    model = make(cluster)
+
+    refused = cluster.post(f"/models/{model}/checkpoints", {"name": name}, status=422)
+    assert (refused["code"], refused["where"]) == ("invalid_field", "name")
+    assert cluster.get(f"/models/{model}/checkpoints")["items"] == []
+
+
 def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     """404 and 405 are problem documents too."""
     assert cluster.get("/nothing", status=404)["code"] == "not_found"

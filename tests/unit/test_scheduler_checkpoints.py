@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paramserver.core import scheduler_io as io
+from paramserver.core.checkpoints import Checkpoints, Record
+from paramserver.core.spec import CheckpointSpec
 from paramserver.errors import PsError
 from paramserver.types import ModelKey
 
@@ -119,3 +122,18 @@ def test_a_restore_under_a_new_name_is_ready_when_it_is_finished() -> None:
         else:
             assert code(d, done) == "corrupt_state"
             assert not d.core.read.models()
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_no_checkpoint_is_called_as_the_newest_or_the_best_is(name: str) -> None:
+    """It is refused, and one that an older version let be called so does not stand in for what the word means."""
+    d = Driver()
+    d.model()
+    with pytest.raises(PsError, match="stands for the") as refused:
+        d.ask(lambda n: io.RequestCheckpoint(n, "m", name))
+    assert refused.value.code == "invalid_field"
+
+    mine = Record("mine", 2, 2, 2.0, 10, (2,), ("loss", 0.5), True)
+    old = replace(mine, name=name, number=1, metric=("loss", 0.9))
+    points = Checkpoints(records={old.name: old, mine.name: mine})
+    assert points.find(name, CheckpointSpec(metric="loss", best="min")) == mine

@@ -248,6 +248,18 @@ def test_only_what_the_same_creation_wrote_is_replaced_or_removed(tmp_path: Path
     assert store.read("m", "final").versions == [3]
 
 
+def test_a_folder_that_is_called_latest_is_not_the_newest_for_that(tmp_path: Path) -> None:
+    """An older version let one be called so: it is had where a living model's record names it, not as an alias."""
+    store = CheckpointStore(tmp_path)
+    state = PartitionState(np.zeros(64, np.float32), (), (0,))
+    own = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
+    store.write("m", "latest", own | {"created_s": 1.0}, [state], [1])
+    store.write("m", "newer", own | {"created_s": 2.0}, [state], [2])
+
+    assert store.read("m", "latest").versions == [2]
+    assert store.read("m", "latest", "1-5.0").versions == [1]
+
+
 def test_a_name_that_another_creation_has_is_not_used() -> None:
     """By the rule the next number is; a user is told."""
     d = Driver()

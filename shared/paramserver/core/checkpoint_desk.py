@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paramserver.core.checkpoints import IDLE_S, Record, Wanted
+from paramserver.core.checkpoints import ALIASES, IDLE_S, Record, Wanted
 from paramserver.core.cluster import Cluster
 from paramserver.core.fields import MODEL_NAME
 from paramserver.core.models import FORMAT, Model
@@ -30,6 +30,11 @@ class CheckpointDesk:
         model = self.c.model(e.model)
         if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a checkpoint", where="name")
+        if e.name in ALIASES:
+            what = "the newest checkpoint" if e.name == "latest" else "the checkpoint whose metric was best"
+            raise problem(
+                "invalid_field", f"name: '{e.name}' stands for {what}", hint="choose another name", where="name"
+            )
         if not model.ready:
             raise problem("initializing", f"model '{model.name}' has no values yet")
         wanted = model.checkpoints.wanted

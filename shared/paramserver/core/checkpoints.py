@@ -14,6 +14,8 @@ from paramserver.core.spec import CheckpointSpec
 
 IDLE_S: Final = 1.0
 """Without a commit for so long, a synchronous model counts as standing still."""
+ALIASES: Final = ("latest", "best")
+"""What stands for the newest checkpoint and for the one whose metric was best; none is called so."""
 
 
 def creation_of(generation: int, created_s: float) -> str:
@@ -126,8 +128,8 @@ class Checkpoints:
         return clock > self.last_clock or version() > self.last_version
 
     def find(self, name: str, spec: CheckpointSpec) -> Record | None:
-        """The one of that name, else with `latest` the newest, with `best` the one where the metric was best."""
-        if name in self.records or name not in ("latest", "best"):
+        """The one of that name; with `latest` the newest, with `best` the one where the metric was best."""
+        if name not in ALIASES:
             return self.records.get(name)
         records = list(self.records.values())
         return _best(records, spec) if name == "best" else max(records, key=lambda r: r.number, default=None)
