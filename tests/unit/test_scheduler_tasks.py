@@ -6,7 +6,7 @@ import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
-from paramserver.errors import Unavailable
+from paramserver.errors import ConflictError, Unavailable
 
 from .scheduling import Driver
 
@@ -98,3 +98,20 @@ def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.Mon
     assert register("m", "a", 10)["tasks"] == 10
     d.ask(lambda n: io.DeleteModel(n, "m"))
     assert register("n", "c", 10)["tasks"] == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"passes": 2}, "other passes"),
+        ({"uri": "s3://b", "assignment": "static"}, "other uri and assignment"),
+        ({"task_size": 5}, "other ranges"),
+    ],
+)
+def test_a_dataset_that_comes_again_otherwise_is_told_what_differs(
+    two: tuple[Driver, Any, Any], fields: dict[str, Any], told: str
+) -> None:
+    """The refusal names each field that is not as it was registered, and no other."""
+    given = {"size": 20, "task_size": 10, **fields}
+    with pytest.raises(ConflictError, match=f"is registered with {told} "):
+        two[0].ask(lambda n: io.RegisterDataset(n, "m", "train", **given))

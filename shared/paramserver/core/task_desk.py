@@ -34,9 +34,9 @@ class TaskDesk:
             spec = DatasetSpec.check(e.dataset, e.size, e.task_size, e.ranges, e.uri, e.assignment, e.passes)
         old = model.datasets.get(spec.name)
         if old is not None and old.spec != spec:
-            raise problem(
-                "conflict", f"dataset '{spec.name}' is registered with other ranges", hint="choose another name"
-            )
+            others = " and ".join(f for f in DatasetSpec.__struct_fields__ if getattr(old.spec, f) != getattr(spec, f))
+            detail = f"dataset '{spec.name}' is registered with other {others}"
+            raise problem("conflict", detail, hint="choose another name")
         if old is None and len(model.datasets) >= DATASETS_MAX:
             raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the bound")
         if old is None:
