@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paramserver.core import scheduler_io as io
-from paramserver.errors import ConflictError, PsError, RequestError
+from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError
 from paramserver.limits import CLOCKS_AHEAD_MAX
 
 from .scheduling import Driver, code
@@ -157,3 +157,16 @@ def test_a_join_that_is_refused_takes_no_name() -> None:
     with pytest.raises(ConflictError):
         d.join(None, rank=0)
     assert d.join(None)["worker"] == "m/w0"
+
+
+def test_a_worker_that_left_cannot_be_asked_to_finish() -> None:
+    """The refusal says that it is no longer live, where of one that never came it says so."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    d.ask(lambda n: io.LeaveWorker(n, "m", a["worker"]))
+
+    with pytest.raises(NotFoundError, match=r"'m/a' is no longer live"):
+        d.ask(lambda n: io.DrainWorker(n, "m", a["worker"]))
+    with pytest.raises(NotFoundError, match=r"'m/b' has not joined"):
+        d.ask(lambda n: io.DrainWorker(n, "m", "m/b"))

@@ -136,7 +136,8 @@ class WorkerDesk:
         model = self.c.model(e.model)
         worker = model.roster.workers.get(e.worker)
         if worker is None or not worker.alive:
-            raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined")
+            what = "has not joined" if worker is None else "is no longer live: it left, or its lease ran out"
+            raise problem("unknown_worker", f"worker {e.worker!r:.140} {what}")
         worker.draining = True
         self.c.save_worker(model, worker)
         self.c.answer(e.request, {"worker": worker.name, "state": self.state(model, worker)})
