@@ -15,11 +15,13 @@ def router(service: str, ready: Callable[[], str]) -> APIRouter:
     """The probe routes of a service; `ready` gives the reason why it is not ready yet, or ''."""
     routes = APIRouter(tags=["probes"])
 
+    @routes.head("/livez", include_in_schema=False)
     @routes.get("/livez", summary="Whether the process answers at all")
     @role("open")
     async def livez() -> dict[str, str]:
         return {"status": "ok"}
 
+    @routes.head("/readyz", include_in_schema=False)
     @routes.get("/readyz", summary="Whether the node may be sent requests; independent of Redis")
     @role("open")
     async def readyz() -> Response:
@@ -27,6 +29,7 @@ def router(service: str, ready: Callable[[], str]) -> APIRouter:
         body = {"status": "not ready", "reason": reason} if reason else {"status": "ok"}
         return JSONResponse(body, 503 if reason else 200, {"retry-after": "1"} if reason else {})
 
+    @routes.head("/version", include_in_schema=False)
     @routes.get("/version", summary="Versions of the node and of what it speaks")
     @role("open")
     async def version() -> dict[str, str | int]:

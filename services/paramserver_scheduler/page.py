@@ -41,6 +41,7 @@ class Asset:
     etag: str
 
 
+@router.head("/")
 @router.get("/")
 @role("open")
 async def index(request: Request) -> Response:

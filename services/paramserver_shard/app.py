@@ -144,6 +144,6 @@ def _add_forwarding(app: FastAPI, s: Services) -> None:
         """The status page and the way in, which live with the schedulers and need no token: what they show does."""
         return await forward(request)
 
-    for path, methods in (("/", ["GET"]), ("/static/{path:path}", ["GET"]), ("/login", ["GET", "POST"])):
+    for path, methods in (("/", ["GET", "HEAD"]), ("/static/{path:path}", ["GET"]), ("/login", ["GET", "POST"])):
         app.add_api_route(path, page, methods=methods, include_in_schema=False)
     app.add_api_route("/{path:path}", forward, methods=ALL_METHODS, include_in_schema=False)

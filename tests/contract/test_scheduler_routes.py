@@ -313,6 +313,16 @@ def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     assert {path: cluster.http.post(path).headers["allow"] for path in allowed} == allowed
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/version", "/"])
+def test_head_asks_for_a_probe_or_the_page_without_its_body(cluster: Nodes, path: str) -> None:
+    """Scheduler and shard answer it with the status and headers of a GET."""
+    for url in (cluster.url, f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"):
+        got, asked = cluster.http.get(url + path), cluster.http.head(url + path)
+        assert (asked.status_code, asked.content) == (got.status_code, b"") == (200, b"")
+        for name in ("content-type", "content-length"):
+            assert asked.headers.get(name) == got.headers.get(name)
+
+
 def test_status_describes_the_cluster(cluster: Nodes) -> None:
     """Nodes, models and what happened."""
     name = make(cluster)
