@@ -69,6 +69,26 @@ def test_only_who_allows_the_entry_gets_a_place() -> None:
     assert beat(d, member(d, "q", "paramserver"))["state"] == "assigned"
 
 
+def test_a_run_says_that_idle_workers_may_not_import_its_entry() -> None:
+    """It names them, what they allow and how to start one that may, for as long as they are there."""
+    d = Driver()
+    d.model()
+    a = member(d, "a", "tr")
+    run(d, workers=2)
+    barred = f"1 idle worker may not import '{ENTRY}' (allowed: tr)"
+    assert f"no worker has taken one of its 2 places: {barred}" in state(d)[1]
+    assert "paramserver-worker --allow paramserver.examples.digits" in state(d)[1]
+
+    member(d, "b", "os", "tr")
+    assert f"2 idle workers may not import '{ENTRY}' (allowed: os, tr)" in state(d)[1]
+    d.ask(lambda n: io.LeavePool(n, "b", 1))
+    member(d, "c")
+    assert f"1 of 2 workers; 1 more can join: {barred}" in state(d)[1]
+    assert json.loads(d.hash["run:run-1"])["reason"] == state(d)[1]
+    d.ask(lambda n: io.LeavePool(n, a["member"], 1))
+    assert "psctl up --workers" in state(d)[1]
+
+
 def test_an_exception_that_is_reported_again_counts_once() -> None:
     """The answer to its report may be lost; the place is the same member's again by then, under another attempt."""
     d = Driver()

@@ -1,6 +1,6 @@
 """Runs and the worker pool: who works at which place, and when a run ends."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from paramserver import limits
@@ -8,7 +8,7 @@ from paramserver.core.cluster import Cluster
 from paramserver.core.fields import MODEL_NAME
 from paramserver.core.membership import Member, current, expired
 from paramserver.core.models import Model
-from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run
+from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run, how_to_start
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.series import check_metrics
 from paramserver.errors import looking, problem
@@ -103,11 +103,21 @@ class RunDesk:
         self._changed(run, now)
 
     def _changed(self, run: Run, now: float) -> None:
-        run.settle(now)
+        self._settle(run, now, self._idle())
+        self._noted(run)
+
+    def _noted(self, run: Run) -> None:
         self.c.save_run(run)
         model = self.c.models.get(run.model)
         if model is not None:
             self.c.touch(model)
+
+    def _settle(self, run: Run, now: float, idle: Iterable[Member]) -> None:
+        barred = [m.allow for m in idle if not m.allows(run.entry)]
+        run.settle(now, how_to_start(run.entry, barred))
+
+    def _idle(self) -> list[Member]:
+        return [m for m in self.c.members.values() if m.alive and m.place is None]
 
     def of_model(self, model: Model) -> Run | None:
         """The run that is training that model."""
@@ -283,11 +293,12 @@ class RunDesk:
             self.end(run, "finished", "every worker has finished", now)
 
     def fill(self, now: float) -> None:
-        """Gives free places to idle members, oldest run first."""
-        idle = [m for m in self.c.members.values() if m.alive and m.place is None]
+        """Gives free places to idle members, oldest run first, and says of each run what it lacks by then."""
+        idle = self._idle()
         for run in self.c.runs.values():
-            if not idle or not run.active:
+            if not run.active:
                 continue
+            said, given = run.reason, False
             for i, place in enumerate(run.places):
                 if place.member is not None or place.done:
                     continue
@@ -296,6 +307,8 @@ class RunDesk:
                     break
                 idle.remove(member)
                 place.member, place.epoch = member.name, member.epoch
-                member.place = (run.id, i)
+                member.place, given = (run.id, i), True
                 self.c.save_member(member)
-                self._changed(run, now)
+            self._settle(run, now, idle)
+            if given or run.reason != said:
+                self._noted(run)

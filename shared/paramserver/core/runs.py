@@ -5,7 +5,7 @@ a worker.  Nothing here starts a process: members of the pool ask for work.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,9 @@ RESTARTS_MAX: Final = 3
 ENDED: Final = ("finished", "failed", "stopped")
 ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 HOW_TO_START: Final = "start one with 'paramserver-worker', or N on this machine with 'psctl up --workers N'"
+
+ALLOWED_LISTED_MAX: Final = 8
+"""Of the prefixes that idle workers allow, in what is told of a run that they may not import."""
 
 
 @dataclass(slots=True)
@@ -156,8 +159,8 @@ class Run:
             self.ran_s += max(0.0, now - self.counted_s)
         self.counted_s = now
 
-    def settle(self, now: float) -> None:
-        """Waiting or running, by whether anyone works; the reason says what is missing."""
+    def settle(self, now: float, how: str = HOW_TO_START) -> None:
+        """Waiting or running, by whether anyone works; the reason says what is missing, and how to start it."""
         if not self.active:
             return
         self.count_time(now)
@@ -166,9 +169,9 @@ class Run:
         self.state = "running" if filled else "waiting"
         wanted = len(self.places)
         if open_places and filled:
-            self.reason = f"{filled} of {wanted} workers; {open_places} more can join: {HOW_TO_START}"
+            self.reason = f"{filled} of {wanted} workers; {open_places} more can join: {how}"
         elif open_places:
-            self.reason = f"no worker has taken one of its {wanted} places: {HOW_TO_START}"
+            self.reason = f"no worker has taken one of its {wanted} places: {how}"
         else:
             self.reason = ""
 
@@ -243,6 +246,18 @@ class Run:
                 for i, p in enumerate(self.places)
             ],
         }
+
+
+def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:
+    """How an entry gets its workers; `barred` is what each idle one allows that may not import it."""
+    if not barred:
+        return HOW_TO_START
+    module, allowed = entry.partition(":")[0], sorted({p for prefixes in barred for p in prefixes})
+    listed = ", ".join(allowed[:ALLOWED_LISTED_MAX]) + (", ..." if len(allowed) > ALLOWED_LISTED_MAX else "")
+    return (
+        f"{len(barred)} idle worker{'s' if len(barred) > 1 else ''} may not import '{entry}' "
+        f"(allowed: {listed or 'nothing':.200}): start one with 'paramserver-worker --allow {module}'"
+    )
 
 
 def _is_name(value: Any) -> bool:
