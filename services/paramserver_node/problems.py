@@ -35,6 +35,8 @@ def response(request: Request, error: PsError) -> Response:
         headers["www-authenticate"] = f'Bearer realm="paramserver"{given}'
     if error.retry_after_s is not None and error.status in (429, 503):
         headers["retry-after"] = str(max(1, ceil(error.retry_after_s)))
+    if error.code == "range_not_satisfiable":
+        headers["content-range"] = f"bytes */{error.members.get('size_bytes', 0)}"
     return Response(negotiate.json_text(doc), error.status, headers, media_type="application/problem+json")
 
 

@@ -175,6 +175,7 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "too_large": CodeInfo(413, RequestError, "The request exceeds a bound"),
     "unsupported_media_type": CodeInfo(415, RequestError, "The body's media type is not understood"),
     "unknown_codec": CodeInfo(415, RequestError, "The push is in a codec that is not known"),
+    "range_not_satisfiable": CodeInfo(416, RequestError, "The file has nothing of the range asked for"),
     "wrong_owner": CodeInfo(421, StaleMapError, "Another shard owns that partition", True),
     "invalid": CodeInfo(422, RequestError, "Several parts of the request are wrong"),
     "invalid_field": CodeInfo(422, RequestError, "A field is unknown, missing or out of range"),

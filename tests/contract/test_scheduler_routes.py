@@ -305,6 +305,33 @@ def test_a_checkpoint_is_not_called_latest_or_best(cluster: Nodes, name: str) ->
     assert cluster.get(f"/models/{model}/checkpoints")["items"] == []
 
 
+def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> None:
+    """Whatever of a range is there comes; one that cannot be read is ignored, and one beyond the end is a problem."""
+    name = make(cluster)
+    cluster.post(f"/models/{name}/checkpoints", {"name": "c"}, status=201)
+    url = f"/models/{name}/checkpoints/c/model.safetensors"
+    whole = cluster.http.get(url).content
+    size = len(whole)
+
+    for asked, start, stop in (
+        ("bytes=2-5", 2, 6), ("BYTES=-4", size - 4, size), (f"bytes={size - 1}-{9**30}", size - 1, size),
+        (f"bytes={size}-,0-0", 0, 1), (f"bytes=-{size + 1}", 0, size),
+    ):  # fmt: skip
+        part = cluster.http.get(url, headers={"range": asked})
+        assert (part.status_code, part.content) == (206, whole[start:stop]), asked
+        assert part.headers["content-range"] == f"bytes {start}-{stop - 1}/{size}"
+    for asked in ("bytes=a-b", "bytes=5-2", "bytes=", "bytes=-", "bytes=0-1,x", "lines=0-1", "bytes", "bytes=1_0-"):
+        answer = cluster.http.get(url, headers={"range": asked})
+        assert (answer.status_code, answer.content) == (200, whole), asked
+    for asked in (f"bytes={size}-", "bytes=99999-", "bytes=-0", f"bytes={9**30}-"):
+        refused = cluster.http.get(url, headers={"range": asked})
+        assert (refused.status_code, refused.headers["content-range"]) == (416, f"bytes */{size}")
+        assert refused.headers["content-type"] == "application/problem+json"
+        assert (refused.json()["code"], refused.json()["size_bytes"]) == ("range_not_satisfiable", size)
+        assert cluster.http.get(url, headers={"range": asked, "if-range": '"another"'}).content == whole
+    assert cluster.http.get(url, headers={"range": "bytes=0-1,4-5"}).headers["content-type"].startswith("multipart/")
+
+
 def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     """404 and 405 are problem documents too."""
     assert cluster.get("/nothing", status=404)["code"] == "not_found"

@@ -1,12 +1,16 @@
 """Files of checkpoints: each scheduler hands out those in its own folder, and the leader those of the others too."""
 
 import asyncio
+import os
+import re
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import Receive, Scope, Send
 
 from paramserver.errors import NotFoundError, problem
 from paramserver_node.roles import role
@@ -15,6 +19,53 @@ from paramserver_scheduler.exchange import gives, service
 from paramserver_scheduler.holders import FILES, file_path, of_creation
 
 router = APIRouter(tags=["checkpoints"])
+
+_RANGE: Final = re.compile(r"([0-9]*)-([0-9]*)")
+
+
+class _File(FileResponse):
+    """A file, or what of it a `Range` asks for: one that cannot be read is ignored, as RFC 9110 (14.2) has it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises RequestError (`range_not_satisfiable`) where the file has nothing of what is asked for."""
+        self.stat_result = await asyncio.to_thread(os.stat, self.path)
+        self.set_stat_headers(self.stat_result)
+        size, asked = self.stat_result.st_size, Headers(scope=scope)
+        text = asked.get("range")
+        if text is not None and asked.get("if-range") in (None, self.headers["etag"], self.headers["last-modified"]):
+            found = _ranges(text, size)
+            if found == []:
+                detail = f"the file has {size} bytes, none of which is in {text!r:.80}"
+                raise problem("range_not_satisfiable", detail, size_bytes=size)
+            headers = MutableHeaders(raw=list(scope["headers"]))
+            del headers["range"]
+            if found is not None:
+                headers["range"] = "bytes=" + ",".join(f"{start}-{stop - 1}" for start, stop in found)
+            scope = {**scope, "headers": headers.raw}
+        await super().__call__(scope, receive, send)
+
+
+def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
+    """The parts `[start, stop)` of a file that a Range header asks for and that are there; None if it is malformed."""
+    unit, _, listed = text.partition("=")
+    parts = [part for p in listed.split(",") if (part := p.strip())]
+    if unit.strip().lower() != "bytes" or not parts:
+        return None
+    found: list[tuple[int, int]] = []
+    for part in parts:
+        match = _RANGE.fullmatch(part)
+        if match is None or part == "-":
+            return None
+        first, last = (int(digits[:19]) if digits else None for digits in match.groups())
+        if first is None:
+            start, stop = max(0, size - (last or 0)), size
+        elif last is not None and last < first:
+            return None
+        else:
+            start, stop = first, size if last is None else min(last + 1, size)
+        if start < size:
+            found.append((start, stop))
+    return found
 
 
 @router.get("/models/{m}/checkpoints/{name}/{file}", responses=gives(200, "The file"))
@@ -72,7 +123,7 @@ async def _held(request: Request, m: str, name: str, file: str, creation: str | 
 
 
 def _answer(path: Path) -> Response:
-    return FileResponse(path, media_type="application/json" if path.suffix == ".json" else "application/octet-stream")
+    return _File(path, media_type="application/json" if path.suffix == ".json" else "application/octet-stream")
 
 
 def _unknown(m: str, name: str, file: str) -> Exception:
