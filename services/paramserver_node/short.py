@@ -7,6 +7,8 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from paramserver_node.queries import check_query
+
 
 class ShortApp(FastAPI):
     """FastAPI that asks `short` first; the same routes are in its router too, for all that asks that."""
@@ -30,6 +32,8 @@ def routed(route: BaseRoute, endpoint: ASGIApp) -> ASGIApp:
 
     async def told(scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = route
+        if scope["query_string"]:
+            check_query(scope)
         await endpoint(scope, receive, send)
 
     return told

@@ -3,7 +3,7 @@
 import re
 from typing import Final
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -12,6 +12,7 @@ from paramserver_node import docs_page, health, problems
 from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.queries import query_checked
 from paramserver_node.short import ShortApp, routed
 from paramserver_scheduler import login, page
 from paramserver_scheduler.door import Door
@@ -78,7 +79,9 @@ def make_app() -> FastAPI:
     app.include_router(login.router)
     app.include_router(docs_page.router)
     app.include_router(health.router("scheduler", not_ready))
-    for module in (models, workers, tasks, metrics, checkpoints, files, data, runs, feed, shards, status, nodes):
+    for module in (models, workers, tasks, metrics, checkpoints, files, runs, feed, shards, status):
+        app.include_router(module.router, dependencies=[Depends(query_checked)])
+    for module in (data, nodes):  # handed on to a shard, and between nodes
         app.include_router(module.router)
     return app
 

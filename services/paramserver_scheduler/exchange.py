@@ -25,6 +25,8 @@ from paramserver_scheduler.screen import Screen
 
 B = TypeVar("B", bound=bodies.Body)
 PAGE_MAX = 1000
+PAGED = ("limit", "after")
+"""Query values of a list."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import unquote
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -15,6 +15,7 @@ from paramserver_node import docs_page, health, negotiate, problems
 from paramserver_node.access import Access, Neighbours, guard
 from paramserver_node.forward import MARK, Forwarder
 from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.queries import query_checked
 from paramserver_node.roles import role
 from paramserver_node.short import ShortApp, routed
 from paramserver_shard import openapi, slots
@@ -74,7 +75,7 @@ def make_app(services: Services) -> FastAPI:
     app.include_router(docs_page.router)
     app.include_router(health.router("shard", s.membership.unready))
     app.include_router(internal_router(s.membership, s.models, s.runtime, s.reader))
-    app.include_router(slots.router(s.membership, s.frames))
+    app.include_router(slots.router(s.membership, s.frames), dependencies=[Depends(query_checked)])
     _add_arrays(app, s)
     _add_forwarding(app, s)
     openapi.describe(app)
@@ -82,8 +83,10 @@ def make_app(services: Services) -> FastAPI:
 
 
 def _add_arrays(app: FastAPI, s: Services) -> None:
-    @app.head("/pull/{model}/{name:path}", summary="Whether a parameter has changed", include_in_schema=False)
-    @app.get("/pull/{model}/{name:path}", summary="One parameter as a .npy file", responses=openapi.NPY_ANSWERS)
+    routes = APIRouter(dependencies=[Depends(query_checked)])
+
+    @routes.head("/pull/{model}/{name:path}", summary="Whether a parameter has changed", include_in_schema=False)
+    @routes.get("/pull/{model}/{name:path}", summary="One parameter as a .npy file", responses=openapi.NPY_ANSWERS)
     @role("reader")
     async def get_array(request: Request, model: str, name: str) -> Response:
         began_s = s.telemetry.clock()
@@ -105,7 +108,7 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
             return Response(b"", headers=headers, media_type=NPY_MEDIA)
         return ChunkedResponse(b"".join((answer.header, answer.body)), headers=headers, media_type=NPY_MEDIA)
 
-    @app.put(
+    @routes.put(
         "/models/{m}/params/{name:path}",
         summary="Assign a parameter's value, or upload its first one",
         openapi_extra=openapi.ASSIGN_BODY,
@@ -124,6 +127,8 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
         done = await s.arrays.put(m, name, value, request.headers.get("x-upload-token"), given)
         s.membership.check_serving()
         return negotiate.respond(request, push_document(done))
+
+    app.include_router(routes)
 
 
 def _tags(request: Request, header: str) -> str:

@@ -332,6 +332,37 @@ def test_a_part_of_a_checkpoints_file_is_had_by_its_range(cluster: Nodes) -> Non
     assert cluster.http.get(url, headers={"range": "bytes=0-1,4-5"}).headers["content-type"].startswith("multipart/")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "unknown"),
+    [
+        ("GET", "/pull/{m}/a?dtype=float16&min_version=99", "dtype"),
+        ("HEAD", "/pull/{m}/a?dtype=float16", ""),
+        ("PUT", "/models/{m}/params/a?dtype=float16", "dtype"),
+        ("GET", "/models/{m}/metrics?nmae=loss", "nmae"),
+        ("GET", "/runs?limit=1&model=zz", "model"),
+        ("GET", "/models/{m}?=", ""),
+        ("GET", "/map?wait=1", "wait"),
+        ("GET", "/status/events?knd=x", "knd"),
+        ("POST", "/models/{m}/workers?name=w", "name"),
+        ("POST", "/models/{m}/clock?wait_s=1", "wait_s"),
+        ("POST", "/push?ack=journaled", "ack"),
+        ("POST", "/pull?model={m}", "model"),
+    ],
+)
+def test_query_values_that_nobody_knows_are_refused(cluster: Nodes, method: str, path: str, unknown: str) -> None:
+    """Whoever is asked, the refusal names the first of them, and nothing is done."""
+    name = make(cluster)
+    for url in (cluster.url, f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"):
+        answer = cluster.http.request(method, url + path.format(m=name), json={} if method in ("POST", "PUT") else None)
+        assert answer.status_code == 422, answer.text
+        if method != "HEAD":
+            told = answer.json()
+            assert told["code"] == "invalid_field"
+            assert (told["errors"][0] if "errors" in told else told)["where"] == unknown
+    assert cluster.get(f"/models/{name}/workers?limit=1&after=0")["items"] == []
+    assert cluster.http.get("/livez?verbose").status_code == 200
+
+
 def test_unknown_routes_and_methods(cluster: Nodes) -> None:
     """404 and 405 are problem documents too."""
     assert cluster.get("/nothing", status=404)["code"] == "not_found"

@@ -127,7 +127,6 @@ def test_every_metric_of_the_list_can_be_asked_for(rest_cluster: Nodes, model: s
         {"metric": "model.lag", "from": "-1"},
         {"metric": "model.lag", "from": "nan"},
         {"metric": "model.lag", "from": "200", "to": "100"},
-        {"metric": "model.lag", "form": "100"},
     ],
 )
 def test_a_wrong_question_is_refused(rest_cluster: Nodes, query: dict[str, str]) -> None:
@@ -136,6 +135,8 @@ def test_a_wrong_question_is_refused(rest_cluster: Nodes, query: dict[str, str])
 
     assert (answer.status_code, answer.json()["code"]) == (400, "malformed")
     assert answer.json()["detail"]
+    unknown = rest_cluster.http.get("/status/series", params={"metric": "model.lag", "form": "100"})
+    assert (unknown.status_code, unknown.json()["where"]) == (422, "form")
 
 
 def test_a_model_that_is_not_there_has_no_reports(rest_cluster: Nodes) -> None:

@@ -7,10 +7,11 @@ from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
 from paramserver.core.fields import check_model_name
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.checkpoints import check_name
-from paramserver_scheduler.exchange import gives, page, read_optional, reply, respond, service, takes
+from paramserver_scheduler.exchange import PAGED, gives, page, read_optional, reply, respond, service, takes
 
 router = APIRouter(prefix="/models/{m}", tags=["checkpoints"])
 
@@ -36,7 +37,7 @@ CHECKPOINT = {
 )
 @role("admin")
 async def write(request: Request, m: str) -> Response:
-    """Write a checkpoint now; in sync it is of one clock. Answered when it is on disk.
+    """Write a checkpoint now; in sync it is of one clock. Answered when on disk; `latest` and `best` are no names.
 
     409 `disk_refuses` where the scheduler's disk does not take it.
     """
@@ -47,6 +48,7 @@ async def write(request: Request, m: str) -> Response:
 
 @router.get("/checkpoints", responses=gives(200, "The checkpoints", {"items": [CHECKPOINT], "next": None}))
 @role("reader")
+@takes_query(*PAGED)
 async def list_checkpoints(request: Request, m: str) -> Response:
     """The checkpoints of a model that are kept, oldest first."""
     return page(request, service(request).read.checkpoints(m))

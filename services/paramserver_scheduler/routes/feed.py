@@ -12,6 +12,7 @@ from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.errors import problem
 from paramserver_node import negotiate
+from paramserver_node.queries import takes_query
 from paramserver_node.race import while_there
 from paramserver_node.roles import role
 from paramserver_scheduler.exchange import gives, number_of, respond, service
@@ -25,6 +26,7 @@ MAP = {"map_epoch": 3, "shards": {"shard-0": {"addresses": ["http://127.0.0.1:87
 
 @router.get("/map", responses=gives(200, "The map", MAP))
 @role("reader")
+@takes_query("since", "wait_s")
 async def get_map(request: Request) -> Response:
     """Every shard with its addresses.
 

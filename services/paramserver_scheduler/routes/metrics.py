@@ -3,9 +3,10 @@
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import gives, page, read, reply, service, takes
+from paramserver_scheduler.exchange import PAGED, gives, page, read, reply, service, takes
 
 router = APIRouter(prefix="/models/{m}", tags=["metrics"])
 
@@ -24,6 +25,7 @@ async def report(request: Request, m: str) -> Response:
 
 @router.get("/metrics", responses=gives(200, "The series", {"items": [{"name": "loss", "points": []}], "next": None}))
 @role("reader")
+@takes_query("name", *PAGED)
 async def series(request: Request, m: str) -> Response:
     """All series of a model; `?name=` gives one."""
     name = request.query_params.get("name")

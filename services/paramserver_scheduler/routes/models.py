@@ -6,8 +6,9 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import gives, page, read_json, reply, respond, service, takes
+from paramserver_scheduler.exchange import PAGED, gives, page, read_json, reply, respond, service, takes
 
 router = APIRouter(tags=["models"])
 
@@ -64,6 +65,7 @@ async def create_model(request: Request) -> Response:
 
 @router.get("/models", responses=gives(200, "All models", {"items": [MODEL], "next": None}))
 @role("reader")
+@takes_query(*PAGED)
 async def list_models(request: Request) -> Response:
     """All models, by name; `?limit=` and `?after=` page through them."""
     return page(request, service(request).read.models())

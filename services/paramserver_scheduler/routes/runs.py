@@ -6,9 +6,10 @@ Nothing here starts a process, and no code travels: a run names a function that 
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import gives, page, read, read_optional, reply, respond, service, takes
+from paramserver_scheduler.exchange import PAGED, gives, page, read, read_optional, reply, respond, service, takes
 from paramserver_scheduler.routes.workers import epoch_of
 
 router = APIRouter(tags=["runs"])
@@ -37,6 +38,7 @@ async def create_run(request: Request) -> Response:
 
 @router.get("/runs", responses=gives(200, "Newest first", {"items": [], "next": None}))
 @role("reader")
+@takes_query(*PAGED)
 async def list_runs(request: Request) -> Response:
     """The runs that are kept, newest first."""
     return page(request, service(request).read.runs())
@@ -84,6 +86,7 @@ async def join_pool(request: Request) -> Response:
 
 @router.get("/pool", responses=gives(200, "The pool", {"items": [], "next": None}))
 @role("reader")
+@takes_query(*PAGED)
 async def list_pool(request: Request) -> Response:
     """The worker processes that joined, and where they work."""
     s = service(request)
@@ -104,6 +107,7 @@ async def pool_heartbeat(request: Request, member: str) -> Response:
 
 @router.delete("/pool/{member:path}", status_code=204, responses=gives(204, "Left"))
 @role("worker")
+@takes_query("epoch")
 async def leave_pool(request: Request, member: str) -> Response:
     """Leave the pool; its place is free again."""
     epoch = epoch_of(request)

@@ -3,9 +3,10 @@
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import gives, page, read, reply, respond, service, takes
+from paramserver_scheduler.exchange import PAGED, gives, page, read, reply, respond, service, takes
 
 router = APIRouter(tags=["shards"])
 
@@ -28,6 +29,7 @@ SHARD = {
 
 @router.get("/shards", responses=gives(200, "All shards", {"items": [SHARD], "next": None}))
 @role("reader")
+@takes_query(*PAGED)
 async def list_shards(request: Request) -> Response:
     """Every shard by name: its state, what it owns and how busy it is, and the moves of partitions away from it."""
     s = service(request)

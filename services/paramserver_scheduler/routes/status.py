@@ -8,6 +8,7 @@ from fastapi.responses import StreamingResponse
 
 from paramserver import limits
 from paramserver.errors import problem
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler.exchange import Service, number_of, respond, service
 from paramserver_scheduler.history import REPORTED, UNITS
@@ -21,7 +22,6 @@ SPAN_S = 900.0
 """What a request that names no `from` gets."""
 POINTS = 300
 """About so many points come where no step is asked for."""
-KNOWN = {"metric", "from", "to", "step", "model", "node", "worker"}
 
 
 @router.get("", responses={200: {"model": Status, "description": "The cluster"}})
@@ -46,6 +46,7 @@ async def stream(request: Request) -> StreamingResponse:
 
 @router.get("/events", responses={200: {"model": Events, "description": "Events, newest first"}})
 @role("reader")
+@takes_query("from", "to", "kind", "limit")
 async def events(request: Request) -> Response:
     """What happened lately: shards, workers and runs that came, went or failed.
 
@@ -60,6 +61,7 @@ async def events(request: Request) -> Response:
 
 @router.get("/series", responses={200: {"model": SeriesAnswer, "description": "Values on a grid of times"}})
 @role("reader")
+@takes_query("metric", "from", "to", "step", "model", "node", "worker")
 async def series(request: Request) -> Response:
     """Numbers over time: `?metric=model.pushes_per_s`, several separated by commas.
 
@@ -69,11 +71,6 @@ async def series(request: Request) -> Response:
     is made larger where the span asks for it. `reported.NAME` is what workers report, since the model began.
     docs/metrics.md lists the others.
     """
-    unknown = sorted(set(request.query_params) - KNOWN)
-    if unknown:
-        raise problem(
-            "malformed", f"query value '{unknown[0]}' is not known", hint=f"known: {', '.join(sorted(KNOWN))}"
-        )
     names = [n for n in request.query_params.get("metric", "").split(",") if n]
     if not 0 < len(names) <= limits.STATUS_METRICS_MAX:
         hint = f"?metric=model.pushes_per_s; known: {', '.join(UNITS)}, {REPORTED}NAME"

@@ -3,9 +3,10 @@
 from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import gives, page, read, reply, service, takes
+from paramserver_scheduler.exchange import PAGED, gives, page, read, reply, service, takes
 
 router = APIRouter(prefix="/models/{m}", tags=["tasks"])
 
@@ -37,6 +38,7 @@ async def register(request: Request, m: str) -> Response:
 
 @router.get("/tasks", responses=gives(200, "The datasets", {"items": [DATASET], "next": None}))
 @role("reader")
+@takes_query(*PAGED)
 async def list_datasets(request: Request, m: str) -> Response:
     """The datasets of a model, with how much is free, leased and done."""
     return page(request, service(request).read.datasets(m))

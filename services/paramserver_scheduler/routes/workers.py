@@ -9,9 +9,10 @@ from fastapi import APIRouter, Request, Response
 
 from paramserver.core import scheduler_io as io
 from paramserver.errors import problem
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import gives, page, read, read_optional, reply, respond, service, takes
+from paramserver_scheduler.exchange import PAGED, gives, page, read, read_optional, reply, respond, service, takes
 
 router = APIRouter(prefix="/models/{m}", tags=["workers"])
 
@@ -57,6 +58,7 @@ async def join(request: Request, m: str) -> Response:
 
 @router.get("/workers", responses=gives(200, "The roster", {"items": [], "next": None}))
 @role("reader")
+@takes_query(*PAGED)
 async def list_workers(request: Request, m: str) -> Response:
     """The workers of a model, by rank, with clocks, heartbeat ages and the state `kept` for each."""
     s = service(request)
@@ -93,6 +95,7 @@ async def heartbeat(request: Request, m: str, w: str) -> Response:
 
 @router.delete("/workers/{w:path}", status_code=204, responses=gives(204, "Left"))
 @role("worker")
+@takes_query("epoch")
 async def leave(request: Request, m: str, w: str) -> Response:
     """Leave the model; nobody waits for this worker any more. Repeatable. `?epoch=` leaves a newer one alone."""
     epoch = epoch_of(request)
