@@ -51,7 +51,7 @@ class SharedFolder:
         try:
             if not sys.platform.startswith("linux"):
                 raise OSError("only Linux lets two processes map one buffer without a copy")
-            return cls._open(Path(root) / f"paramserver-{os.getuid()}", name, bytes_max)
+            return cls._open(Path(root).absolute() / f"paramserver-{os.getuid()}", name, bytes_max)
         except OSError as error:
             log.warning("no shared memory for clients on this machine, they use HTTP: %s", error)
             return None

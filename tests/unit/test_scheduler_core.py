@@ -23,6 +23,30 @@ def test_a_model_without_any_shard_is_refused_and_nothing_is_kept() -> None:
     assert d.model()["served"]
 
 
+@pytest.mark.parametrize(
+    "addresses",
+    [["foo"], ["http://s0:1", "foo"], ["ftp://s0:1"], ["http://"], ["http://:1"], ["http://s0:0"], ["http://s0:99999"],
+     ["http://s0:x"], ["http://a..b:1"], ["http://s 0:1"], ["http://s0:1?a"], ["http://u@s0:1"], ["http://[::1:1"],
+     ["unix:///run/s0"], ["http://s0:1", "unix://run/s0"], ["http://s0:1\n"], ["http://1.2.3:1"]],
+)  # fmt: skip
+def test_a_shard_that_nobody_can_reach_does_not_join(addresses: list[str]) -> None:
+    """An address must be a URL to connect to, the first one from other machines too: else its partitions are lost."""
+    d = Driver()
+    with pytest.raises(RequestError, match=r"addresses: must be like http://HOST:PORT") as e:
+        d.ask(lambda n: io.JoinShard(n, "s0", addresses))
+    assert e.value.code == "invalid_field"
+    assert not d.core.read.map()["shards"]
+
+
+@pytest.mark.parametrize(
+    "address", ["https://s0", "http://s0.of_a-pod.svc.:8701", "http://[fd00::5]:8701", "http://10.0.0.5:1/below/a/path"]
+)
+def test_a_shard_may_be_reached_in_several_ways(address: str) -> None:
+    """By name or IP address, with or without a port, below a path, and by a socket on its own machine."""
+    d = Driver()
+    assert d.ask(lambda n: io.JoinShard(n, "s0", [address, "unix:///dev/shm/a b/requests"]))["epoch"] == 1
+
+
 def test_creation_is_answered_when_every_partition_is_served() -> None:
     """The 201 waits for both owners; the same spec is 200, also without a number of partitions, another one 409."""
     d = Driver()

@@ -13,6 +13,7 @@ from paramserver.core.owner import Owner
 from paramserver.core.placement import assign
 from paramserver.core.scheduler_io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.timeline import begin_sync, restart
+from paramserver.core.urls import is_address, is_node_url
 from paramserver.errors import problem
 
 ADDRESSES_MAX: Final = 16
@@ -31,6 +32,10 @@ class ShardDesk:
         addresses = tuple(e.addresses)
         if not 0 < len(addresses) <= ADDRESSES_MAX or not all(isinstance(a, str) and len(a) < 256 for a in addresses):
             raise problem("invalid_field", "addresses: must be a list of 1 to 16 URLs", where="addresses")
+        wrong = next((a for a in addresses if not is_address(a)), None)
+        if wrong is not None or not is_node_url(addresses[0]):
+            detail = f"addresses: must be like http://HOST:PORT, not {wrong or addresses[0]!r:.80}"
+            raise problem("invalid_field", detail, where="addresses")
         if e.redis_term is not None and e.redis_term < self.c.term:  # stored before anything else of a term
             found = f"holds term {e.redis_term}" if e.redis_term else "holds none"
             raise problem(
