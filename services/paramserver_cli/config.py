@@ -14,6 +14,7 @@ import paramserver as ps
 from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.display import console
 from paramserver_node import tokens
+from paramserver_node.plausible import check_ca, shown
 from paramserver_node.settings import (
     FILE,
     ClientSettings,
@@ -21,7 +22,6 @@ from paramserver_node.settings import (
     ShardSettings,
     WorkerSettings,
     redacted,
-    shown,
 )
 
 Url = Annotated[str | None, typer.Option("--url", help="The cluster; default: PARAMSERVER_URL.", show_default=False)]
@@ -67,7 +67,9 @@ def redis_url(flag: str | None) -> str | None:
 
 def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:
     """A client of the cluster that is meant; raises Unreachable."""
-    found = {name: value for name, (value, _) in client_settings({"url": url, "timeout_s": timeout_s}).items()}
+    settings = client_settings({"url": url, "timeout_s": timeout_s})
+    check_ca(*settings["ca"])
+    found = {name: value for name, (value, _) in settings.items()}
     token = found["token"] or _own_token(found["secret"] or _secret_of(found["url"], Path(found["state_dir"])))
     return ps.connect(found["url"], timeout=found["timeout_s"], token=token, ca=found["ca"] or None)
 

@@ -7,18 +7,17 @@ line.  `docs/settings.md` lists them, held by a test.
 
 import difflib
 import ipaddress
-import logging
 import os
-import re
 import socket
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, get_type_hints
-from urllib.parse import urlsplit
 
+from paramserver.core.urls import is_node_url
 from paramserver.errors import problem
+from paramserver_node.plausible import check, shown
 
 PREFIX: Final = "PARAMSERVER_"
 FILE: Final = "paramserver.toml"
@@ -66,7 +65,7 @@ class Settings:
             else:
                 value, origin = f.default, "default"
             value = _converted(value, types[f.name], f.name, origin)
-            _check(f.name, value, origin)
+            check(cls.section, f.name, value, origin)
             out[f.name] = (value, origin)
         return out
 
@@ -190,12 +189,6 @@ SECRETS: Final = frozenset({"secret", "token"})
 """Settings whose values are never printed."""
 
 
-def shown(value: Any) -> str:
-    """A setting's value as it may be printed: a password in a URL is left out."""
-    # A password may itself hold ':' and '@': it goes from the first ':' to the last '@'.
-    return re.sub(r"(\w+://[^/@:\s]*:)[^/\s]+@", r"\1***@", str(value))
-
-
 def redacted(name: str, value: Any) -> str:
     """The value of the setting `name` as it may be printed: secrets are not."""
     return "***" if name in SECRETS and value else shown(value)
@@ -210,10 +203,16 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL under which others reach what listens on `host`: by the host's name where that is every address."""
+    """The URL under which others reach what listens on `host`: by the host's name where that is every address.
+
+    Raises RequestError (`invalid_field`) where nobody could: the port is 0, or the machine's name none for a URL.
+    """
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    if not is_node_url(url):
+        raise problem("invalid_field", f"advertise: must be set, for nobody can connect to {url!r:.200}")
+    return url
 
 
 def _held_by(path: str, origin: str) -> str:
@@ -249,25 +248,6 @@ def _check_names(names: set[str], known: set[str], where: str) -> None:
         raise problem("invalid_field", f"{where}: no setting is called '{name:.60}'", hint=hint)
 
 
-def _check(name: str, value: Any, origin: str) -> None:
-    """Raise RequestError for a value that whoever takes it up would end over, far from where it was set."""
-    if name == "redis" and not _is_redis_url(value):
-        # Without a scheme it is not told by `shown` where a password would stand.
-        text = shown(value) if "://" in value else value.rpartition("@")[2]
-        raise problem("invalid_field", f"redis (from {origin}) must be like redis://HOST:6379/0, not {text!r:.200}")
-    if name == "log_level" and value.upper() not in logging.getLevelNamesMapping():
-        levels = "DEBUG, INFO, WARNING or ERROR"
-        raise problem("invalid_field", f"log_level (from {origin}) must be {levels}, not {value!r:.60}")
-
-
-def _is_redis_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number, half an IPv6 address
-        return False
-
-
 def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
@@ -280,7 +260,7 @@ def _converted(value: Any, kind: type, name: str, origin: str) -> Any:
             return kind(value)
         if kind is str and isinstance(value, Path | int | float) and not isinstance(value, bool):
             return str(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     text = redacted(name, value)
-    raise problem("invalid_field", f"{name} (from {origin}) must be of type {kind.__name__}, not {text!r:.60}")
+    raise problem("invalid_field", f"{name} (from {origin}): must be of type {kind.__name__}, not {text!r:.60}")

@@ -1,27 +1,14 @@
 """How much memory this process may take, and takes."""
 
-import re
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from paramserver.errors import problem
+from paramserver_node.plausible import size_bytes
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
-
-
-def size_bytes(text: str) -> int:
-    """The bytes of a size as people write it: `1073741824`, `512MiB`, `2GiB`, `2G` (powers of 1024).
-
-    Raises RequestError (`invalid_field`) for anything else.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise problem("invalid_field", f"'{text:.40}' is not a size", hint="write bytes, or 512MiB, or 2GiB")
-    return int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ")[0].upper()))
 
 
 def limit_of(setting: str, cgroups: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> int:

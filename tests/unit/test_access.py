@@ -297,6 +297,8 @@ def test_clients_find_their_credentials(tmp_path: Path) -> None:
     for token, ca in (("two words", None), ("new\nline", None), ("é", None), (None, file), (None, tmp_path / "none")):
         with pytest.raises(RequestError):
             Credentials.found(token, ca, {})
+    with pytest.raises(RequestError, match=r"^PARAMSERVER_CA: cannot read"):
+        Credentials.found(None, None, {"PARAMSERVER_CA": str(tmp_path / "none")})
 
 
 def self_signed(stem: Path) -> tuple[Path, Path]:

@@ -2,11 +2,13 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paramserver.errors import RequestError
-from paramserver_node.settings import ShardSettings, shown, url_of
+from paramserver_node.plausible import shown
+from paramserver_node.settings import ClientSettings, SchedulerSettings, Settings, ShardSettings, WorkerSettings, url_of
 
 FILE_TEXT = """
 redis = "redis://file"
@@ -117,31 +119,103 @@ def test_a_node_on_every_address_is_reached_by_its_host_name() -> None:
     assert url_of("fd00::5", 8701) == "http://[fd00::5]:8701"
 
 
+def of_environment(service: type[Settings], name: str, value: str) -> Any:
+    """What the service takes a variable for."""
+    return service.sources({}, {f"PARAMSERVER_{name.upper()}": value}, Path("none"))[name][0]
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("service", "name", "value", "says"),
     [
-        ("redis", "foo", r"redis \(from PARAMSERVER_REDIS\).*not 'foo'"),
-        ("redis", "http://h:1", "redis://HOST:6379/0"),
-        ("redis", "redis://h:port/0", "redis://HOST:6379/0"),
-        ("redis", "redis://:se@cret@h:port/0", r"not 'redis://:\*\*\*@h:port/0'"),
-        ("redis", "user:secret@h", "not 'h'"),
-        ("log_level", "foo", r"log_level \(from PARAMSERVER_LOG_LEVEL\).*DEBUG.*not 'foo'"),
+        (ShardSettings, "redis", "foo", "not 'foo'"),
+        (ShardSettings, "redis", "http://h:1", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "redis://h:port/0", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "redis://:se@cret@h:port/0", r"not 'redis://:\*\*\*@h:port/0'"),
+        (ShardSettings, "redis", "user:secret@h", "not 'h'"),
+        (ShardSettings, "redis", "redis://h:6379/abc", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "redis://h:6379/1/2", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "redis://h:0", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "redis://a..b:1", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "redis://h/0#1", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "unix://", "redis://HOST:6379/0"),
+        (ShardSettings, "redis", "unix://run/redis.sock", "redis://HOST:6379/0"),
+        (SchedulerSettings, "redis", "redis://:secret@h/0?db=x", "'db'"),
+        (SchedulerSettings, "redis", "redis://h/0?foo=bar", "'foo'"),
+        (SchedulerSettings, "redis", "redis://h/0?retry=3", "options"),
+        (SchedulerSettings, "redis", "rediss://h/0?ssl_cert_reqs=maybe", "maybe"),
+        (ShardSettings, "log_level", "foo", "DEBUG.*not 'foo'"),
+        *[(ShardSettings, "snapshot_mib_per_s", v, "a number from 0.001") for v in ("0", "-1", "nan", "inf", "1e-300")],
+        *[(ClientSettings, "timeout_s", v, "more than 0") for v in ("0", "-1", "nan", "inf", "1e300")],
+        *[(s, "port", v, "65535") for s in (ShardSettings, SchedulerSettings) for v in ("0", "-1", "65536", "99999")],
+        (ShardSettings, "memory_limit", "x", "'x' is not a size"),
+        (ShardSettings, "memory_limit", "1", "at least 64MiB"),
+        (ShardSettings, "memory_limit", "0.0001", "at least 64MiB"),
+        (ShardSettings, "memory_limit", "9" * 400, "not a size"),
+        (ShardSettings, "memory_limit", "1" + "0" * 18, "what a machine can have"),
+        *[(ShardSettings, "host", v, "host name") for v in ("a..b", "[::1]", "two words", "1.2.3")],
+        *[
+            (ShardSettings, name, value, "like http://HOST:PORT")
+            for name in ("scheduler", "advertise")
+            for value in (",", "foo", "h:1", "http://h:abc", "http://h:0", "http://h:99999", "http://", "http://h:1,foo",
+                          "ftp://h", "unix:///run/x", "http://h:1/?a", "http://u:secret@h:1", "http://" + 60 * "a.b.c.")
+        ],
+        (ShardSettings, "advertise", ",".join(f"http://h:{i}" for i in range(1, 17)), "at most 15 URLs"),
+        *[
+            (SchedulerSettings, name, value, "must be")
+            for name in ("advertise", "page_url")
+            for value in (",", "foo", "http://h:abc", "http://a:1,http://b:2")
+        ],
+        *[
+            (service, "url", value, "like http://HOST:PORT")
+            for service in (WorkerSettings, ClientSettings)
+            for value in (",", "http://h:abc", "h:0", "ftp://h", "http://u:secret@h h:1")
+        ],
+        (ShardSettings, "ca", "/nope", "cannot read /nope"),
+        (WorkerSettings, "ca", __file__, "holds no certificate"),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_its_user_would_stumble_over_is_refused_by_name(
-    tmp_path: Path, name: str, value: str, says: str
+    service: type[Settings], name: str, value: str, says: str
 ) -> None:
     """It is said where the value comes from, in place of a traceback of whoever takes it up; no password is shown."""
-    with pytest.raises(RequestError, match=says) as refused:
-        ShardSettings.sources({}, {f"PARAMSERVER_{name.upper()}": value}, tmp_path / "none")
+    with pytest.raises(RequestError, match=rf"^{name} \(from PARAMSERVER_{name.upper()}\): .*{says}") as refused:
+        of_environment(service, name, value)
+    assert refused.value.code == "invalid_field"
     assert "cret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("redis", "rediss://:x@[::1]:1/2"), ("redis", "unix:///run/redis.sock"), ("log_level", "warning")],
-)
-def test_a_value_in_another_form_is_taken(tmp_path: Path, name: str, value: str) -> None:
-    """Whatever the client of Redis and the log understand."""
-    found = ShardSettings.sources({}, {f"PARAMSERVER_{name.upper()}": value}, tmp_path / "none")
-    assert found[name][0] == value
+    ("service", "name", "value"),
+    [
+        *[
+            (ShardSettings, "redis", value)
+            for value in ("rediss://:x@[::1]:1/2", "unix:///run/redis.sock", "unix://:x@/run/redis.sock?db=2",
+                          "redis://:p%2F@h", "redis://h/", "redis:///1", "rediss://h/0?ssl_cert_reqs=none")
+        ],
+        (ShardSettings, "log_level", "warning"),
+        (ShardSettings, "memory_limit", "64MiB"),
+        *[(ShardSettings, "host", value) for value in ("::1", "0.0.0.0", "my_node.local")],
+        (ShardSettings, "advertise", "http://a:1/, https://b.svc.,http://[fd00::5]:8701/below"),
+        (ShardSettings, "scheduler", "http://a:1, http://b:2,"),
+        (SchedulerSettings, "advertise", "http://scheduler_1:8700/"),
+        (SchedulerSettings, "page_url", "https://example.org/paramserver"),
+        *[(ClientSettings, "url", value) for value in ("h:8700", "http://u:p@h:1", "http://a:1,b:2, c")],
+    ],
+)  # fmt: skip
+def test_a_value_in_another_form_is_taken(service: type[Settings], name: str, value: str) -> None:
+    """Whatever those who use it understand."""
+    assert of_environment(service, name, value) == value
+
+
+def test_a_number_too_large_for_any_is_refused(tmp_path: Path) -> None:
+    """TOML knows integers of any size."""
+    path = tmp_path / "paramserver.toml"
+    path.write_text(f"snapshot_mib_per_s = 1{'0' * 400}")
+    with pytest.raises(RequestError, match="snapshot_mib_per_s"):
+        ShardSettings.sources({}, {}, path)
+
+
+def test_nobody_is_sent_to_a_url_that_cannot_be_reached() -> None:
+    """What listens where the system pleases must say itself under which URL it is reached."""
+    with pytest.raises(RequestError, match="advertise"):
+        url_of("127.0.0.1", 0)

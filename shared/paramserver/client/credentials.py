@@ -27,15 +27,15 @@ class Credentials:
     """Certificates in PEM."""
 
     @classmethod
-    def of(cls, token: str | None, ca: str | os.PathLike[str] | None) -> "Credentials":
-        """Credentials of a token and a file of certificates, either of which may be missing.
+    def of(cls, token: str | None, ca: str | os.PathLike[str] | None, *, origin: str = "ca") -> "Credentials":
+        """Credentials of a token and a file of certificates, either of which may be missing; `origin` names the file.
 
         Raises RequestError (`invalid_field`) for a file without certificates, or a token that no header can hold.
         """
         token = (token or "").strip()
         if not (token.isascii() and token.isprintable()) or " " in token:
             raise problem("invalid_field", "a token is one word of ASCII characters", hint="psctl token prints one")
-        return cls(token, _authorities(os.fspath(ca)) if ca else ())
+        return cls(token, _authorities(os.fspath(ca), origin) if ca else ())
 
     @classmethod
     def found(
@@ -48,7 +48,7 @@ class Credentials:
         token = token or environment.get(ENV_TOKEN)
         if not token and (path := environment.get(f"{ENV_TOKEN}_FILE")):
             token = _text(path, f"{ENV_TOKEN}_FILE")
-        return cls.of(token, ca or environment.get(ENV_CA))
+        return cls.of(token, ca or environment.get(ENV_CA), origin="ca" if ca else ENV_CA)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -69,10 +69,10 @@ NO_CREDENTIALS: Final = Credentials()
 """No token, and no authorities but those of the system."""
 
 
-def _authorities(path: str) -> tuple[str, ...]:
-    found = tuple(_CERTIFICATE.findall(_text(path, "ca")))
+def _authorities(path: str, origin: str) -> tuple[str, ...]:
+    found = tuple(_CERTIFICATE.findall(_text(path, origin)))
     if not found:
-        raise problem("invalid_field", f"ca: {path} holds no certificate in PEM")
+        raise problem("invalid_field", f"{origin}: {path} holds no certificate in PEM")
     return found
 
 

@@ -1,0 +1,145 @@
+"""Whether the value of a setting can be meant; whoever takes up a wrong one would end over it, far from where it was
+set."""
+
+import logging
+import re
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from paramserver.client.credentials import Credentials
+from paramserver.core.urls import is_host, is_node_url
+from paramserver.errors import PsError, problem
+from paramserver.limits import MIB
+
+ADVERTISED_MAX: Final = 15
+"""URLs of one shard: with its socket they are as many as it may join with."""
+URL_CHARS_MAX: Final = 255
+MEMORY_BYTES_MIN: Final = 64 * MIB
+"""A process takes more before it holds anything."""
+MEMORY_BYTES_MAX: Final = 1 << 53
+SNAPSHOT_MIB_PER_S: Final = (0.001, 1e6)
+TIMEOUT_S_MAX: Final = 1e9
+
+_SIZE: Final = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_DATABASE: Final = re.compile(r"/?[0-9]*/?")
+
+
+def size_bytes(text: str) -> int:
+    """The bytes of a size as people write it: `1073741824`, `512MiB`, `2GiB`, `2G` (powers of 1024).
+
+    Raises RequestError (`invalid_field`) for anything else.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise problem("invalid_field", f"'{text:.40}' is not a size", hint="write bytes, or 512MiB, or 2GiB")
+    return int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ")[0].upper()))
+
+
+def shown(value: Any) -> str:
+    """A setting's value as it may be printed: a password in a URL is left out."""
+    # A password may itself hold ':' and '@': it goes from the first ':' to the last '@'.
+    return re.sub(r"(\w+://[^/@:\s]*:)[^/\s]+@", r"\1***@", str(value))
+
+
+def check(section: str, name: str, value: Any, origin: str) -> None:
+    """Raise RequestError (`invalid_field`) for a value that the setting `name` of that service cannot have."""
+    if wrong := _wrong(section, name, value):
+        raise problem("invalid_field", f"{name} (from {origin}): {wrong}")
+    if name == "ca" and section != "client":  # psctl does not only call clusters
+        check_ca(value, origin)
+
+
+def check_ca(path: str, origin: str) -> None:
+    """Raise RequestError (`invalid_field`) for a file without certificates; none at all is well."""
+    Credentials.of(None, path, origin=f"ca (from {origin})")
+
+
+def _wrong(section: str, name: str, value: Any) -> str:
+    """What is wrong with the value; empty where nothing is."""
+    match name:
+        case "log_level" if value.upper() not in logging.getLevelNamesMapping():
+            return f"must be DEBUG, INFO, WARNING or ERROR, not {value!r:.60}"
+        case "port" if not 1 <= value <= 65535:
+            return "must be a port from 1 to 65535"
+        case "host" if not is_host(value):
+            return f"must be an IP address or a host name, not {value!r:.60}"
+        case "snapshot_mib_per_s" if not SNAPSHOT_MIB_PER_S[0] <= value <= SNAPSHOT_MIB_PER_S[1]:
+            low, high = SNAPSHOT_MIB_PER_S
+            return f"must be a number from {low:g} to {high:,.0f}, not {value:g}"
+        case "timeout_s" if not 0 < value <= TIMEOUT_S_MAX:
+            return f"must be seconds, more than 0 and at most {TIMEOUT_S_MAX:,.0f}, not {value:g}"
+        case "memory_limit" if value:
+            return _wrong_memory(value)
+        case "redis":
+            return _wrong_redis(value)
+        case "advertise" if value and section == "shard":
+            return _wrong_urls(value, ADVERTISED_MAX)
+        case "advertise" | "page_url" if value:
+            return _wrong_urls(value, 1)
+        case "scheduler":
+            return _wrong_urls(value)
+        case "url":
+            return _wrong_urls(",".join(_as_of_node(u.strip()) for u in value.split(",")))
+    return ""
+
+
+def _as_of_node(url: str) -> str:
+    """The same without what a client may add, what a proxy asks for before the host, or leave out, the scheme."""
+    return re.sub(r"(?<=://)[^/]*@", "", url) if "://" in url or not url else f"http://{url}"
+
+
+def _wrong_urls(text: str, most: int | None = None) -> str:
+    urls = [u.strip() for u in text.split(",") if u.strip()]
+    if not urls:
+        return f"must be like http://HOST:PORT, not {text!r:.60}"
+    for url in urls:
+        if not is_node_url(url) or len(url) > URL_CHARS_MAX:
+            return f"must be like http://HOST:PORT, not {shown(url)!r:.200}"
+    if most is not None and len(urls) > most:
+        return "must be one URL" if most == 1 else f"must be at most {most} URLs"
+    return ""
+
+
+def _wrong_memory(text: str) -> str:
+    try:
+        size = size_bytes(text)
+    except PsError as error:
+        return f"{error.detail} ({error.hint})"
+    if not MEMORY_BYTES_MIN <= size <= MEMORY_BYTES_MAX:
+        return f"must be at least {MEMORY_BYTES_MIN // MIB}MiB, and what a machine can have, not {text!r:.60}"
+    return ""
+
+
+def _wrong_redis(text: str) -> str:
+    if _is_redis_url(text):
+        return _refused_by_client(text) if "?" in text else ""
+    # Without a scheme it is not told by `shown` where a password would stand.
+    told = shown(text) if "://" in text else text.rpartition("@")[2]
+    return f"must be like redis://HOST:6379/0, not {told!r:.200}"
+
+
+def _is_redis_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
+    if parts.fragment:
+        return False
+    if parts.scheme == "unix":
+        return len(parts.path) > 1 and host is None
+    known = parts.scheme in ("redis", "rediss") and (host is None or is_host(unquote(host)))
+    return known and port != 0 and bool(_DATABASE.fullmatch(parts.path))
+
+
+def _refused_by_client(url: str) -> str:
+    """What the client of Redis says of the options behind the '?'; it is imported for those only."""
+    from redis.exceptions import RedisError
+
+    from paramserver_node.redis import connect
+
+    try:
+        connect(url).connection_pool.make_connection()  # type: ignore[no-untyped-call, unused-ignore]
+    except (RedisError, ValueError, TypeError, AttributeError) as error:
+        return f"has options that are not Redis's: {shown(error)}"
+    return ""
