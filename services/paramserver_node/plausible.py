@@ -59,6 +59,10 @@ def _wrong(section: str, name: str, value: Any) -> str:
     match name:
         case "log_level" if value.upper() not in logging.getLevelNamesMapping():
             return f"must be DEBUG, INFO, WARNING or ERROR, not {value!r:.60}"
+        case "token" if not (value.strip().isascii() and value.strip().isprintable()) or " " in value.strip():
+            return "must be one word of ASCII characters (psctl token prints one)"
+        case "secret" if section in ("scheduler", "shard"):
+            return _wrong_secret(value)
         case "port" if not 1 <= value <= 65535:
             return "must be a port from 1 to 65535"
         case "host" if not is_host(value):
@@ -97,6 +101,16 @@ def _wrong_urls(text: str, most: int | None = None) -> str:
             return f"must be like http://HOST:PORT, not {shown(url)!r:.200}"
     if most is not None and len(urls) > most:
         return "must be one URL" if most == 1 else f"must be at most {most} URLs"
+    return ""
+
+
+def _wrong_secret(text: str) -> str:
+    from paramserver_node import tokens  # whoever has such a setting has it loaded
+
+    try:
+        tokens.keys_of(text)
+    except PsError as error:
+        return f"{error.detail} ({error.hint})" if error.hint else error.detail
     return ""
 
 

@@ -54,7 +54,9 @@ class Tls:
         try:  # a server would only say later, and in its own words
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, _no_password)
         except (OSError, ValueError) as e:
-            detail = f"{tls.certificate} and {tls.key} are no certificate with its key: {e}"
+            detail = (
+                f"tls_certificate and tls_key: {tls.certificate} and {tls.key} are no certificate with its key: {e}"
+            )
             raise problem("invalid_field", detail) from None
         return tls
 

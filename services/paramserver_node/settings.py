@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self, get_type_hints
 
 from paramserver.core.urls import is_node_url
-from paramserver.errors import problem
+from paramserver.errors import RequestError, problem
 from paramserver_node.plausible import check, shown
 
 PREFIX: Final = "PARAMSERVER_"
@@ -192,6 +192,11 @@ SECRETS: Final = frozenset({"secret", "token"})
 def redacted(name: str, value: Any) -> str:
     """The value of the setting `name` as it may be printed: secrets are not."""
     return "***" if name in SECRETS and value else shown(value)
+
+
+def exit_status(error: BaseException) -> int:
+    """What a service ends with: 2 where its settings are to blame, as for a flag that is none, else 1."""
+    return 2 if isinstance(error, RequestError) else 1
 
 
 def is_loopback(host: str) -> bool:

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from fastapi import FastAPI
@@ -20,7 +20,7 @@ from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
 from paramserver_node.server import CannotListen, Tls, first_cause, serve_tcp, spare_imports, stop_on_signals
-from paramserver_node.settings import SchedulerSettings, url_of
+from paramserver_node.settings import SchedulerSettings, exit_status, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.exchange import Service
@@ -147,7 +147,8 @@ def _lease_of(settings: SchedulerSettings, redis: Redis) -> Lease:
         redis,
         name=settings.name or f"{host}-{settings.port}",
         place=f"{host}/{settings.host}:{settings.port}",
-        url=settings.advertise or url_of(settings.host, settings.port, tls=bool(settings.tls_certificate)),
+        url=settings.advertise.strip(" ,").rstrip("/")
+        or url_of(settings.host, settings.port, tls=bool(settings.tls_certificate)),
         expect_state=settings.expect_state,
     )
 
@@ -171,7 +172,7 @@ async def serve(settings: SchedulerSettings) -> None:
                 )
             )
             if http.state.login is not None:
-                at = (settings.page_url or lease.url) + http.state.login.link()
+                at = (settings.page_url.strip(" ,").rstrip("/") or lease.url) + http.state.login.link()
                 log.info("scheduler.page once within %d s: %s", LINK_S, at)
             await asyncio.sleep(0)
             group.create_task(take_part(settings, redis, http, lease, stop))
@@ -216,12 +217,17 @@ def scheduler(
         setup(settings.log_level)
         _run(settings)
     except PsError as e:
-        sys.exit(f"paramserver-scheduler: {e}")
+        _end(e)
     except BaseExceptionGroup as group:
         expected = group.subgroup((PsError, CannotListen))
         if expected is None:
             raise
-        sys.exit(f"paramserver-scheduler: {first_cause(expected)}")
+        _end(first_cause(expected))
+
+
+def _end(error: BaseException) -> NoReturn:
+    typer.echo(f"paramserver-scheduler: {error}", err=True)
+    sys.exit(exit_status(error))
 
 
 def _run(settings: SchedulerSettings) -> None:

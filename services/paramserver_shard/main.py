@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import typer
 import uvloop
@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver import __version__, kernels
+from paramserver.core.fields import MODEL_NAME
 from paramserver.core.shard import ShardCore
 from paramserver.errors import PsError, problem
 from paramserver.kernels import sockets
@@ -32,7 +33,7 @@ from paramserver_node.server import (
     spare_imports,
     stop_on_signals,
 )
-from paramserver_node.settings import ShardSettings, url_of
+from paramserver_node.settings import ShardSettings, exit_status, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.arriving import look
@@ -103,23 +104,22 @@ def shard(
     flags = {k: v for k, v in locals().items() if v is not None}
     try:
         settings = ShardSettings.load(flags)
-    except PsError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    node_log.setup(settings.log_level)
-    try:
+        node_log.setup(settings.log_level)
         uvloop.run(serve(settings))
-    except PsError as unfit:
-        typer.echo(str(unfit), err=True)
-        raise typer.Exit(2) from None
+    except PsError as error:
+        _end(error)
     except BaseExceptionGroup as group:
-        expected = group.subgroup(CannotListen)
+        expected = group.subgroup((PsError, CannotListen))
         if expected is None:
             raise
-        typer.echo(str(first_cause(expected)), err=True)
-        raise typer.Exit(1) from None
+        _end(first_cause(expected))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _end(error: BaseException) -> NoReturn:
+    typer.echo(f"paramserver-shard: {error}", err=True)
+    sys.exit(exit_status(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,9 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
+    if not MODEL_NAME.fullmatch(name):
+        hint = "letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64"
+        raise problem("invalid_field", f"name: {name!r:.80} is not allowed for a shard", hint=hint)
     addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
     folder, board = shared_memory(settings.shared_memory, name)
@@ -212,7 +215,6 @@ async def expect_state(url: str) -> None:
 async def serve(settings: ShardSettings) -> None:
     """Runs one shard until SIGTERM or SIGINT; raises CannotListen, or PsError for unfit settings."""
     access, tls = Access.of(settings), Tls.of(settings)
-    limit_of(settings.memory_limit)  # raises where it is no size
     if settings.expect_state:
         await expect_state(settings.redis)
     asked, stop = asyncio.Event(), asyncio.Event()

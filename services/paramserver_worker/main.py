@@ -15,7 +15,7 @@ import paramserver as ps
 from paramserver.errors import PsError, Unavailable
 from paramserver_node import log as node_log
 from paramserver_node import unwind
-from paramserver_node.settings import WorkerSettings
+from paramserver_node.settings import WorkerSettings, exit_status
 from paramserver_worker import entry as entries
 from paramserver_worker.pool import PoolMember
 
@@ -84,6 +84,10 @@ def worker(
     unwind.on_signals()  # through the session, which leaves the model
     try:
         settings = WorkerSettings.load({"url": url, "name": name, "allow": allow or None, "log_level": log_level})
+    except PsError as e:
+        typer.echo(str(e), err=True)
+        raise typer.Exit(exit_status(e)) from None
+    try:
         node_log.setup(settings.log_level)
         if entry is not None:
             if model is None:

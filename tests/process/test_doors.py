@@ -44,6 +44,40 @@ def test_a_taken_port_is_said_in_one_line(service: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("service", "setting", "value"),
+    [
+        ("scheduler", "ca", "/nope"),
+        ("scheduler", "port", "99999"),
+        ("scheduler", "tls_key", "/nope"),
+        ("scheduler", "secret", "short"),
+        ("shard", "ca", __file__),
+        ("shard", "port", "-1"),
+        ("shard", "name", "two words"),
+        ("shard", "scheduler", "http://h:abc"),
+        ("shard", "memory_limit", "x"),
+        ("worker", "ca", "/nope"),
+        ("worker", "token", "two words"),
+        ("worker", "url", "http://h:abc"),
+    ],
+)
+def test_a_wrong_setting_ends_a_program_in_one_line(service: str, setting: str, value: str, tmp_path: Path) -> None:
+    """Whichever it is, and whenever it is found: its name is said, and the exit code is that of a wrong flag."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", f"paramserver_{service}"],
+        env=os.environ | {f"PARAMSERVER_{setting.upper()}": value},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    said = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert setting in said[-1]
+    assert not any("Traceback" in line for line in said)
+
+
 def test_a_cluster_for_other_machines_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
     """`psctl up --host 0.0.0.0` makes a secret and prints a token; psctl beside it needs none, a worker has its own."""
     state = tmp_path / ".paramserver"
