@@ -44,9 +44,9 @@ def requests_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     transport, paths = model._client.transport, list[str]()
     perform = transport.perform
 
-    def noted(requests: Sequence[Request]) -> list[Outcome]:
+    def noted(requests: Sequence[Request], *within: Any) -> list[Outcome]:
         paths.extend(r.path for r in requests)
-        return perform(requests)
+        return perform(requests, *within)
 
     monkeypatch.setattr(transport, "perform", noted)
     return paths

@@ -216,7 +216,7 @@ def test_an_interrupted_push_leaves_its_slots(client: ps.Client, monkeypatch: py
     model.push(grads)
     assert shared(grads) == 1.0
 
-    def interrupted(requests: list[Request]) -> list[Outcome]:
+    def interrupted(requests: list[Request], *within: object) -> list[Outcome]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -240,7 +240,7 @@ def test_a_push_interrupted_while_it_asks_for_a_slot_is_over(
     lying, stale = grads.place._mapped.values()
     stale.slot.used_at -= same_host._FRESH_S
 
-    def interrupted(requests: list[Request]) -> list[Outcome]:
+    def interrupted(requests: list[Request], *within: object) -> list[Outcome]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

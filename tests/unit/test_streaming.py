@@ -96,7 +96,7 @@ def filled(push: PushStream, gradient: Any) -> Pushed:
 def test_what_is_put_at_the_end_of_a_block_is_sent() -> None:
     """However late the thread that sends comes to it."""
     node = Node("async")
-    push = PushStream(lambda call: drive(call, node), deadline, opened(node))
+    push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
     push._thread = Late(target=push._send)
 
     assert filled(push, GRAD["w"]).state == "applied"
@@ -126,7 +126,7 @@ def test_who_is_interrupted_at_the_end_of_a_block_can_push_on() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    push = PushStream(lambda call: drive(call, node, now), lambda: Deadline.after(30.0, now), session)
+    push = PushStream(lambda call, _=None: drive(call, node, now), lambda: Deadline.after(30.0, now), session)
     push._thread = Late(target=interrupted)
     with pytest.raises(KeyboardInterrupt):
         filled(push, GRAD["w"])
@@ -184,7 +184,7 @@ async def test_who_is_cancelled_waits_for_no_shard() -> None:
 def test_a_stream_is_one_push() -> None:
     """What is put before its block or after it would be lost; a second block would never give its number back."""
     node = Node("async")
-    push = PushStream(lambda call: drive(call, node), deadline, opened(node))
+    push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
     with pytest.raises(ConflictError, match="has not begun"):
         push.put("w", GRAD["w"])
     filled(push, GRAD["w"])
@@ -206,11 +206,29 @@ def test_a_stream_that_can_have_no_thread_gives_its_number_back() -> None:
             raise RuntimeError("can't start new thread")
 
     for _ in range(limits.WINDOW + 1):
-        push = PushStream(lambda call: drive(call, node, now), lambda: Deadline.after(30.0, now), session)
+        push = PushStream(lambda call, _=None: drive(call, node, now), lambda: Deadline.after(30.0, now), session)
         push._thread = None_()
         with pytest.raises(RuntimeError):
             push.__enter__()
     drive(session.push(GRAD, Deadline.after(30.0, now)), node, now)
+
+
+def test_who_is_interrupted_while_a_stream_begins_leaves_no_thread() -> None:
+    """The one that has just started ends, though no block follows."""
+    node = Node("async")
+    push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    push._thread = Interrupted(target=push._send, daemon=True)
+    with pytest.raises(KeyboardInterrupt), push:
+        pass
+
+    push._thread.join(20.0)
+    assert not push._thread.is_alive()
 
 
 class TwoLayers(Node):
@@ -263,6 +281,6 @@ def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
     session = opened(node)
     node.script["/push"] = [no("rolled_back", timeline=1, clock=0)]
 
-    assert filled(PushStream(lambda call: drive(call, node), deadline, session), GRAD["w"]).state == "dropped"
+    assert filled(PushStream(lambda call, _=None: drive(call, node), deadline, session), GRAD["w"]).state == "dropped"
     for _ in range(limits.WINDOW + 1):
         assert drive(session.push(GRAD, Deadline.after(0.0)), node).state == "applied"

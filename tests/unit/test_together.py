@@ -16,10 +16,10 @@ from functools import partial
 import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
 
-from paramserver.client.calls import Request, Response
+from paramserver.client.calls import Call, Request, Response
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.client.plain import PlainTransport
-from paramserver.client.together import Helpers
+from paramserver.client.together import GivenUp, Helpers, Interruptible
 from paramserver.client.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 
@@ -153,6 +153,45 @@ def test_an_interrupted_push_sends_nothing_any_more(answers: bool) -> None:
         gradient[:] = b"new gradient" * (len(gradient) // 12) + b"    "
         overwritten.set()
         transport.close()
+
+
+def test_what_a_thread_sends_for_another_one_ends_with_it() -> None:
+    """Whichever of its threads is sending, the array is whose it is when that one has given up; it tries no more."""
+    begun, overwritten = threading.Barrier(3), threading.Event()
+    gradient = bytearray(1 << 20)
+    owner, ended = Interruptible(), list[type[BaseException]]()
+
+    def slow(peer: Peer) -> None:
+        peer.until(wire.DATA)
+        begun.wait(20.0)
+        assert overwritten.wait(20.0)
+        with suppress(OSError):
+            for stream in (0, 1):
+                peer.send(wire.word(stream, wire.WINDOW_UPDATE, 2 << 20))
+            while data := peer.socket.recv(65536):
+                assert b"new gradient" not in data
+
+    def pushes(*urls: str) -> Call[None]:
+        while True:
+            yield [Request("POST", "/push", memoryview(gradient), to=url) for url in urls]
+
+    def send() -> None:
+        try:
+            transport.run(pushes(one.url, two.url), owner)
+        except BaseException as e:
+            ended.append(type(e))
+
+    with Server(Blocking, slow) as one, Server(Blocking, slow) as two:
+        transport = BlockingTransport((one.url,), NO_CREDENTIALS)
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        begun.wait(20.0)
+        owner.give_up()
+        gradient[:] = b"new gradient" * (len(gradient) // 12) + b"    "
+        overwritten.set()
+        sender.join(20.0)
+        transport.close()
+    assert ended == [GivenUp]
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -20,7 +20,7 @@ from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
 from paramserver.client.forks import in_child
 from paramserver.client.http2 import Answer, Refused
-from paramserver.client.together import Together, touching
+from paramserver.client.together import Interruptible, touching
 from paramserver.errors import PsError, problem
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
@@ -133,10 +133,10 @@ class DirectTransport(_Messages):
         self._lock = threading.Lock()
         self._idle = defaultdict[str, list[Connection]](list)
 
-    def send(self, request: Request, address: str, together: Together | None = None) -> Outcome:
+    def send(self, request: Request, address: str, within: Interruptible | None = None) -> Outcome:
         """The outcome of one request to the shard at that address.
 
-        Raises GivenUp where the call that it is a part of has been interrupted (`together`).
+        Raises GivenUp where the call that it is a part of has been interrupted (`within`).
         """
         deadline = Deadline(time.monotonic() + request.timeout_s)
         with self._lock:
@@ -145,7 +145,7 @@ class DirectTransport(_Messages):
         first: Exception | None = None
         if connection is not None:
             try:
-                return self._attempt(connection, request, address, request.timeout_s, together)
+                return self._attempt(connection, request, address, request.timeout_s, within)
             except _BROKEN as e:  # the shard had closed the idle connection: a fresh one
                 first = e
             if not deadline.left_s():
@@ -157,17 +157,17 @@ class DirectTransport(_Messages):
             self._let_go(address)
             return _gone(e, request, address, first)
         try:
-            return self._attempt(connection, request, address, _left_s(deadline), together)
+            return self._attempt(connection, request, address, _left_s(deadline), within)
         except _BROKEN as e:
             return _failure(e, request, address)
 
     def _attempt(
-        self, connection: Connection, request: Request, address: str, timeout_s: float, together: Together | None
+        self, connection: Connection, request: Request, address: str, timeout_s: float, within: Interruptible | None
     ) -> Outcome:
         """The outcome on that connection; raises what says that it has ended."""
         body = self._body(request)
         try:
-            with touching(together, connection.cut):
+            with touching(within, connection.cut):
                 answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
         except BaseException as e:
             connection.close()

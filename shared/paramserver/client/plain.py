@@ -16,7 +16,7 @@ from paramserver.client.calls import Outcome, Request, Response
 from paramserver.client.connection import cut
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import changes_nothing, unreachable
-from paramserver.client.together import Together, touching
+from paramserver.client.together import Interruptible, touching
 from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
@@ -42,14 +42,14 @@ class PlainTransport:
         for connection in kept:
             connection.close()
 
-    def send(self, request: Request, url: str, together: Together | None = None) -> Outcome:
+    def send(self, request: Request, url: str, within: Interruptible | None = None) -> Outcome:
         """The outcome of one request to the node at `url`.
 
-        Raises GivenUp where the call that it is a part of has been interrupted (`together`).
+        Raises GivenUp where the call that it is a part of has been interrupted (`within`).
         """
         ended = problem("in_doubt", f"the connection to {url} broke before it answered")
         if (kept := self._kept(url)) is not None:
-            outcome = self._attempt(kept, request, url, together)
+            outcome = self._attempt(kept, request, url, within)
             if outcome is not None or not changes_nothing(request):
                 return outcome or ended
         fresh = _connection(url, request.timeout_s, self._credentials)
@@ -58,7 +58,7 @@ class PlainTransport:
         except OSError as e:
             reason = (e.strerror or str(e) or type(e).__name__).lower()
             return unreachable(url, reason)
-        return self._attempt(fresh, request, url, together) or ended
+        return self._attempt(fresh, request, url, within) or ended
 
     def _kept(self, url: str) -> http.client.HTTPConnection | None:
         """An idle connection to that node, which has not closed it meanwhile."""
@@ -73,13 +73,13 @@ class PlainTransport:
             connection.close()
 
     def _attempt(
-        self, connection: http.client.HTTPConnection, request: Request, url: str, together: Together | None
+        self, connection: http.client.HTTPConnection, request: Request, url: str, within: Interruptible | None
     ) -> Outcome | None:
         """The outcome; None if the connection was closed before a byte of an answer."""
         connected = connection.sock
         connected.settimeout(request.timeout_s)
         try:
-            with touching(together, partial(cut, connected)):
+            with touching(within, partial(cut, connected)):
                 headers, path = {**self._headers, **request.headers}, urlsplit(url).path + request.path
                 connection.request(request.method, path, body=request.whole, headers=headers)
                 response = connection.getresponse()

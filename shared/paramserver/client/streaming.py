@@ -10,21 +10,28 @@ import asyncio
 import heapq
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from queue import SimpleQueue
+from typing import Any, Final, Protocol
 
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.session import Session
+from paramserver.client.together import GivenUp, Interruptible
 from paramserver.core.layout import Layout
 from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, Unavailable, combined, problem
 
-T = TypeVar("T")
 BUCKET_BYTES: Final = 4 << 20
 """About how much is sent at once: what is more urgent and comes meanwhile waits no longer than for this."""
 
 ANOTHER: Final = "with worker.stream() as push: begins another"
+
+
+class Run(Protocol):
+    """Drives a call; see `BlockingTransport.run`."""
+
+    def __call__(self, call: Call[Any], within: Interruptible | None = None, /) -> Any: ...
 
 
 class Pieces:
@@ -159,16 +166,15 @@ class PushStream:
     """`with worker.stream() as push: push.put(name, grad)`; afterwards `push.result` says what became of it.
 
     A gradient must not be changed before the block ends.  What was not put is not touched.  If the block raises, what
-    has been sent by then stays sent, as with a worker that dies in the middle of a push.
+    has been sent by then stays sent, as with a worker that dies in the middle of a push, and no gradient is read any
+    more, as with Ctrl-C at its end.
     """
 
-    def __init__(
-        self, run: Callable[[Call[Any]], Any], deadline: Callable[[], Deadline], session: Session, **options: Any
-    ) -> None:
+    def __init__(self, run: Run, deadline: Callable[[], Deadline], session: Session, **options: Any) -> None:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
-        self._more = threading.Semaphore(0)
-        self._failed = False
+        self._more = SimpleQueue[None]()  # no semaphore: see `together`
+        self._reading = Interruptible()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
         self.result = DROPPED
@@ -178,8 +184,8 @@ class PushStream:
         self._run(self._stream.open(self._deadline()))
         try:
             self._thread.start()
-        except BaseException:  # no block follows that would do so
-            self._stream.give_up()
+        except BaseException:  # no block follows that would do so; the thread may be there
+            self._end()
             raise
         return self
 
@@ -190,29 +196,38 @@ class PushStream:
         raised when the block ends.
         """
         self._stream.put(name, grad)
-        self._more.release()
+        self._more.put(None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._failed, self._stream.over = kind is not None, True
-        self._more.release()
         try:
-            self._thread.join()
             if kind is None:
+                self._stream.over = True
+                self._more.put(None)
+                self._thread.join()
                 if self._error is not None:
                     raise self._error
                 self._run(self._stream.send(self._deadline(), last=True))
                 self.result = self._stream.close()
         finally:
-            self._stream.give_up()
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing is sent any more, and the thread ends: when this returns it reads no gradient."""
+        self._stream.over = True
+        self._more.put(None)
+        self._reading.give_up()
+        self._stream.give_up()
 
     def _send(self) -> None:
         over = False
         try:
             while not over:
-                self._more.acquire()
+                self._more.get()
                 over = self._stream.over  # then nothing is put after what is sent now
-                while not self._failed and self._run(self._stream.send(self._deadline())):
+                while self._run(self._stream.send(self._deadline()), self._reading):
                     pass
+        except GivenUp:
+            pass
         except BaseException as e:  # raised in the thread that the block belongs to
             self._error = e
 

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from paramserver.client.calls import Outcome, Request
 
-Perform: TypeAlias = Callable[[Request, "Together"], Outcome]
+Perform: TypeAlias = Callable[[Request, "Interruptible"], Outcome]
 Work: TypeAlias = Callable[[], object]
 
 
@@ -67,40 +67,19 @@ def _help(asked: "SimpleQueue[Work | None]", idle: "SimpleQueue[None]") -> None:
     asked.put(None)  # for the next thread
 
 
-class Together:
-    """Some requests, each performed by whoever is there first: the caller, or a helper."""
+class Interruptible:
+    """What other threads do with a caller's memory, until it is over or the caller is interrupted."""
 
-    def __init__(self, perform: Perform, requests: Sequence[Request]) -> None:
-        self._perform, self._requests = perform, requests
-        self._waiting = deque(range(len(requests)))
-        """Which ones nobody has begun."""
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = SimpleQueue[None]()
-        """What a helper does gives it an element, for the caller to look again."""
-        self._outcomes: dict[int, Outcome] = {}
-        self._error: BaseException | None = None
+        """What another thread does gives it an element, for the caller to look again."""
         self._given_up = False
-        self._touching: dict[int, Callable[[], None]] = {}
+        self._touching: dict[int, Callable[[], object]] = {}
         """Which threads are using the caller's memory, and how to keep each from going on."""
 
-    def outcomes(self, helpers: Helpers) -> list[Outcome]:
-        """All outcomes, in order.  Whatever it raises, the caller's memory is the caller's alone then."""
-        try:
-            for _ in self._requests[1:]:
-                helpers.ask(self._one_as_helper)
-            while self._one(self._waiting.popleft):
-                pass  # the first one always, and all that no helper has come to
-            while len(self._outcomes) < len(self._requests) and self._error is None:
-                self._changed.get()
-            if self._error is not None:
-                raise self._error
-            return [self._outcomes[i] for i in range(len(self._requests))]
-        except BaseException:
-            self._give_up()
-            raise
-
     @contextmanager
-    def touching(self, cut: Callable[[], None]) -> Iterator[None]:
+    def touching(self, cut: Callable[[], object]) -> Iterator[None]:
         """While this thread uses the caller's memory; `cut`, called by another one, ends that soon.
 
         Raises GivenUp where it may not.
@@ -117,6 +96,54 @@ class Together:
                 self._touching.pop(me, None)
             self._changed.put(None)
 
+    def give_up(self) -> None:
+        """The caller's memory is the caller's alone when this returns."""
+        with self._lock:
+            self._given_up = True
+            self._touching.pop(threading.get_ident(), None)  # it may have been interrupted before it said so itself
+            for cut in self._touching.values():
+                cut()
+        while self._touching:
+            self._changed.get()
+
+
+class Together(Interruptible):
+    """Some requests, each performed by whoever is there first: the caller, or a helper.
+
+    The caller itself may do that for another thread, which is interrupted (`within`).
+    """
+
+    def __init__(self, perform: Perform, requests: Sequence[Request], within: Interruptible | None = None) -> None:
+        super().__init__()
+        self._perform, self._requests, self._within = perform, requests, within
+        self._waiting = deque(range(len(requests)))
+        """Which ones nobody has begun."""
+        self._outcomes: dict[int, Outcome] = {}
+        self._error: BaseException | None = None
+
+    def outcomes(self, helpers: Helpers) -> list[Outcome]:
+        """All outcomes, in order.  Whatever it raises, the caller's memory is the caller's alone then."""
+        try:
+            for _ in self._requests[1:]:
+                helpers.ask(self._one_as_helper)
+            while self._one(self._waiting.popleft):
+                pass  # the first one always, and all that no helper has come to
+            while len(self._outcomes) < len(self._requests) and self._error is None:
+                self._changed.get()
+            if self._error is not None:
+                raise self._error
+            return [self._outcomes[i] for i in range(len(self._requests))]
+        except BaseException:
+            self._waiting.clear()
+            self.give_up()
+            raise
+
+    @contextmanager
+    def touching(self, cut: Callable[[], object]) -> Iterator[None]:
+        """See `Interruptible.touching`; whoever this is done for may have been interrupted too."""
+        with touching(self._within, cut), super().touching(cut):
+            yield
+
     def _one(self, which: Callable[[], int]) -> bool:
         """Perform one that nobody has begun; False: there is none."""
         try:
@@ -131,22 +158,13 @@ class Together:
         try:
             self._one(self._waiting.pop)
         except GivenUp:
-            pass
+            self._error = GivenUp()  # without what it knows of the request
+            self._changed.put(None)
         except BaseException as e:  # raised in the caller's thread
             self._error = e
             self._changed.put(None)
 
-    def _give_up(self) -> None:
-        self._waiting.clear()
-        with self._lock:
-            self._given_up = True
-            self._touching.pop(threading.get_ident(), None)  # it may have been interrupted before it said so itself
-            for cut in self._touching.values():
-                cut()
-        while self._touching:
-            self._changed.get()
 
-
-def touching(together: Together | None, cut: Callable[[], Any] = lambda: None) -> AbstractContextManager[None]:
-    """See `Together.touching`; a request that is alone is performed by the caller, and ends with it."""
-    return nullcontext() if together is None else together.touching(cut)
+def touching(within: Interruptible | None, cut: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+    """See `Interruptible.touching`; a request that is alone is performed by the caller, and ends with it."""
+    return nullcontext() if within is None else within.touching(cut)

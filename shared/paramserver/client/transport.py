@@ -26,7 +26,7 @@ from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTra
 from paramserver.client.forks import in_child
 from paramserver.client.plain import PlainTransport
 from paramserver.client.schemes import in_scheme_spoken
-from paramserver.client.together import Helpers, Together, touching
+from paramserver.client.together import Helpers, Interruptible, Together, touching
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
 
 T = TypeVar("T")
@@ -98,31 +98,34 @@ class BlockingTransport:
         self._pid = -1
         self._closed = False
 
-    def run(self, call: Call[T]) -> T:
-        """Drive a call to its result."""
+    def run(self, call: Call[T], within: Interruptible | None = None) -> T:
+        """Drive a call to its result.  Raises GivenUp where another thread has it done, which is interrupted."""
         try:
-            effect = next(call)
+            with touching(within):
+                effect = next(call)
             while True:
+                outcomes: list[Outcome] = []
                 if isinstance(effect, Pause):
                     time.sleep(effect.seconds)
-                    effect = call.send([])
                 else:
-                    effect = call.send(self.perform(effect))
+                    outcomes = self.perform(effect, within)
+                with touching(within):
+                    effect = call.send(outcomes)
         except StopIteration as stop:
             result: T = stop.value
             return result
         finally:
             call.close()
 
-    def perform(self, requests: Sequence[Request]) -> list[Outcome]:
+    def perform(self, requests: Sequence[Request], within: Interruptible | None = None) -> list[Outcome]:
         """Send all requests at once and wait for all outcomes, in order."""
         if self._closed:
             return [_closed("ps.connect()") for _ in requests]
         if self._pid != os.getpid():
             self._start()
         if len(requests) == 1:
-            return [self._one(requests[0])]
-        return Together(self._one, requests).outcomes(self._helpers)
+            return [self._one(requests[0], within)]
+        return Together(self._one, requests, within).outcomes(self._helpers)
 
     def close(self) -> None:
         """Close connections; the transport cannot be used afterwards."""
@@ -155,44 +158,44 @@ class BlockingTransport:
             self._helpers = Helpers(PARALLEL_MAX)
             self._pid = os.getpid()
 
-    def _one(self, request: Request, together: Together | None = None) -> Outcome:
+    def _one(self, request: Request, within: Interruptible | None = None) -> Outcome:
         if request.to is not None:
-            return self._send(request, request.to, together, direct=True)
+            return self._send(request, request.to, within, direct=True)
         outcome: Outcome = problem("unreachable", "no URL to ask")
         for url in self._addresses.order():
-            outcome = self._send(request, url, together, direct=False)
+            outcome = self._send(request, url, within, direct=False)
             if not self._addresses.heard(url, outcome):
                 break
         return outcome
 
-    def _send(self, request: Request, url: str, together: Together | None, *, direct: bool) -> Outcome:
+    def _send(self, request: Request, url: str, within: Interruptible | None, *, direct: bool) -> Outcome:
         if self._closed:
             return _closed("ps.connect()")
         if direct:
-            return self._shards.send(request, url, together)
+            return self._shards.send(request, url, within)
         if self._plain is not None:
-            return self._plain.send(request, url, together)
+            return self._plain.send(request, url, within)
         assert self._control is not None
         try:
             b = self._control.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
             if (body := request.whole) is not None:
-                with touching(together):
+                with touching(within):
                     # It is sent from where it lies, by a thread that hears of nothing: from memory of its own then.
-                    b = b.body_bytes(body if together is None else bytes(body))
+                    b = b.body_bytes(body if within is None else bytes(body))
             if request.sink is None:
                 r = b.build().send()
                 return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
             with b.build_streamed() as r:
                 if r.status != 200:
                     return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
-                with touching(together):
+                with touching(within):
                     request.sink.begin()
                 reader = r.body_reader
                 while (chunk := reader.read_chunk()) is not None:
-                    with touching(together):
+                    with touching(within):
                         request.sink.feed(memoryview(chunk))
-                with touching(together):
+                with touching(within):
                     request.sink.end()
                 return Response(r.status, _lowered(r.headers), b"", url)
         except native.PyreqwestError as e:

@@ -17,6 +17,7 @@ from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
 from paramserver.client.task_requests import TaskRequests
 from paramserver.client.tasks import EVALUATE, Task
+from paramserver.client.together import Interruptible
 from paramserver.client.worker_view import WorkerView, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
@@ -248,7 +249,7 @@ class Worker(WorkerView):
             self._session.holding.put_down(task)
         return metrics
 
-    def _run(self, call: Call[T]) -> T:
+    def _run(self, call: Call[T], within: Interruptible | None = None) -> T:
         if self._pid != os.getpid():
             call.close()
             if self._pid == -1:
@@ -257,7 +258,7 @@ class Worker(WorkerView):
         if self._stop.is_set():
             call.close()
             raise problem("conflict", "the worker has left", hint="model.worker() makes another")
-        return self._client.run(call)
+        return self._client.run(call, within)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return self._client.deadline(self._timeout if timeout is None else timeout)
