@@ -15,6 +15,7 @@ import secrets
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,7 @@ log = logging.getLogger("paramserver.shard")
 SOCKET: Final = "requests"
 """The socket's name within the folder."""
 _HALF_MADE_S: Final = 60.0
-"""A folder that is being made has no lock for a moment; older ones were left behind."""
+"""A folder that is being made or removed has no lock for a moment; older ones were left behind."""
 _SOCKET_PATH_MAX: Final = 107
 _FREE_SHARE: Final = 0.8
 """What may be taken of the memory that the file system has free; the rest is for others."""
@@ -105,7 +106,8 @@ class SharedFolder:
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            _remove(self.path)
         os.close(self._lock)
 
 
@@ -117,13 +119,21 @@ def sweep(parent: Path) -> None:
                 if time.time() - path.stat().st_mtime > _HALF_MADE_S:
                     shutil.rmtree(path, ignore_errors=True)
             elif not _alive(path):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
         except FileNotFoundError:
             continue  # another shard that starts was faster
 
 
+def _remove(path: Path) -> None:
+    """Under a name that says so, for whoever finds it half removed."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}")), ignore_errors=True)
+
+
 def _alive(path: Path) -> bool:
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        file = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return time.time() - path.stat().st_mtime <= _HALF_MADE_S
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

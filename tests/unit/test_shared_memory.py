@@ -319,6 +319,30 @@ def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder:
     assert folder.path.exists()
 
 
+@pytest.mark.parametrize("name", ["shard-1-a", ".shard-1-a"])
+def test_a_folder_that_was_half_removed_is_removed_by_the_next(tmp_path: Path, name: str) -> None:
+    """Without its lock, under whichever name, once it is older than one that is just being made."""
+    (path := tmp_path / name).mkdir()
+    (path / "b1").write_bytes(b"values")
+    sweep(tmp_path)
+    assert path.exists()
+    os.utime(path, (0.0, 0.0))
+    sweep(tmp_path)
+    assert not path.exists()
+
+
+def test_a_folder_that_is_being_removed_is_never_taken_for_one_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off in the middle, it lies under a name that no shard has, with its lock or without."""
+    folder = SharedFolder.open(str(tmp_path), "shard-1", 1 << 20)
+    assert folder is not None
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    folder.close()
+    (left,) = folder.path.parent.iterdir()
+    assert left.name.startswith(".")
+
+
 def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: BufferPool) -> None:
     """The same buffers give the same window, also after their files have gone; others are mapped anew."""
     windows = Windows()
