@@ -19,7 +19,6 @@ from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.shared_arrays import SharedArrays
 from paramserver.client.spec_builder import ParamLike, model_document
-from paramserver.client.together import Interruptible
 from paramserver.client.transport import BlockingTransport, check
 
 T = TypeVar("T")
@@ -66,9 +65,9 @@ class Client:
         self.run(self.cluster.leave())
         self.transport.close()
 
-    def run(self, call: Call[T], within: Interruptible | None = None) -> T:
-        """Drive a call to its result; `within` as in `BlockingTransport.run`."""
-        return self.transport.run(call, within)
+    def run(self, call: Call[T]) -> T:
+        """Drive a call to its result."""
+        return self.transport.run(call)
 
     def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
         """When a call of that timeout ends; without one, waiting that was asked for comes on top."""

@@ -258,7 +258,7 @@ class Worker(WorkerView):
         if self._stop.is_set():
             call.close()
             raise problem("conflict", "the worker has left", hint="model.worker() makes another")
-        return self._client.run(call, within)
+        return self._client.transport.run(call, within)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return self._client.deadline(self._timeout if timeout is None else timeout)
