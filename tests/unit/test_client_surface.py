@@ -111,6 +111,39 @@ def test_params_may_be_arrays_shapes_or_more() -> None:
     assert body["params"]["x"]["trainable"] is False
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Wherever a spec has one; what is sent is Python's own."""
+    real: Any = np.float32
+    whole: Any = np.int64
+    body, _ = model_document(
+        "m",
+        {"w": ps.Param((3,), lr_scale=real(0.5)), "j": {"shape": (whole(3),), "trainable": np.True_}},
+        ps.Adam(lr=real(0.25), betas=(real(0.5), real(0.75)), schedule=ps.Cosine(t_max=whole(5))),
+        ps.Sync(quorum=real(0.5), min_workers=whole(2)),
+        {"partitions": whole(2), "evaluate_every": np.array(7)},
+    )
+
+    plain = (dict, list, str, bool, int, float, type(None))
+    held: list[Any] = [body]
+    while held:
+        value = held.pop()
+        assert type(value) in plain
+        held += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    assert (body["optimizer"]["lr"], body["optimizer"]["betas"]) == (0.25, [0.5, 0.75])
+    assert (body["partitions"], body["evaluate_every"]) == (2, 7)
+    assert patch_document(None, None, None, {}, {"lr": np.float32(0.5)}) == {"optimizer": {"lr": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("lr", "must"),
+    [(1e38, "a number of at least 0 and below 1e+38, not 1e"), (True, "not True"), (np.True_, "not True")],
+)
+def test_a_number_that_is_refused_is_told_its_bounds(lr: Any, must: str) -> None:
+    """The upper one too, and true is none."""
+    with pytest.raises(ps.RequestError, match=must.replace("+", r"\+")):
+        model_document("m", {"w": (3,)}, ps.SGD(lr=lr), None, {})
+
+
 def test_a_wrong_spec_is_told_before_anything_is_sent() -> None:
     """Every wrong parameter and field is in one error."""
     with pytest.raises(ps.RequestError) as e:
@@ -163,6 +196,10 @@ def test_set_takes_single_fields_and_builders() -> None:
     assert patch_document(None, ps.SSP(2), None, {}, {"lr": 0.5}) == {
         "optimizer": {"lr": 0.5},
         "consistency": ps.SSP(2).document(),
+    }
+    assert patch_document("adam", "ssp", None, {}, {"lr": 0.5}) == {
+        "optimizer": {"name": "adam", "lr": 0.5},
+        "consistency": {"mode": "ssp"},
     }
     with pytest.raises(ps.RequestError, match="nothing to set"):
         patch_document(None, None, None, {"checkpoint": None}, {})

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -133,6 +133,24 @@ def json_bytes(data: Any) -> bytes:
         return json.dumps(data, default=_plain, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as e:
         raise problem("malformed", f"this cannot be sent as JSON: {e}", hint="use finite numbers and text") from None
+
+
+def plain(value: Any) -> Any:
+    """`value` as its JSON is read again: numbers of numpy and others as Python's own, sequences as lists."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    try:
+        return _plain(value)
+    except TypeError:  # whoever reads it says what it must be
+        return value
 
 
 def _plain(value: Any) -> Any:

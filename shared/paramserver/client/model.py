@@ -163,7 +163,7 @@ class Model:
     def set(
         self,
         *,
-        optimizer: Optimizer | Mapping[str, Any] | None = None,
+        optimizer: Optimizer | Mapping[str, Any] | str | None = None,
         consistency: Consistency | Mapping[str, Any] | str | None = None,
         params: Mapping[str, Mapping[str, Any]] | None = None,
         evaluate_every: int | None = None,

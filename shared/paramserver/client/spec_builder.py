@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from paramserver.client.calls import plain
 from paramserver.client.consistency import Consistency
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.values import values_of
@@ -60,18 +61,19 @@ def model_document(
             errors.append(e)
     body: dict[str, Any] = {"name": name, "params": documents}
     if optimizer is not None:
-        body["optimizer"] = {"name": optimizer} if isinstance(optimizer, str) else _document("optimizer", optimizer)
+        body["optimizer"] = _optimizer(optimizer)
     if consistency is not None:
         body["consistency"] = _consistency(consistency)
     body |= {k: v for k, v in others.items() if v is not None}
     if errors:
         raise combined(errors)
+    body = plain(body)
     ModelSpec.parse(body)
     return body, uploads
 
 
 def patch_document(
-    optimizer: Optimizer | Mapping[str, Any] | None,
+    optimizer: Optimizer | Mapping[str, Any] | str | None,
     consistency: Consistency | Mapping[str, Any] | str | None,
     params: Mapping[str, Mapping[str, Any]] | None,
     others: Mapping[str, Any],
@@ -79,7 +81,7 @@ def patch_document(
 ) -> dict[str, Any]:
     """The merge patch of `Model.set`; `fields` are single fields of the optimizer, such as `lr`."""
     body: dict[str, Any] = {k: v for k, v in others.items() if v is not None}
-    change: dict[str, Any] = _document("optimizer", optimizer) if optimizer is not None else {}
+    change: dict[str, Any] = _optimizer(optimizer) if optimizer is not None else {}
     for key, value in fields.items():
         change[key] = _document(key, value) if hasattr(value, "document") else value
     if change:
@@ -90,7 +92,12 @@ def patch_document(
         body["params"] = {k: _document(f"params.{k}", v) for k, v in params.items()}
     if not body:
         raise problem("invalid_field", "nothing to set", hint="set(lr=0.05), set(consistency=ps.SSP(3)), ...")
-    return body
+    changed: dict[str, Any] = plain(body)
+    return changed
+
+
+def _optimizer(value: Optimizer | Mapping[str, Any] | str) -> dict[str, Any]:
+    return {"name": value} if isinstance(value, str) else _document("optimizer", value)
 
 
 def _consistency(value: Consistency | Mapping[str, Any] | str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from paramserver import limits
 from paramserver.core.near import near
 from paramserver.errors import PsError, combined, problem
 
+NUMBER_MAX: Final = 1e38
+"""About the largest number that float32 holds, in which the shards compute."""
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHORT: Final = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -56,11 +58,11 @@ class Reader:
 
     def number(self, name: str, default: float, low: float = float("-inf"), high: float = float("inf")) -> float:
         def ok(v: Any) -> bool:
-            return isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e38 and low <= v <= high
+            return isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < NUMBER_MAX and low <= v <= high
 
-        bounds = "" if low == float("-inf") else f" of at least {low:g}"
-        bounds += "" if high == float("inf") else f" and at most {high:g}"
-        return float(self.take(name, default, ok, f"a finite number{bounds}"))
+        least = f"above {-NUMBER_MAX:g}" if low == float("-inf") else f"of at least {low:g}"
+        most = f"below {NUMBER_MAX:g}" if high == float("inf") else f"at most {high:g}"
+        return float(self.take(name, default, ok, f"a number {least} and {most}"))
 
     def integer(self, name: str, default: int, low: int = 0, high: int = 1 << 53) -> int:
         def ok(v: Any) -> bool:
