@@ -11,7 +11,10 @@ import pytest
 import paramserver as ps
 from paramserver.client.aio import AsyncModel
 from paramserver.client.aio_worker import AsyncWorker
+from paramserver.client.client import Client
 from paramserver.client.cluster import urls_of
+from paramserver.client.control import dataset_document
+from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.client.gradients import Scan, prepare, write
 from paramserver.client.spec_builder import model_document, patch_document
 from paramserver.core.layout import Layout
@@ -235,6 +238,40 @@ def test_a_url_where_nobody_can_be_is_refused(client: Any, url: str) -> None:
     """It is told from one where nobody answers."""
     with pytest.raises(ps.RequestError, match="is not a URL of a cluster"):
         client(url)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", 5])
+def test_a_name_that_no_model_can_have_is_refused_at_once(name: Any) -> None:
+    """Before it becomes a part of any path."""
+    with pytest.raises(ps.RequestError, match=r"model name .* is not allowed"):
+        ps.AsyncClient("http://127.0.0.1:9").model(name)
+    with pytest.raises(ps.RequestError, match=r"model name .* is not allowed"):
+        Client(("http://127.0.0.1:9",), 1.0, NO_CREDENTIALS).model(name)
+
+
+@pytest.mark.parametrize("codec", [5, b"int8", "int9"])
+def test_a_codec_is_named(codec: Any) -> None:
+    """What is no name is not known, as any other one."""
+    with pytest.raises(ps.RequestError, match="is not known") as e:
+        ps.AsyncClient("http://127.0.0.1:9").model("m", codec=codec)
+    assert e.value.code == "unknown_codec"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"epochs": 0}, "epochs: must be an integer from 1"),
+        ({"size": 5.5}, "size: must be an integer from 1 to .*, not 5.5"),
+        ({"chunk": 0}, "chunk: must be an integer from 1"),
+        ({"chunk": 1, "size": 1 << 40}, "chunk: 1 would make more than"),
+        ({"size": None, "chunk": None, "ranges": [(0, 5.5)]}, "ranges: must be pairs"),
+    ],
+)
+def test_a_dataset_is_refused_in_the_words_of_who_adds_it(wrong: dict[str, Any], said: str) -> None:
+    """An argument is called what it is called, and no number is cut."""
+    options: Any = {"size": 10, "chunk": 2, "ranges": None, "uri": None, "epochs": 1, **wrong}
+    with pytest.raises(ps.RequestError, match=said):
+        dataset_document("train", **options, assignment="dynamic")
 
 
 @pytest.mark.parametrize("timeout", [None, -1, float("inf"), float("nan"), "3"])

@@ -194,6 +194,7 @@ def test_out_of_an_earlier_creation_in_other_shapes_is_refused(
         (["w", 5], None, "names: must be parameter names or patterns"),
         (None, {"w": 5}, "ranges of 'w' must be pairs"),
         (None, {"w": slice(0, 4)}, "ranges of 'w' must be pairs"),
+        (None, {"w": [(0, 5.5)]}, r"ranges of 'w' must be pairs \(start, stop\) of integers, not \[\(0, 5.5\)\]"),
         (None, {"w": [(0, 4, 2)]}, "ranges of 'w' must be pairs"),
         (None, [(0, 4)], "ranges must be pairs .* by parameter name"),
     ],
@@ -204,6 +205,53 @@ def test_what_cannot_name_parameters_is_refused(
     """Whoever asks for nothing, or not by names and pairs, is told what to ask for."""
     with pytest.raises(RequestError, match=said):
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), names=names, ranges=ranges), shards, now)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"min_version": -1}, "min_version: must be an integer from 0 to .*, not -1"),
+        ({"min_version": 1.5}, "min_version: must be an integer"),
+        ({"min_version": 1 << 70}, "min_version: must be an integer"),
+        ({"wait_s": "x"}, "wait_s is seconds, from 0 to .*, not 'x'"),
+        ({"wait_s": float("nan")}, "wait_s is seconds"),
+    ],
+)
+def test_what_cannot_be_waited_for_is_refused(
+    shards: Shards, now: Now, cluster: Cluster, wrong: dict[str, Any], said: str
+) -> None:
+    """By the argument's own name, before anything is asked."""
+    with pytest.raises(RequestError, match=said):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now), **wrong), shards, now)
+    options = {"names": None, "ranges": None, "dtype": None, "min_version": 0}
+    with pytest.raises(RequestError, match=said):
+        SharedArrays(cluster).pull(
+            "m",
+            options | {k: v for k, v in wrong.items() if k in options},
+            wrong.get("wait_s", 0.0),
+            lambda call: drive(call, shards, now),
+            Deadline.after(30, now),
+        )
+    assert not shards.log
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"weight": float("nan")}, r"weight: must be a number of at least 0 and below 1e\+38, not nan"),
+        ({"weight": -1.0}, "weight: must be a number"),
+        ({"weight": "2"}, "weight: must be a number .*, not '2'"),
+        ({"ack": 5}, "ack: must be one of applied, journaled, fsynced, not 5"),
+    ],
+)
+def test_what_a_push_cannot_say_is_refused(
+    shards: Shards, now: Now, cluster: Cluster, wrong: dict[str, Any], said: str
+) -> None:
+    """By the argument's own name, whichever call it is an argument of."""
+    for call in (transfer.push, transfer.pushpull):
+        with pytest.raises(RequestError, match=said):
+            drive(call(cluster, "m", Deadline.after(30, now), grads(), terms(**wrong)), shards, now)
+    assert not shards.pushes
 
 
 def test_names_that_can_be_read_once_are_read_once(shards: Shards, now: Now, cluster: Cluster) -> None:

@@ -29,6 +29,7 @@ from paramserver.client.shared_arrays import SharedArrays
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.client.transport import AsyncTransport
 from paramserver.codecs.codec import Codec
+from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import problem
 
@@ -85,7 +86,7 @@ class AsyncClient:
 
     def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
         """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
-        return Deadline.after(self.timeout + wait_s if timeout is None else timeout)
+        return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
 
     def numbers(self, model: str) -> PushNumbers:
         """The push numbers of this client for a model; a forked child gets its own."""
@@ -177,7 +178,7 @@ class AsyncModel:
 
     def __init__(self, client: AsyncClient, name: str, codec: Codec | None = None) -> None:
         self._client = client
-        self.name = name
+        self.name = check_model_name(name)
         self._codec = codec
 
     def __repr__(self) -> str:

@@ -87,11 +87,11 @@ Call: TypeAlias = Generator[Effect, list[Outcome], T]
 Clock: TypeAlias = Callable[[], float]
 
 
-def seconds(timeout: Any) -> float:
-    """A timeout, if it is one.  Raises RequestError (`invalid_field`)."""
-    if not isinstance(timeout, (float, Real)) or not 0 <= float(timeout) <= TIMEOUT_S_MAX:
-        raise problem("invalid_field", f"timeout is seconds, from 0 to {TIMEOUT_S_MAX:,}, not {timeout!r:.40}")
-    return float(timeout)
+def seconds(value: Any, name: str = "timeout") -> float:
+    """A timeout, or another argument that is seconds, if it is one.  Raises RequestError (`invalid_field`)."""
+    if not isinstance(value, (float, Real)) or not 0 <= float(value) <= TIMEOUT_S_MAX:
+        raise problem("invalid_field", f"{name} is seconds, from 0 to {TIMEOUT_S_MAX:,}, not {value!r:.40}")
+    return float(value)
 
 
 @dataclass(slots=True)

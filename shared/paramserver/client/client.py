@@ -71,7 +71,7 @@ class Client:
 
     def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
         """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
-        return Deadline.after(self.timeout + wait_s if timeout is None else timeout)
+        return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
 
     def numbers(self, model: str) -> PushNumbers:
         """The push numbers of this client for a model; a forked child gets its own."""

@@ -2,15 +2,18 @@
 
 import io
 from collections.abc import Mapping
+from operator import index
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 
+from paramserver import limits
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.retry import Backoff, deliver, judged, passes
 from paramserver.client.values import values_of
+from paramserver.core.fields import whole_number
 from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, PsError, combined, problem
 from paramserver.types import AnyArray
@@ -181,6 +184,8 @@ def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
 
 def metric_points(model: str, name: str, deadline: Deadline) -> Call[list[Point]]:
     """The points of one metric, oldest first; none if nobody has reported it."""
+    if not isinstance(name, str):
+        raise problem("invalid_field", f"the name of a metric is text, not {name!r:.40}", where="name")
     series = yield from listed(f"{model_path(model, 'metrics')}?name={quote(name, safe='')}", deadline)
     return [Point(float(t), c, str(w), float(v)) for s in series if s["name"] == name for t, c, w, v in s["points"]]
 
@@ -191,17 +196,25 @@ def dataset_document(
     chunk: int | None,
     ranges: Any,
     uri: str | None,
-    passes: int | None,
+    epochs: int | None,
     assignment: str,
 ) -> dict[str, Any]:
-    """The body that registers a dataset."""
+    """The body that registers a dataset.  Raises RequestError (`invalid_field`), in the words of its caller."""
+    passes = None if epochs is None else whole_number("epochs", epochs, 1)
     body: dict[str, Any] = {"dataset": dataset, "passes": passes, "assignment": assignment}
     if ranges is not None:
-        body["ranges"] = [[int(a), int(b)] for a, b in ranges]
+        try:
+            body["ranges"] = [[index(start), index(stop)] for start, stop in ranges]
+        except (TypeError, ValueError):
+            detail = f"ranges: must be pairs (start, stop) of integers, not {ranges!r:.60}"
+            raise problem("invalid_field", detail, hint="ranges=[(0, 1000), (1000, 1500)]", where="ranges") from None
     if size is not None:
-        body["size"] = int(size)
+        body["size"] = whole_number("size", size, 1)
     if chunk is not None:
-        body["task_size"] = int(chunk)
+        body["task_size"] = whole_number("chunk", chunk, 1)
+        if size is not None and -(-body["size"] // body["task_size"]) > limits.TASKS_PER_DATASET_MAX:
+            detail = f"chunk: {chunk} would make more than {limits.TASKS_PER_DATASET_MAX} tasks"
+            raise problem("invalid_field", detail, where="chunk")
     if uri is not None:
         body["uri"] = uri
     return body

@@ -20,6 +20,7 @@ from paramserver.client.pushed import Pushed
 from paramserver.client.spec_builder import patch_document
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
+from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import PsError, problem
 
@@ -32,7 +33,7 @@ class Model:
 
     def __init__(self, client: "Client", name: str, codec: Codec | None = None) -> None:
         self._client = client
-        self.name = name
+        self.name = check_model_name(name)
         self._codec = codec
 
     def __repr__(self) -> str:

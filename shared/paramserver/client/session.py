@@ -214,7 +214,7 @@ class Session:
         while True:
             epoch, timeline = self.numbers.epoch, self.timeline
             clock = self._min_clock if self.mode == "sync" else 0
-            waits = min_version > 0 or clock > 0
+            waits = bool(min_version) or clock > 0
             wait = wait_s if wait_s is not None else (min(limits.WAIT_S_MAX, deadline.left_s()) if waits else 0.0)
             try:
                 p = yield from transfer.pull(

@@ -10,6 +10,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
 from paramserver.client.forks import in_child
+from paramserver.core.fields import whole_number
 from paramserver.core.selection import listed
 
 KEPT_MAX: Final = 8
@@ -53,6 +54,7 @@ class SharedArrays:
 
         Names and ranges in `options` can be read again afterwards.
         """
+        options["min_version"] = whole_number("min_version", options["min_version"])
         options["names"], options["ranges"] = listed(options["names"], options["ranges"])
         if not options["min_version"]:
             return None

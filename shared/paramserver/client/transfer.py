@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
-from paramserver.client.calls import POLL_S, Call, Deadline, Pause, Response
+from paramserver.client.calls import POLL_S, Call, Deadline, Pause, Response, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Feedback, drafted, ready
 from paramserver.client.frames import (
@@ -26,7 +26,9 @@ from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
 from paramserver.client.sends import Transfer, origin_of
 from paramserver.codecs.codec import Codec
+from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
+from paramserver.core.watermark import LEVELS
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import PullReply, PushReply
@@ -65,6 +67,7 @@ def pull(
 
     Raises NotFoundError, ConflictError (`version_not_reached`), or Unavailable when the deadline passes.
     """
+    min_version, wait_s = whole_number("min_version", min_version), seconds(wait_s, "wait_s")
     held = yield from cluster.map_of(model, deadline)
     selection = select(held.layout, *listed(names, ranges))
     whole = selection.size == held.layout.size
@@ -76,7 +79,7 @@ def pull(
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
     transfer = Transfer(cluster, held, selection, deadline, reads=True)
-    wait_until = deadline.clock() + float(wait_s)
+    wait_until = deadline.clock() + wait_s
     arrivals, found = Arrivals(cluster.same_host, held.layout), None
     replies: list[PullReply] = []
     pending = list(selection.parts)
@@ -283,8 +286,17 @@ def _reached(pushed: Pushed, terms: PushTerms) -> int:
 
 
 def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
-    """The terms with base versions per partition, where `base` is a pull of this creation of the model."""
-    base = terms.base
+    """The terms with base versions per partition, where `base` is a pull of this creation of the model.
+
+    Raises RequestError (`invalid_field`) for what is no weight, level or pull.
+    """
+    weight, base = plain(terms.weight), terms.base
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < NUMBER_MAX:
+        detail = f"weight: must be a number of at least 0 and below {NUMBER_MAX:g}, not {terms.weight!r:.40}"
+        raise problem("invalid_field", detail, where="weight")
+    if terms.ack is not None and terms.ack not in LEVELS:
+        raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {terms.ack!r:.40}", where="ack")
+    terms = replace(terms, weight=weight)
     if base is None or (isinstance(base, Mapping) and not isinstance(base, Params)):
         return terms
     if not isinstance(base, Params):

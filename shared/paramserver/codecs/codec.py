@@ -39,6 +39,8 @@ class Codec:
     @classmethod
     def parse(cls, text: str) -> Self:
         """The codec that a caller names.  Raises RequestError (`unknown_codec`, or `invalid_field` for a fraction)."""
+        if not isinstance(text, str):
+            raise _unknown(repr(text))
         base, plus, stage = text.partition("+")
         name, colon, number = base.partition(":")
         coding = name if name in WHOLE else ELEMENTS.get(name)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite
+from operator import index
 from reprlib import Repr
 from typing import Any, Final
 
@@ -142,6 +143,19 @@ def finite(value: Any) -> bool:
         and not isinstance(value, bool)
         and isfinite(value if abs(value) < 1e308 else inf)
     )
+
+
+def whole_number(name: str, value: Any, low: int = 0, high: int = 1 << 53) -> int:
+    """An argument that counts something; raises RequestError (`invalid_field`) outside of what is allowed."""
+    try:
+        number = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = -1
+    if not low <= number <= high:
+        raise problem(
+            "invalid_field", f"{name}: must be an integer from {low} to {high}, not {value!r:.40}", where=name
+        )
+    return number
 
 
 def wait_seconds(value: Any) -> float:

@@ -5,6 +5,7 @@ the flat vector itself.  Each partition's share of it is contiguous, which is wh
 """
 
 import fnmatch
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
@@ -94,9 +95,9 @@ def listed(names: Names | None, ranges: Ranges | None) -> tuple[tuple[str, ...] 
 
 def _pairs(name: str, pairs: Sequence[Sequence[int]]) -> tuple[Range, ...]:
     try:
-        return tuple([(int(start), int(stop)) for start, stop in pairs])
+        return tuple([(operator.index(start), operator.index(stop)) for start, stop in pairs])
     except (TypeError, ValueError):
-        detail = f"ranges of '{name}' must be pairs (start, stop), not {pairs!r:.60}"
+        detail = f"ranges of '{name}' must be pairs (start, stop) of integers, not {pairs!r:.60}"
         raise problem("invalid_range", detail, hint='ranges={"w": [(0, 128)]}') from None
 
 
