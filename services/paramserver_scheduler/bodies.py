@@ -203,6 +203,14 @@ class Uploaded(Body):
     given: Many[Many[int]] = Field([], description="[index, owner token] of each partition that took them")
 
 
+class Restored(Body):
+    """A client has set every partition to a checkpoint of its own."""
+
+    generation: Count
+    timeline: Count = Field(0, description="the model's when that began; one on another by now stays on it")
+    version: Annotated[int, Field(ge=0, le=limits.VERSION_MAX)] = Field(0, description="the checkpoint's greatest")
+
+
 def known_fields(kind: type[Body]) -> list[str]:
     """The names under which its fields are sent."""
     return sorted(f.alias or name for name, f in kind.model_fields.items())

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 
 from paramserver import checkpoint
-from paramserver.core.assembly import gather, scatter
+from paramserver.core.assembly import gather, scatter, versions
 from paramserver.core.checkpoints import ALIASES
 from paramserver.core.fields import check_model_name
 from paramserver.core.layout import Layout
@@ -203,9 +203,14 @@ def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any
     return document
 
 
-def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[PartitionState]:
-    """A checkpoint as the partitions of a model with that spec; raises RequestError where they do not fit."""
-    return scatter(Layout(spec), held.params, held.slots, held.steps)
+def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[PartitionState, int]]:
+    """A checkpoint as the partitions of a model with that spec, with the version that each has at least.
+
+    Raises RequestError where they do not fit.
+    """
+    layout = Layout(spec)
+    states = scatter(layout, held.params, held.slots, held.steps)
+    return list(zip(states, versions(layout, Layout(held.spec), held.versions), strict=True))
 
 
 def assignments(

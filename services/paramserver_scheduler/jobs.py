@@ -132,13 +132,13 @@ class Jobs:
             assert answer.body is not None
             model = key = ModelKey(target, int(answer.body["generation"]))
             await self._shards.restore(key, states, self._owner(key), self._timeline(key))
-            done = await ask(lambda n: io.RestoreFinished(n, key))
+            done = await ask(lambda n: io.RestoreFinished(n, key, version=held.version))
         except Exception as e:
             error = _problem_of(e)
             if model is not None:
                 # Till the core has heard of an end the model stands still; it may have heard of the beginning though
                 # that was answered 503, and not of the end.
-                self._runtime.send(io.RestoreFinished(0, model, error))
+                self._runtime.send(io.RestoreFinished(0, model, error, held.version))
             raise error from e
         return Answer(answer.status, done.body)
 

@@ -63,16 +63,17 @@ class ShardClient:
         return await _each(partitions, fetch)
 
     async def restore(
-        self, model: ModelKey, states: Sequence[PartitionState], owner: Owner, timeline: Callable[[], int]
+        self, model: ModelKey, states: Sequence[tuple[PartitionState, int]], owner: Owner, timeline: Callable[[], int]
     ) -> None:
-        """Put these states in the place of what the partitions hold; what was staged or buffered is dropped.
+        """Put these states, with their versions, in the place of what the partitions hold; what was staged or buffered
+        is dropped.
 
         `timeline` gives the one that the model is on, as far as is known here: what arrives when a newer leader has
         begun another is refused.  Raises like `states`; some partitions may then have been set.
         """
 
         async def send(index: int) -> None:
-            frame, arrays = restore_frame(model.name, model.generation, {index: states[index]}, timeline())
+            frame, arrays = restore_frame(model.name, model.generation, index, *states[index], timeline())
             await self._set(owner(index), frame, arrays)
 
         await _each(len(states), send)

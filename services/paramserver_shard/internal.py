@@ -118,6 +118,7 @@ def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:
                 None if keeps_slots else tuple(slots),
                 part.steps,
                 part.expected,
+                part.version,
             )
         )
     return tuple(out)

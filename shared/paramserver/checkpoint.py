@@ -28,6 +28,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from paramserver import limits
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.types import F32, AnyArray
@@ -65,6 +66,11 @@ class Checkpoint:
     """What each worker kept in `w.state`, under its id."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Free members of the manifest, such as `clock`, `timeline`, `created_at` (seconds since the epoch)."""
+
+    @property
+    def version(self) -> int:
+        """The greatest of its versions."""
+        return max(self.versions, default=0)
 
 
 def write(
@@ -193,16 +199,23 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
                 np.asarray(state[f"{i}:{p.name}"], dtype=np.float32).reshape(p.shape)
                 for i in range(manifest["slots"][p.name])
             ]
+        versions = [_version(v) for v in manifest["versions"]]
         states = json.loads((folder / WORKERS).read_text(encoding="utf-8"))
         known = {"format", "model", "spec", "version", "versions", "steps", "slots", "files"}
         meta = {k: v for k, v in manifest.items() if k not in known}
-        return Checkpoint(spec, params, slots, dict(manifest["steps"]), list(manifest["versions"]), states, meta)
+        return Checkpoint(spec, params, slots, dict(manifest["steps"]), versions, states, meta)
     except (KeyError, TypeError, ValueError, OSError, SafetensorError) as e:
         raise problem("corrupt_state", f"the checkpoint at '{folder}' is damaged: {e!r:.200}") from e
     except PsError as e:
         if e.code == "corrupt_state":
             raise
         raise problem("corrupt_state", f"the checkpoint at '{folder}' has a spec that cannot be read: {e}") from e
+
+
+def _version(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= limits.VERSION_MAX:
+        raise ValueError(f"version {value!r:.40}")
+    return value
 
 
 def _key(name: str) -> str:

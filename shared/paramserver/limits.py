@@ -53,6 +53,8 @@ PARTITION_BYTES_SMALL: Final = MIB // 2
 MODELS_MAX: Final = 1024
 MODEL_ELEMENTS_MAX: Final = 1 << 36
 RANGES_PER_PUSH_MAX: Final = 4096
+VERSION_MAX: Final = 1 << 52
+"""The greatest version at which a checkpoint may have a partition go on: beyond it there is room for all updates."""
 
 # Push ids.
 WINDOW: Final = 64

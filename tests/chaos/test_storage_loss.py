@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,25 +78,56 @@ def test_a_redis_that_comes_back_without_its_last_writes(start: Start) -> None:
     run.assert_kept(shards_died=True)
 
 
-def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path) -> None:
-    """All nodes and volumes are gone; an empty cluster goes on from the checkpoint with the same values."""
-    saved = tmp_path / "saved"
+SCHEDULES: dict[str, Any] = {
+    "warmup": ps.Constant(warmup=6),
+    "steps": ps.StepDecay(step_size=3, gamma=0.1),
+    "both": ps.Cosine(t_max=4, warmup=3),
+}
+
+
+@pytest.mark.parametrize("keeper", ["client", "cluster"])
+@pytest.mark.parametrize("mode", [ps.Async(), ps.Sync()], ids=["async", "sync"])
+def test_a_checkpoint_is_restored_where_nothing_else_is_left(tmp_path: Path, mode: Any, keeper: str) -> None:
+    """All nodes and volumes are gone; an empty cluster goes on from the checkpoint with the same values, in the middle
+    of warm-ups and schedules."""
     rng = np.random.default_rng(3)
     gradients = [{"w": rng.normal(size=(40, 25)).astype(np.float32)} for _ in range(8)]
+    before, after = {}, {}
     with chaos_cluster(tmp_path / "one", Plan(shards=2)) as first:
-        model = first.client.create_model("net", {"w": (40, 25)}, optimizer=ps.Adam(lr=0.1), partitions=4)
-        for g in gradients[:4]:
-            model.push(g)
-        model.checkpoint(saved)
-        before = model.pull()["w"]
-        for g in gradients[4:]:
-            model.push(g)
-        after = model.pull()["w"]
+        for name, schedule in SCHEDULES.items():
+            optimizer = ps.Adam(lr=0.1, schedule=schedule)
+            model = first.client.create_model(
+                name, {"w": (40, 25)}, optimizer=optimizer, consistency=mode, partitions=4
+            )
+            before[name] = train(model, gradients[:4])
+            if keeper == "client":
+                model.checkpoint(tmp_path / "saved" / name)
+            else:
+                shutil.copytree(model.save("saved")["path"], tmp_path / "saved" / name)
+            after[name] = train(model, gradients[4:])
     shutil.rmtree(tmp_path / "one")
 
     with chaos_cluster(tmp_path / "two", Plan(shards=3)) as second:
-        restored = second.client.restore(saved, partitions=5)
-        np.testing.assert_array_equal(restored.pull()["w"], before)
-        for g in gradients[4:]:
-            restored.push(g)
-        np.testing.assert_array_equal(restored.pull()["w"], after)
+        for name in SCHEDULES:
+            if keeper == "client":
+                restored = second.client.restore(tmp_path / "saved" / name, partitions=5)
+            else:
+                folder = tmp_path / "two" / "nodes" / "state" / "checkpoints" / name / "saved"
+                shutil.copytree(tmp_path / "saved" / name, folder)
+                body = {"checkpoint": "saved", "partitions": 5}
+                assert second.http.post(f"{second.urls[0]}/models/{name}/restore", json=body, timeout=30).is_success
+                restored = second.client.model(name)
+            np.testing.assert_array_equal(restored.pull()["w"], before[name])
+            np.testing.assert_array_equal(train(restored, gradients[4:]), after[name])
+
+
+def train(model: ps.Model, gradients: list[Any]) -> Any:
+    """The values after these gradients."""
+    if model.info()["spec"]["consistency"]["mode"] == "async":
+        for g in gradients:
+            model.push(g)
+        return model.pull()["w"]
+    with model.worker() as w:
+        for g in gradients:
+            w.step(g)
+        return w.pull()["w"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.core.assembly import gather, scatter
+from paramserver.core.assembly import gather, scatter, versions
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.core.spec import ModelSpec
@@ -41,6 +41,20 @@ def test_other_partition_counts_hold_the_same(shapes: list[list[int]], data: st.
         for name, value in params.items():
             np.testing.assert_array_equal(got[0][name], value)
             np.testing.assert_array_equal(got[1][name], slots[name])
+
+
+def test_a_schedule_goes_on_where_it_was() -> None:
+    """Each partition at its own version where the cut is the same, at the greatest where it is not; in sync one clock
+    before, which the first commit of the phase makes up for."""
+    two, three = _layout([[8]], 2), _layout([[8]], 3)
+    sync = Layout(two.spec.patched({"consistency": {"mode": "sync"}}))
+
+    assert versions(two, _layout([[8]], 2), [3, 5]) == [3, 5]
+    assert versions(two, _layout([[2], [6]], 2), [3, 5]) == [5, 5]
+    assert versions(three, two, [3, 5]) == [5, 5, 5]
+    assert versions(sync, two, [3, 5]) == [4, 4]
+    assert versions(sync, two, [0, 0]) == [0, 0]
+    assert versions(two, two, []) == [0, 0]
 
 
 def test_another_optimizer_starts_afresh() -> None:

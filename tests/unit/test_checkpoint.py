@@ -93,6 +93,18 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
     assert caught.value.code == "corrupt_state"
 
 
+@pytest.mark.parametrize("version", [-1, 1 << 60, 1.5, "3", None, True])
+def test_a_version_that_cannot_be_is_corrupt(tmp_path: Path, version: Any) -> None:
+    """No partition is told to go on at it."""
+    _write(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / checkpoint.MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"versions": [version]}))
+
+    with pytest.raises(PsError, match="version") as caught:
+        checkpoint.read(tmp_path / "ckpt")
+    assert caught.value.code == "corrupt_state"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 2}', '{"format": 1}', '{"format": 1, "files": {}}'])
 def test_a_bad_manifest_is_corrupt(tmp_path: Path, text: str) -> None:
     """A manifest that makes no sense is a CorruptState, not a KeyError."""

@@ -192,7 +192,11 @@ class Session:
         data = self.gradient(2 if ranged else SIZE)
         slots = tuple(np.abs(self.gradient()) for _ in self.partition.state.slots) if restore else None
         steps = (3, 4) if restore else None
-        part = AssignPart(0, data, "float32", True, ((2, 4),) if ranged else None, slots, steps)
+        version = (
+            2 * self.partition.version % 7 if restore else 0
+        )  # as a checkpoint says: beyond the present one or not
+        ranges = ((2, 4),) if ranged else None
+        part = AssignPart(0, data, "float32", True, ranges, slots, steps, version=version)
         self.driver.send(SetReceived(self.driver.request(), "m", (part,), restore=restore))
 
     def roster(self, gone: bool) -> None:
@@ -289,6 +293,26 @@ def recorded() -> Recording:
     for command in SCRIPT:
         session.do(command)
     return session.recording
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_restore_to_a_later_version_is_replayed_and_one_without_is_read(ready: bool) -> None:
+    """The version that a partition goes on at is in the entry; entries of before have none, and raise it by one."""
+    session = Session(spec())
+    assert session.driver.view is not None
+    session.driver.send(replace(session.driver.view, ready=ready))
+    for version in (0, 25, 3):
+        part = AssignPart(0, session.gradient(), "float32", True, version=version)
+        session.driver.send(SetReceived(session.driver.request(), "m", (part,), restore=True))
+        session.look()
+    recording = session.recording
+
+    assert [e.head["version"] for e in recording.entries if e.kind == "set"] == ([1, 25, 26] if ready else [0, 25, 25])
+    recording.check()
+    for i, entry in enumerate(recording.entries):
+        if entry.head.get("least") == 0:
+            recording.entries[i] = replace(entry, head={k: v for k, v in entry.head.items() if k != "least"})
+    recording.check()
 
 
 def test_the_script_has_every_kind_of_command() -> None:

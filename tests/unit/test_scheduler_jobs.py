@@ -155,7 +155,7 @@ async def test_what_a_restore_sets_is_sent_again_on_the_timeline_that_a_death_be
             raise problem("rolled_back", "the model went on", timeline=2, clock=3)
 
     monkeypatch.setattr(shards, "_set", refuse_the_first)
-    states = [PartitionState(np.zeros(4, np.float32), (), (1,))] * 2
+    states = [(PartitionState(np.zeros(4, np.float32), (), (1,)), 3)] * 2
     await shards.restore(ModelKey("m", 1), states, lambda index: "http://shard:1", lambda: next(timelines))
     await shards.aclose()
 

@@ -15,7 +15,7 @@ from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import ShardDriver
 from paramserver.types import ModelKey, PushId
 
-from .scheduling import Driver
+from .scheduling import SPEC, Driver
 
 WORKER = "run/a"
 ROSTER = {WORKER: (1, 0)}
@@ -228,10 +228,10 @@ def test_a_push_that_waits_for_a_partition_comes_after_the_settings_of_its_phase
 # --- what the scheduler says of it
 
 
-def restored(d: Driver) -> None:
+def restored(d: Driver, version: int = 0) -> None:
     """A restore onto the living model, begun and ended."""
     d.ask(lambda n: io.StartRestore(n, "m"))
-    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), None))
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), None, version))
 
 
 def flip(d: Driver, mode: str) -> None:
@@ -251,6 +251,41 @@ def test_after_a_restore_clocks_go_on_beyond_all_clocks_and_versions() -> None:
     restored(d)
     assert d.document()["began"] == 13
     assert d.commits()[-1]["t"] == 13
+
+
+def test_after_a_restore_the_first_commit_leads_to_the_checkpoints_version() -> None:
+    """Where the model has come less far, so that its schedule goes on there; a model that is made by it too."""
+    d = Driver()
+    d.model(consistency=SYNC)
+    restored(d, version=25)
+    assert (d.document()["began"], d.commits()[-1]["t"], d.document()["clock"]) == (24, 24, 25)
+    restored(d, version=7)
+    assert d.document()["began"] == 26
+    d.ask(lambda n: io.DeleteModel(n, "m"))
+    for version in (25, 1):
+        number = d.send(lambda n: io.CreateModel(n, SPEC | {"consistency": SYNC}, "x", restore=True))
+        d.beats()
+        key = ModelKey("m", d.result(number)["generation"])
+        done = d.ask(lambda n, k=key, v=version: io.RestoreFinished(n, k, version=v))  # type: ignore[misc]
+        assert (done["timeline"], d.core.read.model("m")["clock"]) == (1, version)
+        d.ask(lambda n: io.DeleteModel(n, "m"))
+
+
+def test_a_client_that_has_set_every_partition_begins_a_timeline_once() -> None:
+    """Said again, or of an older timeline, it changes nothing; out of sync there is none; it is meant for one model."""
+    d = Driver()
+    d.model(consistency=SYNC)
+
+    def told(generation: int = 1, timeline: int = 0) -> Any:
+        return d.ask(lambda n: io.ModelRestored(n, "m", generation, timeline, 25))
+
+    assert (told()["timeline"], d.document()["began"], d.commits()[-1]["t"]) == (1, 24, 24)
+    assert told()["timeline"] == 1
+    with pytest.raises(PsError) as other:
+        told(generation=2)
+    assert other.value.code == "model_replaced"
+    flip(d, "async")
+    assert told(timeline=1)["timeline"] == 1
 
 
 def test_the_failure_of_a_restore_that_is_not_under_way_changes_nothing() -> None:

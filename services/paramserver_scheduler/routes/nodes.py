@@ -146,6 +146,18 @@ async def uploaded(request: Request, m: str) -> Response:
     return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token, b.given))
 
 
+@router.post(
+    "/models/{m}/restored",
+    responses=gives(200, "Noted"),
+    openapi_extra=takes(bodies.Restored, {"generation": 1, "timeline": 0, "version": 400}),
+)
+@role("node")
+async def restored(request: Request, m: str) -> Response:
+    """A client has set every partition to a checkpoint of its own: in sync a new timeline begins."""
+    b = await read(request, bodies.Restored)
+    return await reply(request, lambda n: io.ModelRestored(n, m, b.generation, b.timeline, b.version))
+
+
 @router.get(
     "/models/{m}/worker",
     responses=gives(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "rank": 0, "alive": True}),

@@ -2,19 +2,23 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from msgspec.structs import replace
 
-from paramserver.client.calls import Call, Deadline, Pause, Request, Response
-from paramserver.client.cluster import Cluster, ModelMap, model_path
+from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_request
+from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.control import create_model, listed
 from paramserver.client.retry import Backoff, judged, passes
+from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import NotFoundError, PsError, StaleMapError, problem
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame
+
+if TYPE_CHECKING:
+    from paramserver.checkpoint import Checkpoint
 
 AT_ONCE: Final = 8
 """Partitions fetched or set with one round of requests."""
@@ -63,7 +67,7 @@ def restore(
     settings are by now.
     """
     from paramserver import checkpoint
-    from paramserver.core.assembly import scatter
+    from paramserver.core.assembly import scatter, versions
 
     found = checkpoint.read(os.fspath(path))
     document = found.spec.document()
@@ -78,14 +82,28 @@ def restore(
     elif partitions not in (None, held.spec.partitions):
         raise problem("conflict", f"model '{held.name}' has {held.spec.partitions} partitions for as long as it lives")
     states = scatter(held.layout, found.params, found.slots, found.steps)
+    least = versions(held.layout, Layout(found.spec), found.versions)
     pending = list(range(len(states)))
     backoff = Backoff(deadline)
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
-        requests = [_set_request(cluster, held, i, states[i], deadline) for i in now]
+        requests = [_set_request(cluster, held, i, states[i], least[i], deadline) for i in now]
         again, held = yield from _settled(cluster, held, now, (yield requests), backoff, deadline, {})
         pending = again + later
-    return held
+    return (yield from _told(cluster, held, found, deadline))
+
+
+def _told(cluster: Cluster, held: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
+    """The scheduler hears that every partition is set; the model as it is then."""
+    body = {"generation": held.generation, "timeline": held.timeline, "version": found.version}
+    path = f"/internal{model_path(held.name, 'restored')}"
+    try:
+        document = yield from control(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)
+    except NotFoundError as e:
+        if e.code != "not_found":
+            raise
+        return held  # an older scheduler, which is told nothing
+    return (yield from cluster.learn(document, deadline))
 
 
 def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
@@ -158,8 +176,10 @@ def _settled(
     return again, held
 
 
-def _set_request(cluster: Cluster, held: ModelMap, index: int, state: PartitionState, deadline: Deadline) -> Request:
-    frame, arrays = restore_frame(held.name, held.generation, {index: state})
+def _set_request(
+    cluster: Cluster, held: ModelMap, index: int, state: PartitionState, version: int, deadline: Deadline
+) -> Request:
+    frame, arrays = restore_frame(held.name, held.generation, index, state, version)
     head = encode_header(frame)
     body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}

@@ -73,6 +73,19 @@ def scatter(
     return out
 
 
+def versions(layout: Layout, source: Layout, held: Sequence[int]) -> list[int]:
+    """The least version of each partition of a layout when it holds what partitions of `source` had at versions `held`.
+
+    Where both are cut alike each goes on at its own, otherwise all at the greatest.  In sync the phase that begins then
+    takes each of them to the greatest by its first commit, which changes nothing.
+    """
+    top, count = max(held, default=0), layout.spec.partitions
+    if layout.spec.consistency.mode == "sync":
+        return [max(0, top - 1)] * count
+    same = layout.bounds == source.bounds and layout.offsets == source.offsets and len(held) == count
+    return list(held) if same else [top] * count
+
+
 def _view(layout: Layout, vector: F32, name: str) -> F32:
     lo, hi = layout.offsets[name]
     return vector[lo:hi].reshape(layout.by_name[name].shape)

@@ -15,8 +15,9 @@ Heads hold plain msgpack values.  Every head has `version`, the partition's vers
 - `flush`: `applied`, `rate`, `weights`, one for each buffered part.
 - `config`: `settings` (see `core.settings`), `clock` from here on, `fresh` (the optimizer's state begins anew),
   `unstage` (what was staged is dropped).
-- `set`: `dtype`, `ranges`, `steps` or None, `restore` (what is staged or buffered is dropped).  Arrays: the values,
-  then the optimizer's state if it was given.
+- `set`: `dtype`, `ranges`, `steps` or None, `restore` (what is staged or buffered is dropped), `least` (the version
+  afterwards at least; missing in entries of before: 0).  Arrays: the values, then the optimizer's state if it was
+  given.
 - `drop`: `slots` [[worker, epoch, clock], ...] of staged contributions whose worker's epoch has ended.
 """
 
@@ -109,8 +110,8 @@ def config_head(
 def set_head(part: "AssignPart", version: int, restore: bool) -> dict[str, Any]:
     """The head of an assignment."""
     steps = None if part.steps is None else list(part.steps)
-    ranges = _ranges(part.ranges)
-    return {"version": version, "dtype": part.dtype, "ranges": ranges, "steps": steps, "restore": restore}
+    numbers = {"steps": steps, "restore": restore, "least": part.version}
+    return {"version": version, "dtype": part.dtype, "ranges": _ranges(part.ranges)} | numbers
 
 
 def drop_head(slots: Iterable[tuple[str, int, int]], version: int) -> dict[str, Any]:

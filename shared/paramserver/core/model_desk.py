@@ -13,6 +13,7 @@ from paramserver.core.scheduler_io import (
     DeleteModel,
     FilesLoaded,
     ModelForgotten,
+    ModelRestored,
     ParameterUploaded,
     PatchModel,
     RestoreFinished,
@@ -294,14 +295,24 @@ class ModelDesk:
         if e.error is not None and RESTORED in model.missing and not model.lost:
             self.remove(model, e.error, now)
         else:
+            # Of one that never had values no partition stands at, or has staged for, any clock: the first is not used.
+            first = RESTORED in model.missing and not model.lost and not model.gate.clock
             model.restoring = False
             self.c.save_model(model)
             if e.error is None:
                 self._filled(model, set(model.missing))
             if model.gate.sync:
                 # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
-                begin_sync(self.c, model)
+                begin_sync(self.c, model, max(0 if first else model.beyond, e.version - 1))
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
+
+    def restored(self, e: ModelRestored, now: float) -> None:
+        model = self.c.model(e.model)
+        if model.generation != e.generation:
+            raise problem("model_replaced", f"model '{model.name}' was created anew")
+        if model.gate.sync and model.ready and model.timeline == e.timeline:
+            begin_sync(self.c, model, max(model.beyond, e.version - 1))
+        self.c.answer(e.request, self.c.public(model))
 
 
 def describe(model: Model) -> dict[str, Any]:

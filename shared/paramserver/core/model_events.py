@@ -93,6 +93,22 @@ class RestoreFinished(Struct, frozen=True):
     request: int
     model: ModelKey
     error: PsError | None = None
+    version: int = 0
+    """The checkpoint's; the first commit of a synchronous model that is not beyond it leads there."""
+
+
+class ModelRestored(Struct, frozen=True):
+    """POST /internal/models/{m}/restored: a client has set every partition itself.  Answer 200 with the model document.
+
+    A synchronous model that is still on `timeline` begins another one; so it does no harm to say it again.
+    """
+
+    request: int
+    model: str
+    generation: int
+    timeline: int
+    version: int
+    """As in `RestoreFinished`."""
 
 
 class RequestCheckpoint(Struct, frozen=True):

@@ -178,7 +178,9 @@ class Replay:
         if state is None:
             raise problem("corrupt_state", f"a value of partition {p.key} is not finite any more")
         p.state = p.assigned(part, state)
-        p.version = head["version"] if head["version"] == p.version else p.version + 1
+        least = head.get("least", 0)
+        initial = max(p.version, least)  # of a model that was not complete yet
+        p.version = initial if head["version"] == initial else max(p.version + 1, least)
         if head["restore"]:
             p.drop_staged()
             p.take_buffered()

@@ -55,6 +55,7 @@ class SchedulerCore:
             io.ModelForgotten: models.forgotten,
             io.StartRestore: models.start_restore,
             io.RestoreFinished: models.finish_restore,
+            io.ModelRestored: models.restored,
             io.JoinWorker: workers.join,
             io.WorkerHeartbeat: workers.heartbeat,
             io.LeaveWorker: workers.leave,

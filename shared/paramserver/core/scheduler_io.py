@@ -21,6 +21,7 @@ from paramserver.core.model_events import CreateModel as CreateModel
 from paramserver.core.model_events import DeleteModel as DeleteModel
 from paramserver.core.model_events import FilesLoaded as FilesLoaded
 from paramserver.core.model_events import ModelForgotten as ModelForgotten
+from paramserver.core.model_events import ModelRestored as ModelRestored
 from paramserver.core.model_events import ParameterUploaded as ParameterUploaded
 from paramserver.core.model_events import PatchModel as PatchModel
 from paramserver.core.model_events import RequestCheckpoint as RequestCheckpoint
@@ -72,7 +73,8 @@ class Tick(Struct, frozen=True):
 
 Event: TypeAlias = (
     JoinShard | ShardHeartbeat | LeaveShard | SetShardState | OpenFeed | RedisEmptied | StorageChanged | CreateModel
-    | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | JoinWorker
+    | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished
+    | ModelRestored | JoinWorker
     | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
     | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
     | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick

@@ -48,9 +48,11 @@ class SetOperation(Operation):
             assert result.state is not None
             state = p.assigned(part, result.state)
             if self.model.ready:
+                p.version = max(p.version, part.version - 1)
                 shard.flip(p, state, now)
             else:
-                p.state = state  # still version 0: the initial values are not complete yet
+                p.state = state  # no update: the initial values are not complete yet
+                p.version = max(p.version, part.version)
                 p.lsn += 1
             if self.event.restore:
                 shard.held_bytes -= p.drop_staged() + sum(h.data.nbytes for h in p.take_buffered())

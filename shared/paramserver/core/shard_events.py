@@ -232,10 +232,13 @@ class AssignPart(Struct, frozen=True):
     """Restores: step counts per segment; None keeps what is there."""
     expected: tuple[int, int] | None = None
     """(version, owner token) that the partition must have, or nothing is assigned anywhere; None: whichever it has."""
+    version: int = 0
+    """Restores: the version that the partition has afterwards at least."""
 
 
 class SetReceived(Struct, frozen=True):
-    """Values are assigned (`PUT params`, a restore, an upload): version + 1, or still 0 while the model initializes."""
+    """Values are assigned (`PUT params`, a restore, an upload): version + 1, or still the same while the model
+    initializes; what a part says goes beyond that."""
 
     request: Request
     model: str

@@ -13,12 +13,12 @@ def restart(cluster: Cluster, model: Model, clock: int) -> None:
     cluster.model_changed(model)
 
 
-def begin_sync(cluster: Cluster, model: Model) -> None:
-    """A sync phase begins on values that are not the initial ones.
+def begin_sync(cluster: Cluster, model: Model, clock: int | None = None) -> None:
+    """A sync phase begins on values that are not the initial ones; None: at a clock beyond all that is known.
 
     A commit without contributions makes the first cut as soon as every partition is served.  Owners keep their tokens:
     by a clock that is beyond all there were each partition sees that what it stands at is of an older timeline.
     """
     model.cut = None
     model.switched = model.cut_wanted = model.opening = True
-    restart(cluster, model, model.beyond)
+    restart(cluster, model, model.beyond if clock is None else clock)

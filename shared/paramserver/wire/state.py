@@ -5,15 +5,19 @@
 the part's dtype, then each slot of the whole partition, float32.  Headers are framed as in `wire.frame`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
 
+from paramserver import limits
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import Count, Header, ModelName
+
+Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=limits.VERSION_MAX)]
 
 
 class StateFrame(Header, frozen=True, tag_field="kind", tag="state", omit_defaults=False):
@@ -60,6 +64,8 @@ class SetPart(msgspec.Struct, frozen=True):
     """Step counts of each segment; None keeps optimizer state and counts as they are."""
     expected: tuple[Count, Count] | None = None
     """(version, owner token) that the partition must have, or nothing is assigned; None: whichever it has."""
+    version: Version = 0
+    """The version that the partition has afterwards at least."""
 
     def body_bytes(self) -> int:
         """Length of this part of the body."""
@@ -83,13 +89,12 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
 
 
 def restore_frame(
-    model: str, generation: int, states: Mapping[int, PartitionState], timeline: int | None = None
+    model: str, generation: int, index: int, state: PartitionState, version: int, timeline: int | None = None
 ) -> tuple[SetFrame, Sequence[AnyArray]]:
-    """The frame that puts these whole states in place of what the partitions hold, with its body as arrays."""
-    parts: list[SetPart] = []
-    body: list[AnyArray] = []
-    for index, state in states.items():
-        size = state.values.size
-        parts.append(SetPart(index, size, None, "float32", size, len(state.slots), state.steps))
-        body += [state.values, *state.slots]
-    return SetFrame(model, generation, tuple(parts), restore=True, timeline=timeline), body
+    """The frame that puts this whole state in place of what the partition holds, with its body as arrays.
+
+    The partition has that version afterwards, or the next one of its own if that is greater.
+    """
+    size = state.values.size
+    part = SetPart(index, size, None, "float32", size, len(state.slots), state.steps, version=version)
+    return SetFrame(model, generation, (part,), restore=True, timeline=timeline), [state.values, *state.slots]
