@@ -207,8 +207,13 @@ class Restored(Body):
     """A client has set every partition to a checkpoint of its own."""
 
     generation: Count
-    timeline: Count = Field(0, description="the model's when that began; one on another by now stays on it")
+    timeline: Count | None = Field(
+        None, description="the model's when that began; one on another by now stays on it; left out: more is to come"
+    )
     version: Annotated[int, Field(ge=0, le=limits.VERSION_MAX)] = Field(0, description="the checkpoint's greatest")
+    workers: dict[str, Any] = Field(
+        {}, description="what each worker that joins from now on begins with", examples=[{"demo/w0": {"seen": 12}}]
+    )
 
 
 def known_fields(kind: type[Body]) -> list[str]:

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from paramserver.checkpoint import Checkpoint
 from paramserver.core import scheduler_io as io
 from paramserver.core.checkpoints import ALIASES
+from paramserver.core.documents import check_states
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import NotFoundError, PsError, as_problem, problem
@@ -107,6 +108,7 @@ class Jobs:
 
     async def _restored(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
         held = await self._held(source, name)
+        workers = check_states(held.states_in(target))
         ask = self._runtime.ask
         try:
             living: Mapping[str, Any] | None = self._runtime.core.read.model(target)
@@ -132,7 +134,7 @@ class Jobs:
             assert answer.body is not None
             model = key = ModelKey(target, int(answer.body["generation"]))
             await self._shards.restore(key, states, self._owner(key), self._timeline(key))
-            done = await ask(lambda n: io.RestoreFinished(n, key, version=held.version))
+            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version, workers))
         except Exception as e:
             error = _problem_of(e)
             if model is not None:

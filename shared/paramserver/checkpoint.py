@@ -72,6 +72,12 @@ class Checkpoint:
         """The greatest of its versions."""
         return max(self.versions, default=0)
 
+    def states_in(self, model: str) -> dict[str, Any]:
+        """What workers kept, under their ids in a model of that name."""
+        own = f"{self.spec.name}/"
+        named = {f"{model}/{w.removeprefix(own)}" if w.startswith(own) else w: s for w, s in self.worker_states.items()}
+        return {w: s for w, s in named.items() if s is not None}
+
 
 def write(
     path: str | os.PathLike[str],
@@ -200,7 +206,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
                 for i in range(manifest["slots"][p.name])
             ]
         versions = [_version(v) for v in manifest["versions"]]
-        states = json.loads((folder / WORKERS).read_text(encoding="utf-8"))
+        states = dict(json.loads((folder / WORKERS).read_text(encoding="utf-8")))
         known = {"format", "model", "spec", "version", "versions", "steps", "slots", "files"}
         meta = {k: v for k, v in manifest.items() if k not in known}
         return Checkpoint(spec, params, slots, dict(manifest["steps"]), versions, states, meta)

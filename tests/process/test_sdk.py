@@ -321,6 +321,45 @@ def test_a_checkpoint_on_this_machine_holds_the_workers_states(client: ps.Client
     assert json.loads((tmp_path / "ckpt" / "workers.json").read_text()) == {f"{name}/anna": {"seen": 12}}
 
 
+@pytest.mark.parametrize("keeper", ["client", "cluster"])
+def test_workers_of_a_restored_model_begin_with_their_states(
+    client: ps.Client, name: str, tmp_path: Path, keeper: str
+) -> None:
+    """Under another name, after a delete, and in place, where who is there keeps its own until it joins again."""
+
+    def restore(**how: Any) -> None:
+        if keeper == "client":
+            client.restore(tmp_path / "ckpt", **how)
+        else:
+            into = {"as": how["as_"]} if "as_" in how else {}
+            answer = httpx.post(f"{client.url}/models/{name}/restore", json={"checkpoint": "mine", **into}, timeout=30)
+            assert answer.is_success, answer.text
+
+    def begins_with(model: str) -> Any:
+        with client.model(model).worker("anna") as w:
+            return dict(w.state)
+
+    model = client.create_model(name, {"w": (4,)})
+    with model.worker("anna") as w, model.worker("ben"):
+        w.state["seen"] = 12
+    model.checkpoint(tmp_path / "ckpt") if keeper == "client" else model.save("mine")
+
+    copy = f"{name}-2"[-60:]
+    restore(as_=copy)
+    assert begins_with(copy) == {"seen": 12}
+    with model.worker("anna") as w:
+        w.state["seen"] = 40
+        w.step(ones(4))
+    with model.worker("anna") as w:
+        assert w.state == {"seen": 40}
+        restore(exist_ok=True)
+        assert w.state == {"seen": 40}
+    assert begins_with(name) == {"seen": 12}
+    model.delete()
+    restore()
+    assert begins_with(name) == {"seen": 12}
+
+
 def test_behind_a_gateway_everything_goes_through_the_url(
     shared_cluster: Cluster, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from paramserver import limits
 from paramserver.core import scheduler_io as io
 from paramserver.core.checkpoints import Checkpoints, Record
 from paramserver.core.spec import CheckpointSpec
@@ -86,6 +87,53 @@ def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
     assert d.result(asked)["clock"] == 2
     assert d.ask(lambda n: io.StartRestore(n, "m"))["name"] == "m"
+
+
+def test_who_joins_a_restored_model_begins_with_the_state_that_the_checkpoint_has() -> None:
+    """Whether it was there before or not, under the next leader too; who lives keeps what it was given till then."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    d.ask(lambda n: io.WorkerHeartbeat(n, "m", "m/a", 1, state={"at": 9}))
+    d.ask(lambda n: io.StartRestore(n, "m"))
+    states = {"m/a": {"at": 3}, "m/b": {"at": 4}, "run-1/w0": [5]}
+    d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1), workers=states))
+    d.restart()
+    assert d.clock(a, 1)
+    joined = [d.join(w) for w in ("a", "b", "run-1/w0", "c")]
+
+    assert [w["state"] for w in joined] == [{"at": 3}, {"at": 4}, [5], None]
+    assert [w["epoch"] for w in joined] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {"../x": 1},
+        {"m/" + "x" * 200: 1},
+        {"m/a": {"x": 1 << 70}},
+        {"m/a": [0, "x" * (1 << 21)]},
+        {"m/a": [[1]] * 30_000},
+    ],
+)
+def test_a_state_that_no_worker_could_have_told_is_not_taken_from_a_client(workers: dict[str, Any]) -> None:
+    """Names and sizes are those of workers, and nothing of the request is kept."""
+    d = Driver()
+    d.model()
+    with pytest.raises(PsError) as refused:
+        d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": 1} | workers))
+    assert refused.value.code == "invalid_field"
+    assert not d.core.read.workers("m", d.now)
+
+
+def test_more_states_than_a_model_may_have_workers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of workers that are known come first; nobody is forgotten for one that may never come."""
+    monkeypatch.setattr(limits, "WORKERS_PER_MODEL_MAX", 2)
+    d = Driver()
+    d.model()
+    d.join("a")
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, None, 0, {"m/b": 1, "m/c": 2, "m/a": 3}))
+    assert {w["worker"]: w["kept"] for w in d.core.read.workers("m", d.now, kept=True)} == {"m/a": 3, "m/b": 1}
 
 
 def test_the_last_and_the_best_checkpoints_stay() -> None:

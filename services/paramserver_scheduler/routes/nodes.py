@@ -153,9 +153,12 @@ async def uploaded(request: Request, m: str) -> Response:
 )
 @role("node")
 async def restored(request: Request, m: str) -> Response:
-    """A client has set every partition to a checkpoint of its own: in sync a new timeline begins."""
+    """A client has set every partition to a checkpoint of its own, whose worker states it tells.
+
+    In sync a new timeline begins.
+    """
     b = await read(request, bodies.Restored)
-    return await reply(request, lambda n: io.ModelRestored(n, m, b.generation, b.timeline, b.version))
+    return await reply(request, lambda n: io.ModelRestored(n, m, b.generation, b.timeline, b.version, b.workers))
 
 
 @router.get(

@@ -1,19 +1,20 @@
 """Checkpoints on the caller's own disk: partitions are read from their owners and written as one folder, and back."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from msgspec.structs import replace
 
-from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_request
+from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.control import create_model, listed
 from paramserver.client.retry import Backoff, judged, passes
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import NotFoundError, PsError, StaleMapError, problem
+from paramserver.limits import MIB
 from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame
 
@@ -68,10 +69,12 @@ def restore(
     """
     from paramserver import checkpoint
     from paramserver.core.assembly import scatter, versions
+    from paramserver.core.documents import check_states
 
     found = checkpoint.read(os.fspath(path))
     document = found.spec.document()
     document["name"] = as_ or found.spec.name
+    check_states(found.states_in(document["name"]))
     for p in document["params"].values():
         p["init"] = {"kind": "zeros"}  # the values come right after
     if partitions is not None:
@@ -94,16 +97,35 @@ def restore(
 
 
 def _told(cluster: Cluster, held: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
-    """The scheduler hears that every partition is set; the model as it is then."""
-    body = {"generation": held.generation, "timeline": held.timeline, "version": found.version}
+    """The scheduler hears that every partition is set, and what workers kept; the model as it is then."""
     path = f"/internal{model_path(held.name, 'restored')}"
+    bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(held.name))]
+    bodies.append({"timeline": held.timeline, "version": found.version})
+    document: Any = None
     try:
-        document = yield from control(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)
+        for body in bodies:
+            request = json_request("POST", path, {"generation": held.generation, **body}, timeout_s=ATTEMPT_S)
+            document = yield from control(request, deadline)
     except NotFoundError as e:
         if e.code != "not_found":
             raise
         return held  # an older scheduler, which is told nothing
     return (yield from cluster.learn(document, deadline))
+
+
+def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The states in pieces of which each, but for one that is larger by itself, fits a request well."""
+    piece: dict[str, Any] = {}
+    size = 0
+    for worker, state in states.items():
+        more = len(json_bytes(state))
+        if piece and size + more > MIB:
+            yield piece
+            piece, size = {}, 0
+        piece[worker] = state
+        size += more
+    if piece:
+        yield piece
 
 
 def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:

@@ -95,7 +95,8 @@ class Reports:
         """The worker is a new incarnation; `state` is that of the last one, if it is to have it."""
         if isinstance(state, dict):
             self.state.update(state)
-        self._told = b""
+        # What the scheduler has is not told again: a restore may have given it another one meanwhile.
+        self._told = json_bytes(state) if state and self.state == state else b""
 
     def left_out(self, worker: str, what: str, why: PsError) -> None:
         """Say once that the scheduler does not get the worker's `state` or `metrics`."""

@@ -100,7 +100,11 @@ class CheckpointDesk:
             "spec": model.spec.document(),
             "metric": {"name": wanted.metric[0], "value": wanted.metric[1]} if wanted.metric else None,
             "created_s": now + self.c.wall_offset_s,
-            "workers": {w.name: {"rank": w.rank, "clock": w.done, "state": w.state} for w in model.roster.live()},
+            "workers": {
+                w.name: {"rank": w.rank, "clock": w.done, "state": w.state}
+                for w in model.roster
+                if w.alive or w.state is not None
+            },
         }
         self.c.save_clock(model)
         self.c.perform(WriteCheckpoint(model.key, name, cut, document))

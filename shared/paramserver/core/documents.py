@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any, Final
 
 from paramserver import limits
+from paramserver.core.fields import WORKER_NAME
 from paramserver.errors import problem
 
 VALUES_MAX: Final = 20_000
@@ -50,3 +51,15 @@ def check_document(value: Any, where: str) -> Any:
         elif item is not None:
             raise fail(f"holds a value of type {type(item).__name__}")
     return value
+
+
+def check_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The states of workers under their ids, if these can be ids of workers and each state a document.
+
+    Raises RequestError (`invalid_field`).
+    """
+    for worker, state in states.items():
+        if not WORKER_NAME.fullmatch(worker) or len(worker) > limits.WORKER_NAME_BYTES_MAX:
+            raise problem("invalid_field", f"workers: {worker!r:.140} is no id of a worker", where="workers")
+        check_document(state, f"workers.{worker}")
+    return states

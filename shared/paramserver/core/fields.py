@@ -14,6 +14,7 @@ from paramserver.errors import PsError, combined, problem
 NUMBER_MAX: Final = 1e38
 """About the largest number that float32 holds, in which the shards compute."""
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
 _SHORT: Final = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

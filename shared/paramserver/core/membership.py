@@ -159,6 +159,16 @@ class Roster:
         worker.pending.clear()
         self._live = None
 
+    def keep(self, name: str, state: Any, now: float) -> Worker | None:
+        """Have the next incarnation of that worker begin with that state; None where there is no room for the name."""
+        worker = self.workers.get(name)
+        if worker is None:
+            if len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
+                return None
+            worker = self.workers[name] = Worker(name, self.floor + 1, now, alive=False)
+        worker.state = state
+        return worker
+
     def counting(self) -> list[Worker]:
         """Those that barriers wait for, by rank."""
         return [w for w in self.live() if not w.resting]

@@ -1,9 +1,11 @@
 """Models are created, changed, filled with values, restored and deleted."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
+from paramserver.core.documents import check_states
 from paramserver.core.models import RESTORED, Model
 from paramserver.core.optimizer import slot_count
 from paramserver.core.owner import Owner
@@ -301,6 +303,7 @@ class ModelDesk:
             self.c.save_model(model)
             if e.error is None:
                 self._filled(model, set(model.missing))
+                self._keep(model, e.workers, now)
             if model.gate.sync:
                 # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
                 begin_sync(self.c, model, max(0 if first else model.beyond, e.version - 1))
@@ -310,9 +313,19 @@ class ModelDesk:
         model = self.c.model(e.model)
         if model.generation != e.generation:
             raise problem("model_replaced", f"model '{model.name}' was created anew")
+        with looking():
+            states = check_states(e.workers)
+        self._keep(model, states, now)
         if model.gate.sync and model.ready and model.timeline == e.timeline:
             begin_sync(self.c, model, max(model.beyond, e.version - 1))
         self.c.answer(e.request, self.c.public(model))
+
+    def _keep(self, model: Model, states: Mapping[str, Any], now: float) -> None:
+        """Who joins from now on under one of these names begins with that state."""
+        for name, state in states.items():
+            worker = model.roster.keep(name, state, now)
+            if worker is not None:
+                self.c.save_worker(model, worker)
 
 
 def describe(model: Model) -> dict[str, Any]:

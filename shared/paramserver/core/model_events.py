@@ -95,6 +95,8 @@ class RestoreFinished(Struct, frozen=True):
     error: PsError | None = None
     version: int = 0
     """The checkpoint's; the first commit of a synchronous model that is not beyond it leads there."""
+    workers: Mapping[str, Any] = {}
+    """What each worker is to begin with that joins from now on, checked (`documents.check_states`)."""
 
 
 class ModelRestored(Struct, frozen=True):
@@ -106,9 +108,12 @@ class ModelRestored(Struct, frozen=True):
     request: int
     model: str
     generation: int
-    timeline: int
+    timeline: int | None
+    """None: more is to come."""
     version: int
     """As in `RestoreFinished`."""
+    workers: Mapping[str, Any] = {}
+    """As there, not yet checked."""
 
 
 class RequestCheckpoint(Struct, frozen=True):

@@ -1,12 +1,11 @@
 """Workers come, report their clocks and go, and commits are decided."""
 
-import re
 from typing import Any, Final
 
 from paramserver import limits
 from paramserver.core.cluster import Cluster
 from paramserver.core.documents import check_document
-from paramserver.core.fields import finite, wait_seconds
+from paramserver.core.fields import WORKER_NAME, finite, wait_seconds
 from paramserver.core.membership import Worker, expired
 from paramserver.core.models import COMMITS_KEPT, Model
 from paramserver.core.run_desk import RunDesk
@@ -23,7 +22,6 @@ from paramserver.core.series import check_metrics
 from paramserver.core.waiter import Waiter, no_member
 from paramserver.errors import PsError, looking, problem
 
-WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
 COMMITS_PER_EVENT: Final = 64
 RANK_MAX: Final = 1 << 31
 EPOCH_MAX: Final = 1 << 53
