@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ASSIGNED: Final = 7.0
 """The value that restores and assignments bring."""
+LATER: Final = 40
+"""By how much the checkpoint of each restore is later than the one before; the first is of a model never trained."""
 ROUNDS: Final = 3
 MODES: Final[tuple[dict[str, Any], ...]] = (
     {"mode": "async"},
@@ -48,18 +50,18 @@ class SimOperator(SimClient):
         self.restored = None
         begun = yield from self._insist(lambda r: io.StartRestore(r, self.sim.spec.name))
         if begun is not None:  # else the leader that has begun it does not know, and sets nothing
-            yield from self._set(self._schedulers[0])
+            yield from self._set(self._schedulers[0], LATER * turn)
         key = ModelKey(self.sim.spec.name, 1)
-        ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None))
+        ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None, LATER * turn))
         if begun is not None and ended["timeline"] == begun["timeline"] + 1:
             self.restored = ended["timeline"]
 
-    def _set(self, leader: SimScheduler) -> Script:
+    def _set(self, leader: SimScheduler, version: int) -> Script:
         """What the leader does itself: where another one has begun a new timeline, it is refused and over."""
         core = leader.core
         while True:
             document = core.read.model(self.sim.spec.name)
-            done = yield from self._assign(timeline=document["timeline"])
+            done = yield from self._assign(timeline=document["timeline"], version=version)
             if done or not leader.leading or leader.core is not core:
                 return
             yield 0.2
@@ -84,14 +86,14 @@ class SimOperator(SimClient):
             assert outcome.retryable, outcome
             yield 0.2
 
-    def _assign(self, *, timeline: int | None = None) -> Script:
+    def _assign(self, *, timeline: int | None = None, version: int = 0) -> Script:
         """Every value of every partition, one shard after the other, until all have said that it is done; with
-        `timeline` as a restore, and false once the model is on another one."""
+        `timeline` as a restore of that version, and false once the model is on another one."""
         restore = timeline is not None
         left = set(range(self.sim.spec.partitions))
         while left:
             for shard, indices in (yield from self.owners(left)).items():
-                parts = tuple(self._part(i, restore) for i in indices)
+                parts = tuple(self._part(i, restore, version) for i in indices)
                 done = yield self.sim.shards[shard].ask(
                     self.name,
                     f"set {indices}",
@@ -105,6 +107,8 @@ class SimOperator(SimClient):
                     yield from self.failed()
         return True
 
-    def _part(self, index: int, restore: bool) -> sio.AssignPart:
+    def _part(self, index: int, restore: bool, version: int) -> sio.AssignPart:
         values = np.full(self.layout.partition_size(index), ASSIGNED, np.float32)
-        return sio.AssignPart(index, values, "float32", True, slots=() if restore else None)
+        return sio.AssignPart(
+            index, values, "float32", True, slots=() if restore else None, version=max(0, version - 1)
+        )
