@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from paramserver import limits
 from paramserver.client.arrays import Params
@@ -147,13 +147,13 @@ class AsyncWorker(WorkerView):
         self,
         grads: Grads,
         *,
-        loss: float | None = None,
+        loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
         dtype: str | None = None,
         codec: str | None = None,
         timeout: float | None = None,
-        **metrics: float | None,
+        **metrics: SupportsFloat | None,
     ) -> Pushed:
         """See `Worker.step`."""
         told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
@@ -165,7 +165,7 @@ class AsyncWorker(WorkerView):
         self,
         grads: Grads,
         *,
-        loss: float | None = None,
+        loss: SupportsFloat | None = None,
         base: Params | None = None,
         out: Params | None = None,
         copy: bool = True,
@@ -173,7 +173,7 @@ class AsyncWorker(WorkerView):
         dtype: str | None = None,
         codec: str | None = None,
         timeout: float | None = None,
-        **metrics: float | None,
+        **metrics: SupportsFloat | None,
     ) -> Params:
         """See `Worker.exchange`."""
         told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
@@ -182,7 +182,7 @@ class AsyncWorker(WorkerView):
         )
         return await self._run(exchanging)
 
-    async def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
+    async def report(self, *, timeout: float | None = None, **metrics: SupportsFloat | None) -> None:
         """See `Worker.report`."""
         await self._run(self._session.report(metrics, self._deadline(timeout)))
 
@@ -196,7 +196,7 @@ class AsyncWorker(WorkerView):
                 self._session.holding.put_down(task)
 
     async def evaluate(
-        self, measure: Callable[[Params], Mapping[str, float] | Awaitable[Mapping[str, float]]]
+        self, measure: Callable[[Params], Mapping[str, SupportsFloat] | Awaitable[Mapping[str, SupportsFloat]]]
     ) -> dict[str, float] | None:
         """See `Worker.evaluate`; `measure` may be a coroutine function."""
         if not self._session.evaluation_waits:

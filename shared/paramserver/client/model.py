@@ -92,7 +92,8 @@ class Model:
         Args:
             grads: arrays under parameter names, each of its parameter's shape, or one flat vector of the whole model.
             base: the pull that the gradient was computed from; version lag is counted from it.
-            weight: factor of the gradient; in sync and buffered mode also its weight in the mean.
+            weight: factor of the gradient.  A mean is divided by the number of its contributions, not by their weights:
+                for one over samples of unequal batches it is own batch / mean batch.
             ranges: flat element ranges; the arrays of those parameters are then 1-D with just these elements.
             dtype: in which the elements travel; None: float16 and bfloat16 as they are, everything else as float32.
             codec: how they travel, instead of a dtype: "fp16", "bf16+zstd", "fp32+lz4" (docs/codecs.md); "int8" and

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from paramserver import limits
 from paramserver.client.arrays import Params
@@ -168,13 +168,13 @@ class Worker(WorkerView):
         self,
         grads: Grads,
         *,
-        loss: float | None = None,
+        loss: SupportsFloat | None = None,
         base: Params | None = None,
         weight: float = 1.0,
         dtype: str | None = None,
         codec: str | None = None,
         timeout: float | None = None,
-        **metrics: float | None,
+        **metrics: SupportsFloat | None,
     ) -> Pushed:
         """Push, clock and report: one iteration done.
 
@@ -189,7 +189,7 @@ class Worker(WorkerView):
         self,
         grads: Grads,
         *,
-        loss: float | None = None,
+        loss: SupportsFloat | None = None,
         base: Params | None = None,
         out: Params | None = None,
         copy: bool = True,
@@ -197,7 +197,7 @@ class Worker(WorkerView):
         dtype: str | None = None,
         codec: str | None = None,
         timeout: float | None = None,
-        **metrics: float | None,
+        **metrics: SupportsFloat | None,
     ) -> Params:
         """A whole iteration in one round trip: `step`, and the values that the next one begins with.
 
@@ -213,7 +213,7 @@ class Worker(WorkerView):
         )
         return self._run(exchanging)
 
-    def report(self, *, timeout: float | None = None, **metrics: float | None) -> None:
+    def report(self, *, timeout: float | None = None, **metrics: SupportsFloat | None) -> None:
         """Report metrics of the present clock now: `report(accuracy=0.97)`."""
         self._run(self._session.report(metrics, self._deadline(timeout)))
 
@@ -231,7 +231,7 @@ class Worker(WorkerView):
             finally:
                 self._session.holding.put_down(task)
 
-    def evaluate(self, measure: Callable[[Params], Mapping[str, float]]) -> dict[str, float] | None:
+    def evaluate(self, measure: Callable[[Params], Mapping[str, SupportsFloat]]) -> dict[str, float] | None:
         """Make the evaluation that is waiting, if any: `measure` gets the present values and returns metrics.
 
         Cheap to call at every step: without one it asks nobody and returns None.  If `measure` raises, the evaluation
