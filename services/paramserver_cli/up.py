@@ -1,6 +1,7 @@
 """psctl up, down and list: clusters on this machine."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -93,6 +94,8 @@ def up(
         try:
             _introduce(folder, as_json, detach)
         except OSError as e:
+            # What is left of it would be tried again at the end of this process, and tell so in its own words.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise Failed(f"the cluster is up; what is said of it cannot be written: {e.strerror}") from None
 
 
