@@ -6,8 +6,8 @@ import re
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from paramserver.client.credentials import Credentials
-from paramserver.core.urls import is_host, is_node_url
+from paramserver.client.credentials import Credentials, is_token
+from paramserver.core.urls import is_host, is_node_url, listed_urls
 from paramserver.errors import PsError, problem
 from paramserver.limits import MIB
 
@@ -59,7 +59,7 @@ def _wrong(section: str, name: str, value: Any) -> str:
     match name:
         case "log_level" if value.upper() not in logging.getLevelNamesMapping():
             return f"must be DEBUG, INFO, WARNING or ERROR, not {value!r:.60}"
-        case "token" if not (value.strip().isascii() and value.strip().isprintable()) or " " in value.strip():
+        case "token" if not is_token(value.strip()):
             return "must be one word of ASCII characters (psctl token prints one)"
         case "secret" if section in ("scheduler", "shard"):
             return _wrong_secret(value)
@@ -93,7 +93,7 @@ def _as_of_node(url: str) -> str:
 
 
 def _wrong_urls(text: str, most: int | None = None) -> str:
-    urls = [u.strip() for u in text.split(",") if u.strip()]
+    urls = listed_urls(text)
     if not urls:
         return f"must be like http://HOST:PORT, not {text!r:.60}"
     for url in urls:
@@ -110,7 +110,7 @@ def _wrong_secret(text: str) -> str:
     try:
         tokens.keys_of(text)
     except PsError as error:
-        return f"{error.detail} ({error.hint})" if error.hint else error.detail
+        return str(error)
     return ""
 
 
@@ -118,7 +118,7 @@ def _wrong_memory(text: str) -> str:
     try:
         size = size_bytes(text)
     except PsError as error:
-        return f"{error.detail} ({error.hint})"
+        return str(error)
     if not MEMORY_BYTES_MIN <= size <= MEMORY_BYTES_MAX:
         return f"must be at least {MEMORY_BYTES_MIN // MIB}MiB, and what a machine can have, not {text!r:.60}"
     return ""

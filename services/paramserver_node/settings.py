@@ -9,11 +9,12 @@ import difflib
 import ipaddress
 import os
 import socket
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self, get_type_hints
+from typing import Any, ClassVar, Final, NoReturn, Self, get_type_hints
 
 from paramserver.core.urls import is_node_url
 from paramserver.errors import RequestError, problem
@@ -197,6 +198,12 @@ def redacted(name: str, value: Any) -> str:
 def exit_status(error: BaseException) -> int:
     """What a service ends with: 2 where its settings are to blame, as for a flag that is none, else 1."""
     return 2 if isinstance(error, RequestError) else 1
+
+
+def end(service: str, error: BaseException) -> NoReturn:
+    """End that service, which says why in one line."""
+    print(f"{service}: {error}", file=sys.stderr)
+    sys.exit(exit_status(error))
 
 
 def is_loopback(host: str) -> bool:

@@ -6,13 +6,14 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Final
 
 import typer
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from paramserver.core.scheduler import SchedulerCore
+from paramserver.core.urls import listed_urls
 from paramserver.errors import CorruptState, PsError, Unavailable, problem
 from paramserver_node.access import Access, credentials
 from paramserver_node.crash import crash_point
@@ -20,7 +21,7 @@ from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
 from paramserver_node.server import CannotListen, Tls, first_cause, serve_tcp, spare_imports, stop_on_signals
-from paramserver_node.settings import SchedulerSettings, exit_status, url_of
+from paramserver_node.settings import SchedulerSettings, end, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.exchange import Service
@@ -39,6 +40,8 @@ from paramserver_scheduler.watch import watch
 
 log = logging.getLogger("paramserver.scheduler")
 app = typer.Typer(add_completion=False)
+
+SERVICE: Final = "paramserver-scheduler"
 
 LOOK_S = 0.25
 """How often one that stands by looks whether somebody leads."""
@@ -142,13 +145,12 @@ async def _release(lease: Lease) -> None:
 
 
 def _lease_of(settings: SchedulerSettings, redis: Redis) -> Lease:
-    host = socket.gethostname()
+    host, advertised = socket.gethostname(), listed_urls(settings.advertise)
     return Lease(
         redis,
         name=settings.name or f"{host}-{settings.port}",
         place=f"{host}/{settings.host}:{settings.port}",
-        url=settings.advertise.strip(" ,").rstrip("/")
-        or url_of(settings.host, settings.port, tls=bool(settings.tls_certificate)),
+        url=advertised[0] if advertised else url_of(settings.host, settings.port, tls=bool(settings.tls_certificate)),
         expect_state=settings.expect_state,
     )
 
@@ -172,7 +174,7 @@ async def serve(settings: SchedulerSettings) -> None:
                 )
             )
             if http.state.login is not None:
-                at = (settings.page_url.strip(" ,").rstrip("/") or lease.url) + http.state.login.link()
+                at = next(iter(listed_urls(settings.page_url)), lease.url) + http.state.login.link()
                 log.info("scheduler.page once within %d s: %s", LINK_S, at)
             await asyncio.sleep(0)
             group.create_task(take_part(settings, redis, http, lease, stop))
@@ -217,17 +219,12 @@ def scheduler(
         setup(settings.log_level)
         _run(settings)
     except PsError as e:
-        _end(e)
+        end(SERVICE, e)
     except BaseExceptionGroup as group:
         expected = group.subgroup((PsError, CannotListen))
         if expected is None:
             raise
-        _end(first_cause(expected))
-
-
-def _end(error: BaseException) -> NoReturn:
-    typer.echo(f"paramserver-scheduler: {error}", err=True)
-    sys.exit(exit_status(error))
+        end(SERVICE, first_cause(expected))
 
 
 def _run(settings: SchedulerSettings) -> None:

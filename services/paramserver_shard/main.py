@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
 import uvloop
@@ -14,8 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver import __version__, kernels
-from paramserver.core.fields import MODEL_NAME
+from paramserver.core.fields import MODEL_NAME, MODEL_NAME_HINT
 from paramserver.core.shard import ShardCore
+from paramserver.core.urls import listed_urls
 from paramserver.errors import PsError, problem
 from paramserver.kernels import sockets
 from paramserver.limits import MIB, SHARED_BYTES_MAX
@@ -33,7 +34,7 @@ from paramserver_node.server import (
     spare_imports,
     stop_on_signals,
 )
-from paramserver_node.settings import ShardSettings, exit_status, url_of
+from paramserver_node.settings import ShardSettings, end, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.arriving import look
@@ -61,6 +62,7 @@ from paramserver_shard.telemetry import Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
+SERVICE: Final = "paramserver-shard"
 GRACE_S: Final = 3.0
 """How long requests in flight have when everything is handed over or stored."""
 
@@ -107,19 +109,14 @@ def shard(
         node_log.setup(settings.log_level)
         uvloop.run(serve(settings))
     except PsError as error:
-        _end(error)
+        end(SERVICE, error)
     except BaseExceptionGroup as group:
         expected = group.subgroup((PsError, CannotListen))
         if expected is None:
             raise
-        _end(first_cause(expected))
+        end(SERVICE, first_cause(expected))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _end(error: BaseException) -> NoReturn:
-    typer.echo(f"paramserver-shard: {error}", err=True)
-    sys.exit(exit_status(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +146,8 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
     if not MODEL_NAME.fullmatch(name):
-        hint = "letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64"
-        raise problem("invalid_field", f"name: {name!r:.80} is not allowed for a shard", hint=hint)
-    addresses = [u.strip().rstrip("/") for u in settings.advertise.split(",") if u.strip()]
+        raise problem("invalid_field", f"name: {name!r:.80} is not allowed for a shard", hint=MODEL_NAME_HINT)
+    addresses = listed_urls(settings.advertise)
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
     folder, board = shared_memory(settings.shared_memory, name)
     if folder is not None:
@@ -159,7 +155,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     pool, directory, telemetry = BufferPool(folder=folder), Directory(name), Telemetry(time.monotonic)
     lending = None if folder is None or board is None else Lending(pool, BufferPool(folder=folder), board, clock)
     redis, bulk_redis = node_redis.connect(settings.redis), node_redis.connect(settings.redis, timeout_s=None)
-    link = SchedulerLink([u.strip() for u in settings.scheduler.split(",") if u.strip()], shown)
+    link = SchedulerLink(listed_urls(settings.scheduler), shown)
     scripts = ScriptRunner(bulk_redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
     runtime = Runtime(ShardCore(look), directory, pool, store, Journal(bulk_redis, scripts), group)

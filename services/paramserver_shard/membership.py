@@ -195,8 +195,7 @@ class Membership:
     def _cannot_join(self, error: PsError) -> None:
         """Says so once, and again where it has another reason or a minute has passed."""
         if self._why != error.code or monotonic() - self._said_at > SAID_AGAIN_S:
-            hint = f" ({error.hint})" if error.hint else ""
-            log.warning("cannot join: %s%s", error, hint)
+            log.warning("cannot join: %s", error)
             self._why, self._said_at = error.code, monotonic()
 
     def _disown(self) -> None:

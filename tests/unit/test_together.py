@@ -117,6 +117,15 @@ def test_threads_end_with_the_client_they_help() -> None:
     eventually(lambda: not any(t.is_alive() for t in done))
 
 
+def has_nothing_new(peer: Peer) -> None:
+    """Lets all come that is under way: nothing of what was written afterwards is in it."""
+    with suppress(OSError):
+        for stream in (0, 1):
+            peer.send(wire.word(stream, wire.WINDOW_UPDATE, 2 << 20))
+        while data := peer.socket.recv(65536):
+            assert b"new gradient" not in data
+
+
 def waiting(peer: Peer, begun: threading.Event, *, answers: bool) -> None:
     """What a shard does that answers when another one has its request, so that a helper performs that; or never."""
     stream = peer.until(wire.HEADERS)
@@ -139,11 +148,7 @@ def test_an_interrupted_push_sends_nothing_any_more(answers: bool) -> None:
         begun.set()
         ctrl_c()
         assert overwritten.wait(20.0)
-        with suppress(OSError):
-            for stream in (0, 1):
-                peer.send(wire.word(stream, wire.WINDOW_UPDATE, 2 << 20))
-            while data := peer.socket.recv(65536):
-                assert b"new gradient" not in data
+        has_nothing_new(peer)
 
     first = partial(waiting, begun=begun, answers=answers)
     with Server(Blocking, first) as one, Server(Blocking, slow) as two:
@@ -165,11 +170,7 @@ def test_what_a_thread_sends_for_another_one_ends_with_it() -> None:
         peer.until(wire.DATA)
         begun.wait(20.0)
         assert overwritten.wait(20.0)
-        with suppress(OSError):
-            for stream in (0, 1):
-                peer.send(wire.word(stream, wire.WINDOW_UPDATE, 2 << 20))
-            while data := peer.socket.recv(65536):
-                assert b"new gradient" not in data
+        has_nothing_new(peer)
 
     def pushes(*urls: str) -> Call[None]:
         while True:

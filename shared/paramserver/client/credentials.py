@@ -33,7 +33,7 @@ class Credentials:
         Raises RequestError (`invalid_field`) for a file without certificates, or a token that no header can hold.
         """
         token = (token or "").strip()
-        if not (token.isascii() and token.isprintable()) or " " in token:
+        if not is_token(token):
             raise problem("invalid_field", "a token is one word of ASCII characters", hint="psctl token prints one")
         return cls(token, _authorities(os.fspath(ca), origin) if ca else ())
 
@@ -67,6 +67,11 @@ class Credentials:
 
 NO_CREDENTIALS: Final = Credentials()
 """No token, and no authorities but those of the system."""
+
+
+def is_token(text: str) -> bool:
+    """Whether a header can hold that as a token; so it can none at all."""
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def _authorities(path: str, origin: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from paramserver.errors import PsError, combined, problem
 NUMBER_MAX: Final = 1e38
 """About the largest number that float32 holds, in which the shards compute."""
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MODEL_NAME_HINT: Final = "letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64"
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
 _SHORT: Final = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -107,7 +108,7 @@ def check_model_name(name: Any) -> str:
         raise problem(
             "invalid_field",
             f"model name {name!r:.80} is not allowed",
-            hint="letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64",
+            hint=MODEL_NAME_HINT,
         )
     return name
 

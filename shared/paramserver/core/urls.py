@@ -32,6 +32,11 @@ def is_node_url(text: str) -> bool:
     return plain and port != 0 and is_host(parts.hostname or "")
 
 
+def listed_urls(text: str) -> list[str]:
+    """The URLs of a setting, which names them with commas between; without the slash at an end."""
+    return [url for u in text.split(",") if (url := u.strip().rstrip("/"))]
+
+
 def is_address(text: str) -> bool:
     """Whether that is the URL of a node, or of a socket on its machine: unix:///PATH."""
     return is_node_url(text) or (text.startswith("unix:///") and text.isprintable())
