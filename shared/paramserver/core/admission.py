@@ -1,4 +1,4 @@
-"""Whether a push or an assignment may be taken up at all: its content and its worker; pure checks."""
+"""Admission checks for pushes and assignments: their content and their worker.  Pure functions."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -24,16 +24,16 @@ _NUMPY = {
     "float64": (np.float64,),
 }
 _WHOLE = ("int8", "topk")
-"""Codecs: their bytes are the kernels' affair, and that they fit their partition the runtime's."""
+"""Codecs that encode a whole partition.  The runtime checks that their bytes fit it; the kernels decode them."""
 
 
 def check_push(event: PushReceived, layout: Layout) -> None:
-    """Raises RequestError when no partition of the push could take it, whatever the state."""
+    """Raise RequestError if the push is invalid whatever the state of its partitions."""
     if not event.parts:
         raise problem("empty_push", "the push holds no gradients")
     if event.ack is not None and event.ack not in LEVELS:
         raise problem("invalid_field", f"ack: must be one of {', '.join(LEVELS)}, not {event.ack!r:.40}")
-    if not 0.0 <= event.weight <= 1e38:  # a mean is divided by the sum of weights; this is false for a NaN too
+    if not 0.0 <= event.weight <= 1e38:  # false for NaN too
         raise problem("invalid_field", f"weight: must be a finite number from 0 on, not {event.weight!r}")
     if event.push_id is not None:
         _check_id(event.push_id)
@@ -47,9 +47,9 @@ def check_push(event: PushReceived, layout: Layout) -> None:
 
 
 def check_level(level: int, own: int, mode: str) -> None:
-    """Raises RequestError for a push that asks for more than a synchronous model's level.
+    """Raise RequestError if a push to a sync model asks for a level above the model's own.
 
-    What is staged becomes durable with its clock's cut, which does not come before the push is acknowledged.
+    A staged push becomes durable with its clock's cut, and that cut cannot come before the push is acknowledged.
     """
     if level > own and mode == "sync":
         raise problem(
@@ -68,7 +68,7 @@ def _check_id(push_id: PushId) -> None:
 
 
 def check_set(event: SetReceived, spec: ModelSpec, layout: Layout) -> None:
-    """Raises RequestError when the assignment does not fit the model."""
+    """Raise RequestError if the assignment does not fit the model."""
     if not event.parts:
         raise problem("empty_push", "the assignment holds no values")
     _check_parts(event.parts, layout)
@@ -108,7 +108,7 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
 
 
 def check_finite(parts: Iterable[PushPart] | Iterable[AssignPart]) -> None:
-    """Raises RequestError (`non_finite`) naming the first part that is not."""
+    """Raise RequestError (`non_finite`) for the first part that holds NaN or infinity."""
     for part in parts:
         if not part.finite:
             raise not_finite(part.partition)
@@ -134,7 +134,10 @@ def _elements(ranges: tuple[Range, ...], size: int, partition: int) -> int:
 
 
 def clip_factor(event: PushReceived, spec: ModelSpec) -> float:
-    """What the whole gradient is multiplied by so that its 2-norm does not exceed `clip_norm`."""
+    """Factor that limits the 2-norm of the whole gradient to the model's `clip_norm`; 1.0 if there is nothing to clip.
+
+    Raises RequestError (`invalid_field`) if the model clips and the push carries no norm.
+    """
     bound = spec.optimizer.clip_norm
     if bound is None:
         return 1.0
@@ -148,10 +151,11 @@ def clip_factor(event: PushReceived, spec: ModelSpec) -> float:
 
 
 def must_ask(event: PushReceived, push_id: PushId, model: ServedModel) -> bool:
-    """Whether the scheduler has to be asked about the push's worker before it is judged.
+    """Whether to ask the scheduler about the push's worker before the push is judged.
 
-    Ids with a '/' are the scheduler's.  The roster may lag behind a join; in async and buffered it is enough that this
-    epoch of the worker, or a higher one, pushed to one of the partitions before.
+    Only ids with a '/' are issued by the scheduler.  The roster may lag behind a join, so a worker is asked about if
+    the roster lacks it or lists a lower epoch.  In async and buffered mode a missing worker need not be asked about if
+    this epoch, or a higher one, has already pushed to one of the partitions.
     """
     if "/" not in push_id.worker:
         return False
@@ -167,7 +171,7 @@ def must_ask(event: PushReceived, push_id: PushId, model: ServedModel) -> bool:
 def check_worker(
     event: PushReceived, mode: str, workers: Mapping[str, tuple[int, int]], answer: WorkerAnswered | None
 ) -> None:
-    """Raises PsError unless the push's worker may push in this mode."""
+    """Raise PsError unless the push's worker may push in this mode."""
     joined = mode in ("ssp", "sync")
     push_id = event.push_id
     if push_id is None or "/" not in push_id.worker:

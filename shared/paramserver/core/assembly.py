@@ -1,6 +1,6 @@
-"""From partitions to named arrays and back: how a checkpoint is put together and taken apart.
+"""Conversion between partitions and the named arrays of a checkpoint.
 
-Any number of partitions goes in and any other comes out, because both sides are cuts of the same flat vector.
+The number of partitions may differ between writing and restoring, because both divide the same flat vector.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,12 @@ from paramserver.types import F32
 def gather(
     layout: Layout, states: Sequence[PartitionState]
 ) -> tuple[dict[str, F32], dict[str, list[F32]], dict[str, int]]:
-    """Named arrays of all partitions, in order of index: values, optimizer state, step counts.
+    """Return the values, optimizer state and step counts of a model's parameters by name.
 
-    The arrays have their parameters' shapes and are views of one flat vector each.  Where the partitions of one
-    parameter count different steps (pushes to ranges of it), the highest stands for all.
+    `states` are all its partitions by index.  The arrays have their parameters' shapes and are views of one flat vector
+    for the values and one for each optimizer slot.  If partitions of one parameter have different step counts (after
+    pushes to ranges of it), the highest is taken.  Raises ConflictError (`conflict`) if the partitions keep different
+    numbers of optimizer arrays.
     """
     kept = max((len(s.slots) for s in states), default=0)
     vectors = [np.empty(layout.size, np.float32) for _ in range(1 + kept)]
@@ -44,11 +46,10 @@ def scatter(
     slots: Mapping[str, Sequence[F32]],
     steps: Mapping[str, int],
 ) -> list[PartitionState]:
-    """The partitions of a layout that hold these named arrays, in order of index.
+    """Return the partitions of a layout, by index, filled from these named arrays.
 
-    Optimizer state is taken over where every parameter has as many arrays as the layout's optimizer keeps; otherwise
-    (another optimizer) it starts afresh, as do the step counts.  Raises RequestError where names or shapes are not
-    those of the layout.
+    Optimizer state and step counts are kept if every parameter has as many arrays as the layout's optimizer uses;
+    otherwise (another optimizer) both start afresh.  Raises RequestError if names or shapes differ from the layout's.
     """
     for p in layout.spec.params:
         if p.name not in params:
@@ -74,10 +75,11 @@ def scatter(
 
 
 def versions(layout: Layout, source: Layout, held: Sequence[int]) -> list[int]:
-    """The least version of each partition of a layout when it holds what partitions of `source` had at versions `held`.
+    """Return the lowest version each partition may have after a restore from `source`, saved at versions `held`.
 
-    Where both are cut alike each goes on at its own, otherwise all at the greatest.  In sync the phase that begins then
-    takes each of them to the greatest by its first commit, which changes nothing.
+    If both layouts have the same bounds and parameters, each partition keeps its own version; otherwise all get the
+    highest.  In sync all get one less than the highest: the new phase's first commit, which is empty, raises them to
+    it.
     """
     top, count = max(held, default=0), layout.spec.partitions
     if layout.spec.consistency.mode == "sync":

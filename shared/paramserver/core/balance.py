@@ -1,7 +1,7 @@
-"""Which partitions should move where: a pure plan over what everybody owns.
+"""Partition balancing: a pure function from who owns what to the moves to begin.
 
-What drains goes first, then bytes are levelled, then load.  Every move makes the two shards it concerns strictly more
-alike, so plans end: nothing moves to and fro.  A move that is under way counts as done.
+Draining shards are emptied first, then bytes are balanced, then load.  Every balancing move makes its two shards
+strictly more equal, so planning terminates and no partition oscillates.  A move in progress counts as completed.
 """
 
 from collections.abc import Iterable
@@ -10,20 +10,21 @@ from typing import Final
 from msgspec import Struct
 
 WORTH: Final = 0.05
-"""Bytes are levelled further than the rule demands while a move gains this part of a shard's share."""
+"""Moves beyond what the rule demands must narrow the gap between two shards by more than this fraction of a share."""
 LOAD_MIN: Final = float(1 << 20)
 """Bytes per second below which a shard counts as idle."""
 LOAD_GAIN: Final = 0.8
-"""A move for the sake of load must bring the busiest of two shards down to this part of what it has."""
+"""A load move must cut the higher load of its two shards to at most this fraction."""
 _TRIED: Final = 8
-"""Partitions of each shard that are considered for an exchange."""
+"""Partitions considered for an exchange: this many of the most and of the least loaded ones of the busy shard, and of
+the least loaded ones of the idle shard."""
 
 PieceKey = tuple[str, int]
 """(model, partition)."""
 
 
 class Piece(Struct, frozen=True):
-    """One partition: where it is, or will be once its move is over."""
+    """One partition and the shard that owns it, or will own it once its move completes."""
 
     key: PieceKey
     shard: str
@@ -35,18 +36,18 @@ class Piece(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """One living shard."""
+    """One live shard."""
 
     name: str
     draining: bool = False
     free_bytes: int | None = None
-    """Memory it may still take; None: unknown."""
+    """Memory still available to it; None if unknown."""
     moves: int = 0
-    """Under way, from it or to it."""
+    """Moves in progress from it or to it."""
 
 
 class Move(Struct, frozen=True):
-    """A partition is to go from one shard to another."""
+    """The decision to move a partition from one shard to another."""
 
     key: PieceKey
     source: str
@@ -54,10 +55,10 @@ class Move(Struct, frozen=True):
 
 
 def plan(pieces: Iterable[Piece], places: Iterable[Place], at_once: int, *, by_load: bool = False) -> list[Move]:
-    """The moves to begin now, with at most `at_once` on each shard together with those under way.
+    """Return the moves to begin now; including those in progress, a shard takes part in at most `at_once`.
 
-    Bytes: no shard that stays has more than the average and one partition.  Load is looked at only when bytes are
-    level, nothing moves, and the caller says that loads are known (`by_load`).
+    Bytes are balanced until no shard that is not draining holds more than the average plus one partition.  Load is
+    balanced only if bytes are balanced, nothing moves, and the caller says that loads are known (`by_load`).
     """
     table = _Table(pieces, places, at_once)
     if not table.staying:
@@ -70,9 +71,9 @@ def plan(pieces: Iterable[Piece], places: Iterable[Place], at_once: int, *, by_l
 
 
 def missing_bytes(pieces: Iterable[Piece], places: Iterable[Place], leaving: str) -> tuple[int, int] | None:
-    """(needed, free) when the memory of those that stay cannot hold what `leaving` owns; None when it can.
+    """Return (needed, free) bytes if the remaining shards cannot hold what `leaving` owns, else None.
 
-    Also None while the limit of one that stays is unknown, or nobody stays.
+    Also None if no shard remains, or the free memory of one that does is unknown.
     """
     needed = sum(p.bytes for p in pieces if p.shard == leaving)
     free = [p.free_bytes for p in places if p.name != leaving and not p.draining]
@@ -83,7 +84,7 @@ def missing_bytes(pieces: Iterable[Piece], places: Iterable[Place], leaving: str
 
 
 class _Table:
-    """Who has what, as the plan goes on."""
+    """Which shard has which partitions, updated as moves are planned."""
 
     def __init__(self, pieces: Iterable[Piece], places: Iterable[Place], at_once: int) -> None:
         self.places = {p.name: p for p in sorted(places, key=lambda p: p.name)}
@@ -101,17 +102,17 @@ class _Table:
 
     @property
     def share(self) -> float:
-        """Bytes that each would have, were they divided evenly among those that stay."""
+        """Bytes per shard if all were spread evenly over the shards that are not draining."""
         return sum(self.bytes.values()) / len(self.staying)
 
     def can(self, piece: Piece, target: str) -> bool:
-        """Whether that move may begin now."""
+        """Whether that move can begin now: slots on both shards, and memory on the target."""
         free = self.free[target]
         fits = free is None or piece.bytes <= free
         return piece.movable and self.slots[piece.shard] > 0 and self.slots[target] > 0 and fits
 
     def move(self, piece: Piece, target: str) -> None:
-        """Plan it; the piece counts for its target from now on and stays there."""
+        """Plan a move; the piece counts for its target from now on and is not moved again."""
         self.moves.append(Move(piece.key, piece.shard, target))
         self._shift(piece, target, 1)
 
@@ -127,10 +128,10 @@ class _Table:
         if free is not None:
             self.free[target] = free - piece.bytes
 
-    # --- what drains
+    # --- draining
 
     def drain(self) -> None:
-        """Everything of a draining shard goes to whoever has least."""
+        """Move every partition of the draining shards to the shard with the fewest bytes that can take it."""
         for name in [n for n in self.places if self.places[n].draining]:
             for piece in list(self.pieces[name]):
                 targets = sorted(self.staying, key=lambda n: (self.bytes[n], self.load[n], n))
@@ -141,7 +142,7 @@ class _Table:
     # --- bytes
 
     def level_bytes(self) -> None:
-        """From the fullest to the emptiest, as long as it helps."""
+        """Move partitions from the fullest to the emptiest shard until no move is worth it."""
         while (found := self._byte_move()) is not None:
             self.move(*found)
 
@@ -160,7 +161,7 @@ class _Table:
         return None
 
     def _best_for(self, source: str, target: str, gap: int) -> Piece | None:
-        """The partition whose move leaves the two most alike; None when none is worth it."""
+        """The partition of `source` whose move leaves both shards most equal; None if none is worth moving."""
         if self.slots[target] <= 0:
             return None
         here = [p for p in self.pieces[source] if p.bytes < gap and self.can(p, target)]
@@ -173,7 +174,7 @@ class _Table:
         return best if demanded or gain > WORTH * self.share else None
 
     def _models(self, source: str, target: str) -> dict[str, int]:
-        """Of each model, how many bytes more the first has than the second."""
+        """Bytes of each model that `source` holds in excess of `target`."""
         over: dict[str, int] = {}
         for name, sign in ((source, 1), (target, -1)):
             for p in self.pieces[name]:
@@ -183,7 +184,7 @@ class _Table:
     # --- load
 
     def level_load(self) -> None:
-        """One move, or one exchange, from the busiest to the idlest, that leaves bytes level."""
+        """Plan one move or exchange from the busiest to the idlest shard that keeps bytes balanced."""
         busy, idle = max(self.staying, key=lambda n: self.load[n]), min(self.staying, key=lambda n: self.load[n])
         before = self.load[busy]
         if before < LOAD_MIN or busy == idle:
@@ -205,7 +206,7 @@ class _Table:
                 return
 
     def _stays_level(self, piece: Piece, target: str, back: Piece | None) -> bool:
-        """Whether bytes would not be moved again after this."""
+        """Whether this move or exchange can begin and makes no further byte move necessary."""
         needed = 1 if back is None else 2
         if min(self.slots[piece.shard], self.slots[target]) < needed or not self.can(piece, target):
             return False

@@ -1,4 +1,4 @@
-"""Checkpoints are asked for, by people or by rule, written one at a time, and removed when they are too many."""
+"""Checkpoints of models: requested by users or by rule, written one at a time, and the surplus removed."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ WANTED_MAX = 64
 
 
 class CheckpointDesk:
-    """Handles the events of checkpoints."""
+    """Handler of checkpoint events."""
 
     def __init__(self, cluster: Cluster, runs: RunDesk) -> None:
         self.c = cluster
@@ -46,7 +46,7 @@ class CheckpointDesk:
         self.c.touch(model)
 
     def advance(self, model: Model, now: float) -> None:
-        """Begins what is due."""
+        """Queue a checkpoint if the rule requires one, and begin the first in the queue if that is possible now."""
         points = model.checkpoints
         if not model.ready or not model.served or model.restoring:
             return
@@ -72,7 +72,7 @@ class CheckpointDesk:
             elif model.cut is None or model.cut_moved or model.cut < min(points.wanted[0].clock, clock):
                 model.cut_wanted = True
             else:
-                # The cut made for it is complete; the training is a little ahead of it by now.
+                # The cut made for it is complete; training has moved on a little since.
                 self._begin(model, model.cut, model.cut, now)
 
     def _begin(self, model: Model, cut: int | None, clock: int, now: float) -> None:
@@ -143,7 +143,7 @@ class CheckpointDesk:
         wanted = self._finish(model, e.name) if model is not None else None
         if e.taken and model is not None and wanted is not None and wanted.name is None:
             wanted.written, wanted.void = None, False
-            model.checkpoints.wanted.insert(0, wanted)  # begins again, with the next number
+            model.checkpoints.wanted.insert(0, wanted)  # start over with the next number
             return
         for request in wanted.requests if wanted is not None else ():
             self.c.answer(request, e.error)
@@ -157,7 +157,7 @@ class CheckpointDesk:
         return points.wanted.pop(0)
 
     def forget(self, request: int) -> None:
-        """Nobody waits for that answer any more; the checkpoint is written all the same."""
+        """Drop a request whose client is gone; its checkpoint is still written."""
         for model in self.c.models.values():
             for wanted in model.checkpoints.wanted:
                 if request in wanted.requests:

@@ -1,7 +1,8 @@
-"""When a model's checkpoints are written, and which of them stay.
+"""When a model's checkpoints are written, and which are kept.
 
-One is written at a time.  Of a model in sync it is of one clock: a cut if the training goes on (asked for with the next
-commit), the present state if it stands still; no commit or cut is made while it is being read.
+One is written at a time.  A checkpoint of a sync model is of a single clock: a cut (requested with the next commit)
+while training continues, the current state if the model is idle.  No commit is made while the current state is read,
+and no cut is begun while any checkpoint is written.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,18 +14,18 @@ from msgspec import Struct
 from paramserver.core.spec import CheckpointSpec
 
 IDLE_S: Final = 1.0
-"""Without a commit for so long, a synchronous model counts as standing still."""
+"""A sync model without a commit for this long counts as idle."""
 ALIASES: Final = ("latest", "best")
-"""What stands for the newest checkpoint and for the one whose metric was best; none is called so."""
+"""Reserved names for the newest checkpoint and for the one with the best metric."""
 
 
 def creation_of(generation: int, created_s: float) -> str:
-    """What no other creation of a model is called, also none of another cluster."""
+    """Identifier of one creation of a model, unique across clusters as well."""
     return f"{generation}-{created_s}"
 
 
 class Record(Struct, frozen=True):
-    """A checkpoint that is there."""
+    """A complete checkpoint."""
 
     name: str
     number: int
@@ -35,13 +36,13 @@ class Record(Struct, frozen=True):
     versions: tuple[int, ...]
     metric: tuple[str, float] | None
     kept: bool
-    """Asked for by name: removed by nobody but its user."""
+    """Whether a user named it; such a checkpoint is never removed by rule."""
     path: str = ""
     scheduler: str = ""
-    """The name of the scheduler in whose folder it is; empty: of one that did not say."""
+    """Name of the scheduler whose directory holds it; empty if that scheduler gave none."""
 
     def document(self) -> dict[str, Any]:
-        """As stored, and as readers get it."""
+        """The document as stored and as clients get it."""
         return {
             "name": self.name,
             "number": self.number,
@@ -75,19 +76,19 @@ class Record(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Wanted:
-    """A checkpoint that was asked for and is not complete."""
+    """A requested checkpoint that is not complete yet."""
 
     since_s: float
     name: str | None = None
-    """As its user calls it; None: by the scheduler's rule."""
+    """The name the user gave; None: the scheduler chooses one."""
     requests: list[int] = field(default_factory=list)
     written: str | None = None
-    """The name under which it is being written; None: not begun."""
+    """The name under which it is being written; None until begun."""
     clock: int = 0
-    """The model's clock when it was asked for; once begun, the clock that it is of."""
+    """The model's clock at the request; once begun, the clock it captures."""
     metric: tuple[str, float] | None = None
     void: bool = False
-    """The model has gone back while it was read."""
+    """A new timeline began while the current state was read, so the result is discarded."""
 
 
 @dataclass(slots=True)
@@ -96,28 +97,28 @@ class Checkpoints:
 
     records: dict[str, Record] = field(default_factory=dict)
     wanted: list[Wanted] = field(default_factory=list)
-    """The first is the one at work."""
+    """Queue; the first is the one being written, if any is."""
     number: int = 0
     last_clock: int = 0
     last_version: int = 0
     last_s: float = 0.0
     reading_still: bool = False
-    """sync: the present state is being read, so no commit may change it."""
+    """sync: the current state is being read, so commits wait."""
 
     @property
     def writing(self) -> bool:
-        """Whether one is being written just now."""
+        """Whether one is being written now."""
         return bool(self.wanted) and self.wanted[0].written is not None
 
     def went_back(self) -> None:
-        """A new timeline has begun: what is read of the present state is of no clock.  A cut stays what it is."""
+        """Void a checkpoint of the current state, because a new timeline has begun.  One of a cut remains valid."""
         if self.reading_still:
             self.wanted[0].void, self.reading_still = True, False
 
     def due(self, spec: CheckpointSpec, every_clocks: int, clock: int, version: Callable[[], int], now: float) -> bool:
-        """Whether the rule asks for one at this clock; never for a model that has not changed since the last.
+        """Whether the rule requires a checkpoint at this clock; never if the model has not changed since the last one.
 
-        The version is that of all partitions, so it is asked for only where it decides.
+        `version` takes the minimum over all partitions, so it is called only if the result depends on it.
         """
         if self.wanted:
             return False
@@ -128,14 +129,14 @@ class Checkpoints:
         return clock > self.last_clock or version() > self.last_version
 
     def find(self, name: str, spec: CheckpointSpec) -> Record | None:
-        """The one of that name; with `latest` the newest, with `best` the one where the metric was best."""
+        """The checkpoint of that name; `latest` is the newest, `best` the one with the best metric."""
         if name not in ALIASES:
             return self.records.get(name)
         records = list(self.records.values())
         return _best(records, spec) if name == "best" else max(records, key=lambda r: r.number, default=None)
 
     def surplus(self, spec: CheckpointSpec) -> list[Record]:
-        """The checkpoints written by rule that are neither among the newest `keep` nor the best."""
+        """Checkpoints without a user-given name that are neither among the newest `keep` of these nor their best."""
         own = sorted((r for r in self.records.values() if not r.kept), key=lambda r: r.number)
         best = _best(own, spec)
         return [r for r in own[: -spec.keep] if r is not best]

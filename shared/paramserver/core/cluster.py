@@ -1,7 +1,7 @@
-"""Everything the scheduler knows, and the effects that one event has gathered.
+"""The scheduler's state, and the effects collected while an event is handled.
 
-The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and say what must be stored, published and answered;
-`effects()` then puts that into the order that makes it safe.
+The desks (`shard_desk`, `model_desk`, ...) change the `Cluster` and record what to store, publish and answer;
+`effects()` returns that in the safe order: stored before anyone is told.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,12 +31,12 @@ class Cluster:
     member_count: int = 0
     shards: dict[str, Shard] = field(default_factory=dict)
     shard_floor: int = 0
-    """No epoch of a shard whose name was forgotten was higher."""
+    """Highest epoch of any shard whose name was forgotten."""
     models: dict[str, Model] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     tokens_given: int = 0
-    """In this term."""
+    """Numbers issued in this term (`number`)."""
     _fields: dict[str, Callable[[], Mapping[str, Any]] | None] = field(default_factory=dict)
     _tokens: list[tuple[PartitionKey, Token]] = field(default_factory=list)
     _fences: dict[str, int] = field(default_factory=dict)
@@ -47,27 +47,27 @@ class Cluster:
     _early: list[Effect] = field(default_factory=list)
     _late: list[Effect] = field(default_factory=list)
     touched: dict[str, None] = field(default_factory=dict)
-    """Models whose gates, checkpoints and waiters are to be looked at once the event is handled."""
+    """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
     unfinished: dict[str, None] = field(default_factory=dict)
-    """Of these, the ones to be looked at once more."""
+    """Models that need a further round of that."""
     unbalanced: bool = False
-    """Shards or owners have changed since it was last seen that nothing needs to move."""
+    """Whether shards or owners have changed since a plan last found nothing to move."""
 
-    # --- what an event brings about ---
+    # --- effects of an event ---
 
     def save(self, name: str, document: Callable[[], Mapping[str, Any]]) -> None:
-        """That field is written with what `document` gives when the event is handled."""
+        """Store that field; `document` is called once the event has been handled."""
         self._fields[name] = document
 
     def drop(self, name: str) -> None:
-        """That field is deleted."""
+        """Delete that field."""
         self._fields[name] = None
 
     def save_cluster(self) -> None:
         self.save("cluster", self.stored)
 
     def prolong(self, pause_s: float) -> None:
-        """This process stood still, so nobody could be heard: that time does not count against any lease."""
+        """Extend every lease by a time in which this process stood still and heard nobody."""
         holders = [*self.shards.values(), *self.members.values()]
         for holder in [*holders, *(w for m in self.models.values() for w in m.roster)]:
             holder.heard_s += pause_s
@@ -131,7 +131,7 @@ class Cluster:
         )
 
     def save_everything(self) -> None:
-        """All fields, for a Redis that has lost them."""
+        """Store all fields again, for a Redis that has lost them."""
         self.save_cluster()
         for shard in self.shards.values():
             self.save_shard(shard)
@@ -155,12 +155,12 @@ class Cluster:
             self.save_member(member)
 
     def number(self) -> int:
-        """A number that no leader has given out before."""
+        """Return a number that no leader has issued before."""
         self.tokens_given += 1
         return make_token(self.term, self.tokens_given)
 
     def give_token(self, model: Model, index: int, source: Any = None) -> None:
-        """A new ownership of that partition begins, from `source` or from where the model says."""
+        """Begin a new ownership of that partition, with state from `source`, or from the model's source if None."""
         owner = model.owners[index]
         owner.token, owner.source, owner.renewed, owner.previous = self.number(), source, 0, None
         owner.from_version = owner.revision = None
@@ -168,7 +168,11 @@ class Cluster:
         self._tokens.append((model.partition(index), owner.token))
 
     def load_files(self, model: Model) -> None:
-        """What it lacks of its files is read; one reading at a time, so that none sets what another has made good."""
+        """Read the parameters that the model lacks from their files.
+
+        Only one reading runs at a time, so that none overwrites values that another has already set.  A call during a
+        reading voids its result and has it repeated.
+        """
         model.read_at_s = float("inf")
         files = {p.name: p.init.path for p in model.spec.params if p.init.kind == "file" and p.name in model.missing}
         if not files or model.restored:
@@ -179,30 +183,30 @@ class Cluster:
             self.perform(LoadFiles(model.key, files, sorted(model.lost)))
 
     def forget_model(self, key: ModelKey, partitions: int) -> None:
-        """Its keys in Redis are deleted; that they are to be is stored, else a death would leave them there."""
+        """Delete the model's keys in Redis; the intent is stored first, so that a crash does not leave them behind."""
         self.save(f"gone:{key}", lambda: {"model": key.name, "generation": key.generation, "partitions": partitions})
         self.perform(ForgetModel(key, partitions))
 
     def renew_token(self, model: Model, index: int) -> None:
-        """The same ownership goes on under a new token, because Redis has lost the old one."""
+        """Continue the same ownership under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
         first, source = owner.renewed or owner.token, owner.source
-        # Who lacks it nevertheless must not take the first values for the model's.
+        # An owner that lacks the state after all must not take the initial values for the model's.
         self.give_token(model, index, "snapshot" if model.ready or model.lost else source)
         owner.renewed, owner.durable_version, owner.durable_clock = first, 0, 0
 
     def fence(self, shard: str, epoch: int) -> None:
-        """No incarnation of that shard up to this epoch may serve; 0 forgets the name."""
+        """Forbid all incarnations of that shard up to this epoch to serve; 0 deletes the fence."""
         self._fences[shard] = epoch
 
     def place_changed(self, model: Model) -> None:
-        """The model's owners are others; also makes a new map epoch."""
+        """Store and publish the model's changed owners, under a new map epoch."""
         self.save(f"place:{model.name}", model.stored_place)
         self.map_changed()
         self.model_changed(model)
 
     def map_changed(self) -> None:
-        """Shards or owners have changed: a new map epoch, once for each event."""
+        """Raise the map epoch, once per event, because shards or owners have changed."""
         self.unbalanced = True
         if not self._map_changed:
             self._map_changed = True
@@ -210,12 +214,12 @@ class Cluster:
             self.save_cluster()
 
     def model_changed(self, model: Model) -> None:
-        """Shards must see the model's document."""
+        """Publish the model's document to the shards."""
         self._models_changed[model.name] = None
         self.touch(model)
 
     def roster_changed(self, model: Model) -> None:
-        """Workers have joined or gone; with linear scaling that is a new revision (semantics 8)."""
+        """Publish the roster after a change; with linear scaling that also is a new revision (semantics 8)."""
         if model.spec.optimizer.linear_scaling:
             model.revision += 1
             self.save_model(model)
@@ -227,36 +231,36 @@ class Cluster:
         self.touched[model.name] = None
 
     def again(self, model: Model) -> None:
-        """There is more to decide for that model: look at it once more, at once."""
+        """Advance that model once more right away, because there is more to decide."""
         self.unfinished[model.name] = None
 
     def publish(self, document: Mapping[str, Any]) -> None:
         self._published.append(Publish(document))
 
     def answer(self, request: int, outcome: Mapping[str, Any] | PsError | None, status: int = 200) -> None:
-        """The reply, seen only when all that was stored before is safe."""
+        """Answer a request, once everything stored before is safe."""
         if isinstance(outcome, PsError):
             status = outcome.status
         self._late.append(Reply(request, outcome, status))
 
     def answer_now(self, request: int, outcome: Mapping[str, Any] | PsError | None, status: int = 200) -> None:
-        """A reply that says nothing which is not stored."""
+        """Answer a request without waiting for stores; the answer must reveal nothing that is not stored yet."""
         if isinstance(outcome, PsError):
             status = outcome.status
         self._early.append(Reply(request, outcome, status, waits=False))
 
     def answer_waiter(self, model: Model, waiter: Waiter, outcome: Mapping[str, Any] | PsError, now: float) -> None:
-        """The answer to a worker's long poll, which is over."""
+        """Answer a worker's long poll and end it."""
         (model.clock_waiters if waiter in model.clock_waiters else model.task_waiters).remove(waiter)
         model.unpark(waiter, now)
         self.answer(waiter.request, outcome)
 
     def perform(self, effect: Effect) -> None:
-        """Another effect, after everything stored."""
+        """Add another effect, after all stores."""
         self._late.append(effect)
 
     def effects(self) -> list[Effect]:
-        """What the events since the last call brought about, in the order in which it is to be performed."""
+        """Return and clear the effects collected since the last call, in the order to perform them."""
         out: list[Effect] = list(self._early)
         if self._fields:
             out.append(Store({k: None if v is None else v() for k, v in self._fields.items()}))
@@ -276,17 +280,17 @@ class Cluster:
         self._published, self._early, self._late = [], [], []
         return out
 
-    # --- looking things up ---
+    # --- lookups ---
 
     def model(self, name: Any) -> Model:
-        """The model of that name; raises NotFoundError."""
+        """Return the model of that name; raises NotFoundError (`unknown_model`)."""
         model = self.models.get(name) if isinstance(name, str) else None
         if model is None:
             raise problem("unknown_model", f"no model {name!r:.80}", hint="POST /models creates one")
         return model
 
     def of_key(self, name: str, generation: int) -> Model | None:
-        """That very creation of the model, if it is still there."""
+        """The model of that name and generation, if it still exists."""
         model = self.models.get(name)
         return model if model is not None and model.generation == generation else None
 
@@ -299,19 +303,19 @@ class Cluster:
         return model if owner.shard == shard and owner.token == token else None
 
     def live_shards(self) -> list[str]:
-        """Names, sorted."""
+        """Names of the live shards, sorted."""
         return sorted(s.name for s in self.shards.values() if s.alive)
 
     def takers(self) -> list[str]:
-        """Names of those that may be given partitions: the living that do not drain, else all that live."""
+        """Names of the shards that may be given partitions: live and not draining, or all live ones if all drain."""
         return [n for n in self.live_shards() if not self.shards[n].draining] or self.live_shards()
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Of every shard."""
+        """Addresses of every shard, by name."""
         return {s.name: s.addresses for s in self.shards.values()}
 
     def shard_line(self, shard: Shard, now: float) -> dict[str, Any]:
-        """A line of `GET /shards`."""
+        """The entry of that shard in `GET /shards`."""
         owned = [(m, i, o) for m in self.models.values() for i, o in enumerate(m.owners) if o.shard == shard.name]
         return {
             "name": shard.name,
@@ -334,11 +338,11 @@ class Cluster:
         return model.public(self.map_epoch, self.addresses())
 
     def model_document(self, model: Model, all_commits: bool = False) -> dict[str, Any]:
-        """The feed's `model`."""
+        """The feed's `model` document."""
         return {**model.feed_document(all_commits), "term": self.term}
 
     def map_document(self) -> dict[str, Any]:
-        """The feed's `map`."""
+        """The feed's `map` document."""
         return {
             "type": "map",
             "term": self.term,
@@ -349,7 +353,7 @@ class Cluster:
         }
 
     def stored(self) -> dict[str, Any]:
-        """Field `cluster`."""
+        """The stored field `cluster`."""
         return {
             "format": FORMAT,
             "map_epoch": self.map_epoch,

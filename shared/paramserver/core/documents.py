@@ -1,4 +1,4 @@
-"""JSON values that a client hands over to be kept and given back as they are: bounded, finite, encodable."""
+"""Checks of JSON values that are stored for clients and returned unchanged: bounded, finite, encodable."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -14,10 +14,11 @@ _INT_MAX: Final = 1 << 63
 
 
 def check_document(value: Any, where: str) -> Any:
-    """The value, if JSON and msgpack can both carry it and it is of a reasonable size.
+    """Return the value if both JSON and msgpack can encode it and it is within bounds.
 
     Raises RequestError (`invalid_field`) for numbers that are not finite or beyond 64 bits, for text that is not
-    Unicode, and for more than 20,000 values, 1 MiB of text or 32 levels.
+    Unicode, for keys that are not strings and other types, and for more than 20,000 values, 2**20 characters of text or
+    32 levels.
     """
 
     def fail(what: str, hint: str = "") -> Exception:
@@ -54,9 +55,9 @@ def check_document(value: Any, where: str) -> Any:
 
 
 def check_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The states of workers under their ids, if these can be ids of workers and each state a document.
+    """Return the states by worker id if every id is a valid worker id and every state passes `check_document`.
 
-    Raises RequestError (`invalid_field`).
+    Raises RequestError (`invalid_field`) otherwise.
     """
     for worker, state in states.items():
         if not WORKER_NAME.fullmatch(worker) or len(worker) > limits.WORKER_NAME_BYTES_MAX:

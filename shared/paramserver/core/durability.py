@@ -1,8 +1,8 @@
-"""Commands become journal entries, and replies leave when what they acknowledge is durable (semantics 3 and 7).
+"""Journaling of commands, and replies that wait until what they acknowledge is durable (semantics 3 and 7).
 
-A command is applied in memory, then journaled; its reply waits for the watermark of every partition it touched.  A
-duplicate's reply waits for all that its partitions have executed so far.  A reply that asks for more than the model's
-level waits for a snapshot, which is due at once.  Nothing here costs a push at level `applied` anything.
+A command is applied in memory, then journaled; its reply waits for the watermark of every partition it touched.  The
+reply to a duplicate waits for everything its partitions have executed so far.  A reply above the model's own level
+waits for a snapshot, which is scheduled at once.  A push at level `applied` pays for none of this.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ _FSYNCED = LEVELS["fsynced"]
 
 
 class Shard(Protocol):
-    """What durability needs of the shard."""
+    """The part of the shard that `Durability` uses."""
 
     plan: SnapshotPlan
 
@@ -37,23 +37,23 @@ class Durability:
 
     def __init__(self, shard: Shard, timers: Timers) -> None:
         self.storage = ""
-        """Why nothing can be made durable now; empty: it can."""
+        """Why nothing can be made durable now; empty if it can."""
         self.fsync_refused = ""
-        """Why nothing can be made durable on disk now."""
+        """Why level `fsynced` cannot be reached now; empty if it can."""
         self.queued_bytes = 0
         """Bytes of entries that are not durable yet."""
         self._shard = shard
         self._timers = timers
         self.executes = False
-        """Whether there are effects to be taken."""
-        self._entries: tuple[list[JournalEntry], list[JournalEntry]] = ([], [])  # to be journaled; on disk
-        self._order: deque[Waiting] = deque()  # by the time they give up, answered ones among them
+        """Whether `effects` has anything to return."""
+        self._entries: tuple[list[JournalEntry], list[JournalEntry]] = ([], [])  # at level journaled; at level fsynced
+        self._order: deque[Waiting] = deque()  # by deadline; may include answered ones
         self._armed = False
 
-    # --- what is executed
+    # --- executed commands
 
     def admit(self, level: int, nbytes: int) -> None:
-        """Raises UnavailableError when a command that is to be durable at that level cannot be taken up now."""
+        """Raise Unavailable if a command that must become durable at that level cannot be accepted now."""
         reason = self.storage or (self.fsync_refused if level == _FSYNCED else "")
         if reason:
             raise problem("storage_unavailable", reason, hint="nothing was changed; send it again")
@@ -61,7 +61,7 @@ class Durability:
             raise problem("queue_full", f"{self.queued_bytes} bytes wait to be journaled by this shard")
 
     def executed(self, p: Partition, kind: str, head: Mapping[str, Any], arrays: tuple[AnyArray, ...] = ()) -> None:
-        """Journal the command that has just got `p.lsn`."""
+        """Queue the journal entry of the command just executed as `p.lsn`."""
         entry = JournalEntry(p.key, p.token, p.lsn, kind, head, arrays)
         self._entries[p.level == _FSYNCED].append(entry)
         self.executes = True
@@ -74,16 +74,16 @@ class Durability:
             self._shard.plan.soon(p)
 
     def effects(self) -> list[Journal]:
-        """What was executed since the last call."""
+        """Return and clear the journal entries queued since the last call."""
         (stored, synced), self._entries, self.executes = self._entries, ([], []), False
         return [Journal(tuple(e), fsync) for e, fsync in ((stored, False), (synced, True)) if e]
 
-    # --- who waits
+    # --- waiting replies
 
     def acknowledge(
         self, request: Request, done: PushDone, partitions: Sequence[Partition], level: int, now: float
     ) -> None:
-        """Answer when all that these partitions have executed is durable at that level."""
+        """Answer once everything these partitions have executed so far is durable at that level."""
         waiting = Waiting(request, done, list(partitions), now + limits.JOURNAL_WAIT_S)
         for p in partitions:
             if level and p.lsn > p.mark.durable(level):
@@ -98,7 +98,7 @@ class Durability:
         self._arm()
 
     def _answer(self, waiting: Waiting) -> None:
-        """The reply quotes today's durable version and incarnation."""
+        """Send the reply, with the current durable versions and incarnations."""
         done, waiting.over = waiting.done, True
         parts = tuple(p.stand(part.version) for p, part in zip(waiting.partitions, done.parts, strict=True))
         done = replace(
@@ -110,7 +110,10 @@ class Durability:
         self._shard.reply(waiting.request, done)
 
     def _refuse(self, waiting: Waiting, error: PsError) -> None:
-        """The error says that the push was accepted: its memory may still be read, and goes back to nobody."""
+        """Answer with an error.
+
+        Its member `push` says that the push was accepted, so its memory may still be read and must not be reused.
+        """
         if not waiting.over:
             waiting.over = True
             done = {"state": waiting.done.state, "duplicate": waiting.done.duplicate, "version": waiting.done.version}
@@ -131,16 +134,16 @@ class Durability:
             self._refuse(self._order.popleft(), error)
         self._arm()
 
-    # --- how far it is durable
+    # --- progress of durability
 
     def journaled(self, p: Partition, lsn: int) -> None:
-        """The journal reaches that lsn."""
+        """Note that the journal reaches that lsn."""
         p.mark.journaled = max(p.mark.journaled, lsn)
         if p.mark.rebase is None:
             self._advance(p, lsn, synced=p.level == _FSYNCED)
 
     def snapshot(self, p: Partition, capture: Capture, fsync: bool) -> None:
-        """A snapshot is stored."""
+        """Note that a snapshot is stored."""
         mark, lsn = p.mark, capture.lsn
         if mark.rebase is not None and lsn >= mark.rebase:
             mark.rebase, lsn = None, max(lsn, mark.journaled)
@@ -149,7 +152,7 @@ class Durability:
         self._advance(p, lsn, synced=fsync)
 
     def rebase(self, p: Partition) -> None:
-        """Redis has lost what it held of this partition, or part of it: a snapshot of all there is comes first."""
+        """Require a full snapshot before the journal counts again: Redis lost some or all data of this partition."""
         p.mark.rebase, p.mark.stored, p.mark.synced = p.lsn, -1, -1
         self._shard.plan.again(p)
 
@@ -180,7 +183,7 @@ class Durability:
         self._arm()
 
     def refuse(self, p: Partition, error: PsError) -> None:
-        """The partition is no longer served here: nobody will hear of its durability."""
+        """Refuse the waiting replies of a partition that is no longer served here."""
         waiting, p.mark.waiting = p.mark.waiting, []
         for _, _, reply in waiting:
             self._refuse(reply, error)

@@ -1,4 +1,4 @@
-"""Checked reading of JSON objects: takes field after field, collects every error, suggests the nearest known name."""
+"""Validation of JSON objects: reads field by field, collects every error, suggests the nearest known name."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ from paramserver.core.near import near
 from paramserver.errors import PsError, combined, problem
 
 NUMBER_MAX: Final = 1e38
-"""About the largest number that float32 holds, in which the shards compute."""
+"""Bound for numbers in requests, near the largest float32: shards compute in float32."""
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MODEL_NAME_HINT: Final = "letters, digits, '.', '_' and '-', starting with a letter or digit, at most 64"
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
@@ -22,9 +22,10 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class Reader:
-    """Takes fields out of one JSON object, collecting every error instead of stopping at the first.
+    """Reader of the fields of one JSON object that collects every error instead of stopping at the first.
 
-    Raises RequestError where there are more fields (`too_large`) or errors than anybody would read.
+    Raises RequestError for more than `limits.FIELDS_MAX` fields (`too_large`), and as soon as there are
+    `limits.ERRORS_FOUND_MAX` errors.
     """
 
     def __init__(self, data: Any, where: str, errors: list[PsError]) -> None:
@@ -45,7 +46,7 @@ class Reader:
             raise combined(self.errors)
 
     def near(self, name: str, names: Iterable[str]) -> str:
-        """The hint at the one of `names` that was meant; empty if none is like it, or there were hints enough."""
+        """Return a hint at the nearest of `names`; empty if none is similar, or after `limits.HINTS_MAX` errors."""
         found = near(name, names) if len(self.errors) < limits.HINTS_MAX else None
         return f"did you mean '{found}'?" if found else ""
 
@@ -103,7 +104,7 @@ class Reader:
 
 
 def check_model_name(name: Any) -> str:
-    """The name, if a model may have it; raises RequestError (`invalid_field`) otherwise."""
+    """Return the name if it is a valid model name; raises RequestError (`invalid_field`) otherwise."""
     if not isinstance(name, str) or not MODEL_NAME.fullmatch(name):
         raise problem(
             "invalid_field",
@@ -114,7 +115,10 @@ def check_model_name(name: Any) -> str:
 
 
 def check_param_name(name: Any) -> str:
-    """The name, if a parameter may have it: UTF-8 of 1 to 256 bytes without control characters."""
+    """Return the name if it is a valid parameter name: 1 to 256 bytes of UTF-8 without control characters.
+
+    Raises RequestError (`invalid_field`) otherwise.
+    """
     if (
         not isinstance(name, str)
         or not name
@@ -126,7 +130,7 @@ def check_param_name(name: Any) -> str:
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """JSON merge patch (RFC 7396); neither argument is changed."""
+    """Apply a JSON merge patch (RFC 7396); neither argument is changed."""
     if not isinstance(patch, Mapping):
         return patch
     result = dict(target) if isinstance(target, Mapping) else {}
@@ -148,7 +152,7 @@ def finite(value: Any) -> bool:
 
 
 def whole_number(name: str, value: Any, low: int = 0, high: int = 1 << 53) -> int:
-    """An argument that counts something; raises RequestError (`invalid_field`) outside of what is allowed."""
+    """Return an argument as an integer; raises RequestError (`invalid_field`) unless it is one from `low` to `high`."""
     try:
         number = -1 if isinstance(value, bool) else index(value)
     except TypeError:
@@ -161,7 +165,7 @@ def whole_number(name: str, value: Any, low: int = 0, high: int = 1 << 53) -> in
 
 
 def wait_seconds(value: Any) -> float:
-    """How long a long poll may wait; raises RequestError (`invalid_field`) outside of what is allowed."""
+    """Return how long a long poll may wait; raises RequestError (`invalid_field`) outside 0 to `limits.WAIT_S_MAX`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= limits.WAIT_S_MAX:
         raise problem("invalid_field", f"wait_s: must be from 0 to {limits.WAIT_S_MAX:g}", where="wait_s")
     return float(value)

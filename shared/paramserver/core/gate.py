@@ -1,7 +1,7 @@
-"""The gate of each consistency mode: who may go on to the next iteration, and when a synchronous clock commits.
+"""The gate of each consistency mode: which workers may start the next iteration, and when a sync clock commits.
 
-Rules: semantics 4.  Everything here follows from the done reports of the workers and from who is alive; gradients are
-not seen.  A sync commit t lists (worker, clock) pairs in (rank, clock) order; no (worker, clock) is listed twice.
+Rules: semantics 4.  Decisions depend only on the workers' done reports and on who is alive; gradients are not seen
+here.  A sync commit t lists (worker, clock) pairs in (rank, clock) order; no pair is listed twice.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ CLOCK_MAX: Final = 1 << 53
 
 
 class Commit(Struct, frozen=True):
-    """The decision on one synchronous clock."""
+    """The decision on one sync clock."""
 
     t: int
     timeline: int
@@ -59,30 +59,30 @@ class Commit(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Gate:
-    """The clocks of one model under one consistency setting."""
+    """The clocks of one model, and the consistency setting that gates them."""
 
     rule: ConsistencySpec
     clock: int = 0
-    """sync: the clock that is open, which is the number of commits; else the highest the slowest worker ever had."""
+    """sync: the open clock, which is the next commit's `t`; else the highest clock the slowest worker ever had."""
     opened: bool = False
-    """Whether `min_workers` have been there."""
+    """Whether `min_workers` workers have been live at once."""
     members: set[tuple[str, int]] = field(default_factory=set)
-    """sync: (worker, epoch) of the roster of the open clock."""
+    """sync: (worker, epoch) of the open clock's roster."""
 
     @property
     def sync(self) -> bool:
-        """Whether clocks are committed."""
+        """Whether the mode is `sync`, so that clocks are committed."""
         return self.rule.mode == "sync"
 
     def change(self, rule: ConsistencySpec) -> None:
-        """Another setting from now on; what belongs to the open clock is dropped when the mode changes."""
+        """Switch to another setting; a change of mode clears the open clock's roster."""
         if rule.mode != self.rule.mode:
             self.members.clear()
             self.opened = self.clock > 0
         self.rule = rule
 
     def reset(self, roster: Roster, clock: int) -> None:
-        """Every clock is `clock`: a rollback, or the beginning of a sync phase."""
+        """Set the clock of the model and of every worker, for a rollback or the start of a sync phase."""
         self.clock = clock
         self.members.clear()
         for w in roster:
@@ -90,7 +90,10 @@ class Gate:
             w.pending.clear()
 
     def open(self, roster: Roster) -> bool:
-        """Takes the slowest clock, and notes whether enough workers have joined; True when that is news."""
+        """Open the gate if enough workers have joined, and outside sync take over the slowest worker's clock.
+
+        Returns True if this call opened the gate.
+        """
         counting = roster.counting()
         was_open = self.opened
         if len(roster.live()) >= self.rule.min_workers:
@@ -100,21 +103,25 @@ class Gate:
         return self.opened and not was_open
 
     def join_clock(self, roster: Roster) -> int:
-        """The clock at which one who joins now begins."""
+        """The clock at which a worker that joins now begins."""
         counting = roster.counting()
         if self.sync or not self.opened or not counting:
             return self.clock
         return min(w.done for w in counting)
 
     def min_clock(self, roster: Roster) -> int:
-        """Iterations that the slowest worker has finished; those still to come at the start count as well."""
+        """Iterations finished by the slowest worker.
+
+        In ssp, workers that are yet to join at the start count as well: until the gate has opened, this is the gate's
+        own clock.  So it is while there are no workers to count.
+        """
         counting = roster.counting()
         if not counting or (not self.opened and self.rule.mode == "ssp"):
             return self.clock
         return min(w.done for w in counting)
 
     def check(self, worker: Worker, done: int, since: int | None) -> None:
-        """Raises RequestError (`invalid_field`) for numbers that the worker cannot report; see `report`."""
+        """Raise RequestError (`invalid_field`) if the worker cannot report these numbers; see `report`."""
         top = max(worker.done, self.clock + limits.CLOCKS_AHEAD_MAX) if self.sync else CLOCK_MAX
         if not 0 <= done <= top:
             raise problem("invalid_field", f"clock: must be from 0 to {top}, not {done}", where="clock")
@@ -122,10 +129,10 @@ class Gate:
             raise problem("invalid_field", f"since: must be from 0 to clock {done}, not {since}", where="since")
 
     def report(self, worker: Worker, done: int, since: int | None = None) -> None:
-        """The worker has finished `done` iterations; absolute, so an older report changes nothing.
+        """Record that the worker has finished `done` iterations; absolute, so an older report changes nothing.
 
-        `since`: it has worked on every clock from there; None: from where it was last told to go on.
-        Both are known to be possible (`check`).
+        The worker has contributed to every clock from `since` on; None: from the clock at which it was last told to go
+        on.  Both numbers must have passed `check`.
         """
         if done <= worker.done:
             return
@@ -136,8 +143,11 @@ class Gate:
         worker.done = done
 
     def late(self, roster: Roster) -> dict[str, list[Any]]:
-        """sync: (epoch, iterations done, clock granted, late clocks) by name, where a later list may have one that the
-        others have passed; of everybody else the open clock says all that."""
+        """sync: [epoch, iterations done, clock granted, late clocks] by name, of the workers that may still fold.
+
+        These are the workers with a clock that the others have passed and a later commit may still list.  For all
+        others these numbers follow from the open clock.
+        """
         return {
             w.name: [w.epoch, w.done, w.granted, [c for c in w.pending if c < self.clock]]
             for w in roster.counting()
@@ -145,11 +155,11 @@ class Gate:
         }
 
     def may_fold(self, worker: Worker) -> bool:
-        """sync: whether a clock of this worker that the others have passed may still enter a list."""
+        """sync: whether a later commit may still list a clock of this worker that the others have passed."""
         return self.sync and self.rule.late == "fold" and min([worker.done, *worker.pending[:1]]) < self.clock
 
     def resume(self, worker: Worker, roster: Roster) -> None:
-        """A resting worker has data again: it goes on where one who joins would begin."""
+        """Wake a resting worker that has data again; it continues at least where a joining worker would begin."""
         if worker.resting:
             worker.done = max(worker.done, self.join_clock(roster))
             worker.granted = worker.done
@@ -160,10 +170,10 @@ class Gate:
         return max(worker.done, self.clock) if self.sync else worker.done
 
     def _roster(self, roster: Roster) -> list[Worker]:
-        """sync: the live roster of the open clock.
+        """sync: the live workers of the open clock's roster.
 
-        It was fixed when the clock before committed.  For the first clock it stays open until somebody has reported,
-        and when all of it have gone, it is those who are there now.
+        The roster is fixed when the previous clock commits.  The roster of clock 0 stays open until a worker has
+        reported.  If all its workers are gone, the present ones take their place.
         """
         counting = roster.counting()
         live = [w for w in counting if (w.name, w.epoch) in self.members]
@@ -173,14 +183,14 @@ class Gate:
         return live
 
     def needed(self, live: int) -> int:
-        """sync: workers out of a live roster of that size that must have reported."""
+        """sync: how many workers of a live roster of that size must have reported."""
         count = self.rule.quorum_count
         # The subtraction keeps 0.1 * 30 = 3.0000000000000004 from asking for a fourth.
         wanted = min(count, live) if count is not None else ceil(self.rule.quorum * live - 1e-9)
         return max(1, wanted)
 
     def decide(self, roster: Roster, timeline: int, revision: int, cut: bool) -> Commit | None:
-        """sync: the commit of the open clock if it can be made now; the next clock is open then."""
+        """sync: commit the open clock and open the next one, if that is possible now; else None."""
         if not self.sync or not self.opened:
             return None
         members = self._roster(roster)
@@ -195,7 +205,7 @@ class Gate:
         return self._commit(tuple(listed), roster, timeline, revision, cut)
 
     def empty_commit(self, roster: Roster, timeline: int, revision: int) -> Commit:
-        """sync: a commit that changes nothing, for the sake of its cut; all workers go on after it."""
+        """sync: make a commit that lists nothing, for the sake of its cut; all workers continue after it."""
         commit = self._commit((), roster, timeline, revision, True)
         self.reset(roster, self.clock)
         return commit
@@ -222,7 +232,7 @@ class Gate:
         return True
 
     def waiting_for(self, clock: int, roster: Roster) -> list[str]:
-        """Whom a worker that is not released waits for, by name."""
+        """What a worker that is not released waits for: names of workers, missing joins, or the commit."""
         missing = self.rule.min_workers - len(roster.live())
         if not self.opened and missing > 0:
             return [f"{missing} more worker{'s' if missing > 1 else ''} to join"]

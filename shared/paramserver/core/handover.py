@@ -1,4 +1,4 @@
-"""Partitions that change hands while they live: handed over whole, or kept under a renewed token (semantics 6)."""
+"""Handover of live partitions: moved whole to another shard, or kept under a renewed token (semantics 6)."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -19,18 +19,18 @@ from paramserver.types import PartitionKey, Token
 
 
 class Shard(Protocol):
-    """What moves need of the shard."""
+    """The part of the shard that `Handover` uses."""
 
     durability: Durability
     plan: SnapshotPlan
     held_bytes: int
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Take up again what was left alone while the partition was held, or not there."""
+        """Resume what was suspended while the partition was held or not loaded."""
 
 
 class Handover:
-    """Holds partitions that are to be released until their whole state is stored."""
+    """Holds partitions that are to be released, until their whole state is stored."""
 
     def __init__(self, shard: Shard, lines: Lines) -> None:
         self._shard = shard
@@ -38,10 +38,10 @@ class Handover:
         self._held: dict[Partition, None] = {}
 
     def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> list[Effect]:
-        """An ownership that is not served here yet; it begins with what was kept, or has to be loaded."""
+        """Begin an ownership: with the state kept in memory if this renews a refused one, else by loading it."""
         kept, source = model.refused.get(index), view.sources.get(index, view.source)
         if kept is not None and token <= kept.token:
-            return []  # a document of before
+            return []  # a stale document
         if kept is not None and kept.state is not None and view.renewed.get(index, token) <= kept.token:
             model.partitions[index] = kept
             self._shard.held_bytes += kept.held_bytes
@@ -55,7 +55,7 @@ class Handover:
         return [LoadPartition(key, token, source, model.spec, model.layout)]
 
     def hold(self, partition: Partition, wish: int) -> list[Operation]:
-        """Let the running operation end and nothing else begin; returns the requests that waited."""
+        """Let the running operation finish and start no other; return the pushes and assignments that were queued."""
         partition.held = wish
         self._held[partition] = None
         self._shard.plan.forget(partition)
@@ -64,18 +64,18 @@ class Handover:
 
     @property
     def waits(self) -> bool:
-        """Whether the state of a partition is still to be written."""
+        """Whether the state of a held partition is still to be written."""
         return bool(self._held)
 
     def write(self) -> None:
-        """Have the state of held partitions stored as soon as it stands still."""
+        """Schedule a snapshot of each held partition that has no operation left, so that its state is final."""
         for partition in list(self._held):
             if partition.state is not None and not partition.operations:
                 del self._held[partition]
                 self._shard.plan.urgent(partition)
 
     def stored(self, partition: Partition, lsn: int) -> bool:
-        """The state at that lsn is stored; returns whether the partition is released now."""
+        """Note that the state at that lsn is stored; return whether this released the partition."""
         if not partition.held or partition.released:
             return False
         if lsn == partition.lsn and partition not in self._held:
@@ -85,7 +85,7 @@ class Handover:
         return partition.released
 
     def unhold(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """The move was called off."""
+        """Resume a partition whose move was withdrawn."""
         partition.held, partition.released = 0, False
         self.forget(partition)
         if partition.state is None:
@@ -95,11 +95,11 @@ class Handover:
         self._shard.resume(model, partition, now)
 
     def forget(self, partition: Partition) -> None:
-        """The partition is no longer owned."""
+        """Stop tracking a partition: it is no longer owned, or no longer held."""
         self._held.pop(partition, None)
 
     def renew(self, partition: Partition, token: Token) -> None:
-        """Redis was emptied: the owner keeps its memory under a new token, and everything is stored again."""
+        """Keep a partition in memory under a new token after Redis was emptied, and have all of it stored again."""
         self._shard.plan.forget(partition)
         partition.token = token
         partition.released = False
@@ -110,12 +110,12 @@ class Handover:
 
 
 def _commits(partition: Partition) -> bool:
-    """Whether a commit is being computed; one that still waited was withdrawn."""
+    """Whether a commit is being computed; queued ones have been withdrawn."""
     return any(op.running and isinstance(op, CommitOperation) for op in partition.operations)
 
 
 def released(models: Iterable[ServedModel]) -> Iterator[tuple[str, int, int, Token, int, int]]:
-    """(model, generation, index, token, version, wish) of each partition that another shard may have now."""
+    """Yield (model, generation, index, token, version, wish) of each partition that another shard may take now."""
     for model in models:
         for p in model.partitions.values():
             if p.released:

@@ -1,9 +1,8 @@
-"""First values of a parameter: any slice of it can be drawn alone, and no partitioning changes a single bit.
+"""Initial values of parameters: any slice can be drawn alone, with the same bits under every partitioning.
 
 Random values come in blocks of 65,536 elements; block i of a parameter is the start of the stream
-`Philox(key=(seed, crc32(name)), counter=(0, 0, 0, i))` (Salmon et al. 2011), so shards draw what they own and agree
-with each other.  Xavier and Kaiming follow torch.nn.init: the fans of a shape (out, in, ...) are in * rest and
-out * rest.
+`Philox(key=(seed, crc32(name)), counter=(0, 0, 0, i))` (Salmon et al. 2011), so each shard draws only what it owns, and
+all agree.  Xavier and Kaiming follow torch.nn.init: the fans of a shape (out, in, ...) are in * rest and out * rest.
 """
 
 from math import prod, sqrt
@@ -16,16 +15,16 @@ from paramserver.core.param_spec import InitSpec, ParamSpec
 from paramserver.types import F32
 
 BLOCK: Final = 65_536
-"""Elements drawn from one Philox counter; part of the format, since another value would draw another model."""
+"""Elements drawn from one Philox counter; part of the format: another value would give other initial values."""
 _GAINS: Final = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5.0 / 3.0, "relu": sqrt(2.0), "selu": 0.75}
 _MAX: Final = float(np.finfo(np.float32).max)
 
 
 def draw(param: ParamSpec, start: int, stop: int) -> F32:
-    """Elements [start, stop) of the parameter's first values in C order; a new array, all finite.
+    """Return elements [start, stop) of the parameter's initial values in C order; a new array, all finite.
 
-    An `upload` parameter is zero until its values arrive.  Raises ValueError for a slice outside the parameter and
-    for kind `file`, whose values are read from the file instead.
+    An `upload` parameter is zero until its values arrive.  Raises ValueError for a slice outside the parameter, and for
+    kind `file`, whose values are read from the file instead.
     """
     if not 0 <= start <= stop <= param.size:
         raise ValueError(f"[{start}, {stop}) lies outside the {param.size} elements of '{param.name}'")
@@ -49,8 +48,10 @@ def draw(param: ParamSpec, start: int, stop: int) -> F32:
 
 
 def fans(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(fan_in, fan_out) of a shape (out, in, ...), as torch; with fewer dimensions, which torch refuses, both are
-    the number of elements."""
+    """Return (fan_in, fan_out) of a shape (out, in, ...), as torch does.
+
+    With fewer than two dimensions, which torch refuses, both are the number of elements.
+    """
     if len(shape) < 2:
         return prod(shape), prod(shape)
     field = prod(shape[2:])
@@ -67,12 +68,12 @@ def deviation(init: InitSpec, shape: tuple[int, ...]) -> float:
 
 
 def _random(param: ParamSpec, start: int, stop: int, offset: float, factor: float, *, normal: bool) -> F32:
-    """offset + factor * x for x standard normal or uniform in [0, 1), in float32; what overflows is the largest one."""
+    """Return offset + factor * x in float32, x standard normal or uniform in [0, 1), clipped to the float32 range."""
     out = np.empty(stop - start, np.float32)
     name = crc32(param.name.encode())
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         first = block * BLOCK
-        # The stream is read in order, so the elements of the block before `start` are drawn as well.
+        # The stream is sequential, so the elements of the block before `start` must be drawn as well.
         count = min(stop - first, BLOCK)
         bits = np.random.Philox(
             key=np.array([param.init.seed, name], np.uint64), counter=np.array([0, 0, 0, block], np.uint64)

@@ -9,15 +9,15 @@ Heads hold plain msgpack values.  Every head has `version`, the partition's vers
   `ranges` [[start, stop], ...] or None for the whole partition, `rate` (the learning rate with everything in it),
   `scale` (weight, norm clip).  Arrays: the gradient as received.
 - `hold` (staged or buffered): `id`, `key`, `crc`, `dtype`, `ranges`, `scale`, and `clock`, `seq`, `base`
-  [version, incarnation] or None, `late` (true: remembered and discarded).  Arrays: the gradient; none if late.
-- `commit`: `t`, `contributions` [[worker, epoch, rank, clock, weight], ...], `applied`, and where that is true `rate`
-  and `weights`, one for each staged part that is summed, in their order.
-- `flush`: `applied`, `rate`, `weights`, one for each buffered part.
-- `config`: `settings` (see `core.settings`), `clock` from here on, `fresh` (the optimizer's state begins anew),
-  `unstage` (what was staged is dropped).
-- `set`: `dtype`, `ranges`, `steps` or None, `restore` (what is staged or buffered is dropped), `least` (the version
-  afterwards at least; missing in entries of before: 0).  Arrays: the values, then the optimizer's state if it was
-  given.
+  [version, incarnation] or None, `late` (true: the push id is remembered, the gradient discarded).  Arrays: the
+  gradient; none if late.
+- `commit`: `t`, `contributions` [[worker, epoch, rank, clock, weight], ...], `applied`, and if that is true `rate` and
+  `weights`, one for each staged part in summation order.
+- `flush`: `applied`, and if that is true `rate` and `weights`, one for each buffered part.
+- `config`: `settings` (see `core.settings`), `clock` from here on, `fresh` (the optimizer's state is reset), `unstage`
+  (staged parts are dropped).
+- `set`: `dtype`, `ranges`, `steps` or None, `restore` (staged and buffered parts are dropped), `least` (lower bound of
+  the version afterwards; missing in older entries: 0).  Arrays: the values, then the optimizer's state if given.
 - `drop`: `slots` [[worker, epoch, clock], ...] of staged contributions whose worker's epoch has ended.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paramserver.core.shard_events import AssignPart, CommitDecided, PushPart, PushReceived
 
 KINDS: Final = ("push", "hold", "commit", "flush", "config", "set", "drop")
-_HEAD_BYTES: Final = 256  # about what a head takes; ranges come on top
+_HEAD_BYTES: Final = 256  # approximate size of a head without its ranges
 
 
 class JournalEntry(Struct, frozen=True):
@@ -42,23 +42,23 @@ class JournalEntry(Struct, frozen=True):
 
     key: PartitionKey
     token: Token
-    """Of the owner that executed it; a renewed owner may write it under a newer one."""
+    """Token of the owner that executed it; after a renewal it may be written under a newer one."""
     lsn: int
-    """1, 2, 3 ... per partition without holes; goes on over owners."""
+    """1, 2, 3 ... per partition without gaps, continued across owners."""
     kind: str
     """One of `KINDS`."""
     head: Mapping[str, Any]
     arrays: tuple[AnyArray, ...] = ()
-    """1-D, little-endian; they are never written again."""
+    """1-D, little-endian; never modified."""
 
     @property
     def nbytes(self) -> int:
-        """About the bytes it takes, which is what bounds count."""
+        """Approximate size in bytes, as counted against bounds."""
         return _HEAD_BYTES + 18 * len(self.head.get("ranges") or ()) + sum(a.nbytes for a in self.arrays)
 
 
 Step = tuple[float, list[float]]
-"""(learning rate, weight of each part) of one mean that was applied."""
+"""(learning rate, weight of each part) of an applied mean."""
 
 
 def push_head(event: "PushReceived", part: "PushPart", version: int, rate: float, scale: float) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def push_head(event: "PushReceived", part: "PushPart", version: int, rate: float
 
 
 def hold_head(event: "PushReceived", part: "PushPart", version: int, held: "HeldPart", late: bool) -> dict[str, Any]:
-    """The head of a push that was staged, buffered, or came too late for its clock."""
+    """The head of a push that was staged or buffered, or came too late for its clock."""
     base = None if held.base is None else list(held.base)
     numbers = {"scale": held.scale, "clock": held.clock, "seq": held.seq, "base": base, "late": late}
     return _accepted(event, part, version) | numbers
@@ -86,13 +86,13 @@ def _accepted(event: "PushReceived", part: "PushPart", version: int) -> dict[str
 
 
 def commit_head(commit: "CommitDecided", version: int, step: Step | None) -> dict[str, Any]:
-    """The head of a commit; `step` is None where it changed no value."""
+    """The head of a commit; `step` is None if it changed no value."""
     listed = [[c.worker, c.epoch, c.rank, c.clock, c.weight] for c in commit.contributions]
     return {"version": version, "t": commit.t, "contributions": listed} | _step(step)
 
 
 def flush_head(version: int, step: Step | None) -> dict[str, Any]:
-    """The head of a flush; `step` is None where the result was not finite, so that the values stayed."""
+    """The head of a flush; `step` is None if the result was not finite and the values were kept."""
     return {"version": version} | _step(step)
 
 

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a model's flat vector, and where that vector is cut into partitions."""
+"""Where each parameter lies in a model's flat vector, and how that vector is divided into partitions."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,10 @@ Range = tuple[int, int]
 """Half-open element range [start, stop)."""
 
 _ALIGN = (1024, 16)
-"""Elements: where partitions are large enough, cuts fall on memory pages of float32, else on cache lines."""
+"""Alignments of partition bounds, in float32 elements: a memory page, a cache line.
+
+The first that fits at least four times into the average partition is used; if neither does, bounds are not aligned.
+"""
 
 
 class Segment(Struct, frozen=True):
@@ -31,7 +34,7 @@ class Segment(Struct, frozen=True):
 class Layout:
     """The flat vector of one model: all parameters in spec order, in C order, end to end.
 
-    Equal only to itself, so that what is kept for a layout in use is found at once.
+    Compared and hashed by identity, so that lookups in caches keyed by a layout are cheap.
     """
 
     spec: ModelSpec
@@ -66,7 +69,7 @@ class Layout:
 
     @cached_property
     def segments(self) -> tuple[tuple[Segment, ...], ...]:
-        """For each partition the parameters it holds, in order; its optimizer counts steps per segment."""
+        """The segments of each partition, in order; the optimizer counts steps per segment."""
         out: list[tuple[Segment, ...]] = []
         flat = [(i, *self.offsets[p.name]) for i, p in enumerate(self.spec.params)]
         first = 0
@@ -90,9 +93,9 @@ class Layout:
         return self.bounds[index + 1] - self.bounds[index]
 
     def split(self, ranges: Iterable[Range]) -> dict[int, list[Range]]:
-        """Flat ranges (sorted, disjoint) as ranges relative to each partition they touch.
+        """Split flat ranges (sorted, disjoint) into ranges relative to each partition they touch.
 
-        A partition that is touched whole has the one range (0, its size).
+        A partition that is covered completely gets the single range (0, its size).
         """
         out: dict[int, list[Range]] = {}
         bounds = self.bounds

@@ -1,4 +1,4 @@
-"""Partitions on their way in: what their owner begins with, and what follows from it at once."""
+"""Loading of partitions: the state their owner begins with, and what follows from it at once."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -20,22 +20,22 @@ _RETRY_S = 1.0
 
 
 class Shard(running.Shard, Protocol):
-    """What loading needs of the shard."""
+    """The part of the shard that `LoadDesk` uses."""
 
     plan: SnapshotPlan
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
-        """That partition and its model, if it is served under that token."""
+        """Return the model, if known, and the partition, if this shard has it under that token."""
 
     def owns(self, key: PartitionKey, token: Token) -> bool:
         """Whether this shard has that partition under that token."""
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Take up what was left alone while the partition was not there."""
+        """Resume what was suspended while the partition was not loaded."""
 
 
 class LoadDesk:
-    """Has partitions read, again if need be."""
+    """Handler of load results; repeats loads that failed."""
 
     def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk, perform: Callable[[Effect], None]) -> None:
         self._shard = shard
@@ -56,7 +56,7 @@ class LoadDesk:
             self.failed(LoadFailed(event.key, event.token, error), now)
             return
         p.live_workers = model.live_workers
-        # Who had staged it joined before this shard was told to take it up.
+        # Workers of staged parts joined before this shard got the partition: if the roster lacks them, they are gone.
         model.gone |= {slot[:2] for slot in p.staged if model.live().get(slot[0]) != slot[1]}
         self._shard.held_bytes += p.held_bytes
         if cut and loaded.stored:
@@ -65,7 +65,7 @@ class LoadDesk:
             p.clock = p.clock if p.clock in model.commits else model.clock
         if p.level and loaded.settings is None:
             if not loaded.stored:
-                p.fresh_slots()  # by the settings that are journaled, whichever were there when loading began
+                p.fresh_slots()  # by the settings journaled next; they may have changed since loading began
             configured(self._shard, p, now, fresh=not loaded.stored)
         if model.ready and not loaded.stored:
             self._shard.plan.first(p)

@@ -1,4 +1,4 @@
-"""What was staged or buffered is applied as one mean: by a commit of the scheduler, or by a flush."""
+"""Operations that apply staged or buffered gradients as one mean: a commit of the scheduler, or a flush."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from paramserver.core.update import mean_task
 
 @dataclass(slots=True, eq=False)
 class CommitOperation(Operation):
-    """One decided clock of a synchronous model, on one partition: version + 1 whatever it touches, or its clock."""
+    """One committed clock of a sync model on one partition; raises the version by one, at least to the new clock."""
 
     commit: CommitDecided = field(kw_only=True)
     _step: Step | None = None
-    """The numbers of the step that is computed."""
+    """Numbers of the step being computed, for the journal."""
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         (p,) = self.partitions
@@ -51,7 +51,7 @@ class CommitOperation(Operation):
         p.committing = False
         shard.held_bytes -= p.settle(self.commit.contributions, self.commit.t)
         p.clock = self.commit.t + 1
-        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 5)
+        p.version = max(p.version, self.commit.t)  # so that the version is the clock from here on (semantics 8)
         shard.flip(p, state, now)
         if p.level:
             shard.durability.executed(p, "commit", commit_head(self.commit, p.version, self._step))
@@ -62,10 +62,10 @@ class CommitOperation(Operation):
 
 @dataclass(slots=True, eq=False)
 class FlushOperation(Operation):
-    """The mean of what one partition has buffered is applied, in order of arrival."""
+    """Apply the mean of the gradients that one partition has buffered, summed in order of arrival."""
 
     early: bool = False
-    """Whether it is applied though it is neither full nor old enough."""
+    """Whether to apply the buffer even if it is neither full nor due."""
     _step: Step | None = None
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:

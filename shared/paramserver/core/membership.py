@@ -1,7 +1,7 @@
-"""Who is alive: leases of shards, workers and pool members, told apart by their epochs.
+"""Who is alive: leases of shards, workers and pool members, with an epoch for each incarnation.
 
-A holder that has not been heard of for its lease is dead; who comes again under its name gets a higher epoch, and the
-older incarnation is dead from that moment.
+A holder that has not been heard from for the length of its lease is dead.  One that comes back under the same name gets
+a higher epoch, and the older incarnation is dead from that moment.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from paramserver.errors import problem
 
 @dataclass(slots=True)
 class Holder:
-    """One incarnation of something that holds a lease."""
+    """One incarnation of a lease holder."""
 
     name: str
     epoch: int
@@ -24,7 +24,7 @@ class Holder:
     lease_s: float = field(default=limits.LEASE_S, kw_only=True)
 
     def expires_s(self) -> float:
-        """When it is to be declared dead, unless it is heard of before."""
+        """When it is to be declared dead, unless it is heard from before."""
         return self.heard_s + self.lease_s
 
 
@@ -32,7 +32,7 @@ H = TypeVar("H", bound=Holder)
 
 
 def current(holder: H | None, epoch: int, what: str, code: str) -> H:
-    """The holder, if it is alive in that epoch; raises NotFoundError (`code`) or FencedError."""
+    """Return the holder if it is alive in that epoch; raises NotFoundError (`code`) or FencedError (`fenced`)."""
     if holder is None:
         raise problem(code, f"{what} has not joined", hint="join first")
     if holder.epoch != epoch or not holder.alive:
@@ -46,32 +46,32 @@ def current(holder: H | None, epoch: int, what: str, code: str) -> H:
 
 
 def expired(holders: Iterable[H], now: float) -> list[H]:
-    """The holders whose lease has run out."""
+    """The live holders whose lease has expired."""
     return [h for h in holders if h.alive and now >= h.expires_s()]
 
 
 @dataclass(slots=True)
 class Shard(Holder):
-    """A process that owns partitions for now."""
+    """One incarnation of a shard process."""
 
     addresses: tuple[str, ...] = ()
     version: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     draining: bool = False
-    """It gets nothing new, and what it has moves away."""
+    """It gets no new partitions, and those it has move away."""
     memory_limit_bytes: int = 0
     """0: unknown."""
     memory_used_bytes: int = 0
     left: bool = False
-    """It said goodbye, rather than being found dead."""
+    """Whether it left by itself, rather than being declared dead."""
     gone_s: float = 0.0
-    """When it left or was found dead."""
+    """When it left or was declared dead."""
     listed: bool = True
-    """False once it has been gone for so long that nobody wants to see it."""
+    """False once it has been gone too long to appear in lists."""
 
     @property
     def free_bytes(self) -> int | None:
-        """Memory it may still take; None: unknown."""
+        """Memory still available to it; None if unknown."""
         limit = self.memory_limit_bytes
         return max(0, limit - self.memory_used_bytes) if limit > 0 else None
 
@@ -90,12 +90,12 @@ class Member(Holder):
     allow: tuple[str, ...] = ()
     """Prefixes of the modules it may run."""
     place: tuple[str, int] | None = None
-    """(run, place) it works at."""
+    """(run, place) it works at; None while it has none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What its process takes of its machine."""
+    """Resource usage of its process."""
 
     def allows(self, entry: str) -> bool:
-        """Whether the module of that entry lies under one of the prefixes."""
+        """Whether the module of that entry point is one of the allowed prefixes or lies below one."""
         module = entry.partition(":")[0]
         return any(module == p or module.startswith(p + ".") for p in self.allow)
 
@@ -110,57 +110,57 @@ class Worker(Holder):
     pending: list[int] = field(default_factory=list)
     """sync: clocks reported done that are in no commit yet, ascending."""
     ending: tuple[int, int] = (0, 0)
-    """sync: the clock, and the number of the push, that shards are reporting for it."""
+    """sync: (clock, seq of the push that ends it) that shards are reporting for this worker."""
     ended_on: set[str] = field(default_factory=set)
-    """The shards that have."""
+    """Shards that have reported `ending`."""
     granted: int = 0
     """sync: the clock it was last told to work on."""
     timeline: int = 0
-    """The newest timeline it is known to know."""
+    """The newest timeline it is known to have been told of."""
     resting: bool = False
-    """It asked for data and there is none for now: it holds no barrier up."""
+    """It asked for data and there is none for now, so barriers do not wait for it."""
     draining: bool = False
     parked: int = 0
-    """Long polls of its that are open; while there are any, it is alive."""
+    """Its open long polls; while there are any, it is alive."""
     metrics: dict[str, float] = field(default_factory=dict)
     state: Any = None
-    """What it wants kept with checkpoints."""
+    """The document it wants stored with checkpoints."""
     attempt: str | None = None
-    """Of the request by which it joined without a name; known to no other leader."""
+    """Attempt id of the request by which it joined without a name; not stored, so another leader does not know it."""
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Keeps the newest value of each metric; a value that is not finite cannot be told in JSON."""
+        """Keep the newest value of each metric; values that are not finite are dropped, as JSON has none."""
         self.metrics.update({k: v for k, v in metrics.items() if isfinite(v)})
         while len(self.metrics) > limits.METRIC_NAMES_MAX:
             del self.metrics[next(iter(self.metrics))]
 
 
 class Roster:
-    """The workers of one model, living and dead; the dead are kept for their epochs."""
+    """The workers of one model, live and dead; dead ones are kept so that no epoch is issued twice."""
 
     def __init__(self, floor: int = 0) -> None:
         self.workers: dict[str, Worker] = {}
         self.floor = floor
-        """No epoch forgotten was higher."""
+        """Highest epoch of any worker that was forgotten."""
         self._live: list[Worker] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
 
     def live(self) -> list[Worker]:
-        """The living, by rank."""
+        """The live workers, by rank."""
         if self._live is None:
             self._live = sorted((w for w in self if w.alive), key=lambda w: w.rank)
         return self._live
 
     def bury(self, worker: Worker) -> None:
-        """That incarnation is dead."""
+        """Mark that incarnation as dead."""
         worker.alive = False
         worker.pending.clear()
         self._live = None
 
     def keep(self, name: str, state: Any, now: float) -> Worker | None:
-        """Have the next incarnation of that worker begin with that state; None where there is no room for the name."""
+        """Store a state for the next incarnation of that worker to begin with; return None if the roster is full."""
         worker = self.workers.get(name)
         if worker is None:
             if len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
@@ -170,17 +170,17 @@ class Roster:
         return worker
 
     def counting(self) -> list[Worker]:
-        """Those that barriers wait for, by rank."""
+        """The workers that barriers wait for, by rank."""
         return [w for w in self.live() if not w.resting]
 
     def find(self, name: str, epoch: int) -> Worker:
-        """The living worker of that epoch; raises NotFoundError (`unknown_worker`) or FencedError."""
+        """Return the live worker of that epoch; raises NotFoundError (`unknown_worker`) or FencedError (`fenced`)."""
         return current(self.workers.get(name), epoch, f"worker {name!r:.140}", "unknown_worker")
 
     def choose_rank(self, name: str, wanted: int | None) -> int:
-        """The rank for one who joins: the one wanted, its last one, or the lowest free one.
+        """Return the rank for a worker that joins: the wanted one, else its last one if free, else the lowest free one.
 
-        Raises ConflictError when another living worker has the rank wanted.
+        Raises ConflictError (`conflict`) if another live worker has the wanted rank.
         """
         taken = {w.rank: w.name for w in self if w.alive and w.name != name}
         if wanted is not None:
@@ -193,9 +193,9 @@ class Roster:
         return next(r for r in range(len(taken) + 1) if r not in taken)
 
     def join(self, name: str, rank: int, above: int, clock: int, timeline: int, now: float) -> tuple[Worker, list[str]]:
-        """A new incarnation of that worker, and the names of those forgotten to keep within the bound.
+        """Add a new incarnation of that worker; return it, and the names of dead workers forgotten to make room.
 
-        Raises Unavailable (`too_many_requests`) when the bound is reached by the living.
+        Raises Unavailable (`too_many_requests`) if live workers alone reach the bound.
         """
         old = self.workers.get(name)
         forgotten: list[str] = []

@@ -1,4 +1,4 @@
-"""Models are created, changed, filled with values, restored and deleted."""
+"""Event handlers for models: create, patch, fill with initial values, restore, delete."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -28,11 +28,11 @@ from paramserver.core.waiter import Waiter
 from paramserver.errors import PsError, looking, problem
 
 FILES_AGAIN_S: Final = 10.0
-"""So long after files of a model that was complete could not be read, they are read again."""
+"""Delay before the files of a model that was complete are read again after an error."""
 
 
 class ModelDesk:
-    """Handles the events of models."""
+    """Handlers for the events that concern models."""
 
     def __init__(self, cluster: Cluster, shards: ShardDesk, runs: RunDesk) -> None:
         self.c = cluster
@@ -75,8 +75,11 @@ class ModelDesk:
         self._park(model, e.request, 201, token, now)
 
     def _check_memory(self, spec: ModelSpec, copies: int) -> None:
-        """Refuses so many more numbers for each element where the shards cannot hold them: taken all the same, they
-        would kill one after the other."""
+        """Check that the shards have memory for `copies` more float32 values per element of the model.
+
+        Raises ConflictError (`not_enough_memory`) if not: accepted anyway, the model would kill one shard after
+        another. Nothing is checked while the free memory of a shard is unknown.
+        """
         takers = self.c.takers()
         free = [self.c.shards[n].free_bytes for n in takers]
         known = [f for f in free if f is not None]
@@ -86,9 +89,9 @@ class ModelDesk:
             m.held_bytes_of(i)
             for m in self.c.models.values()
             for i, o in enumerate(m.owners)
-            if o.shard in takers and o.from_version is None  # heartbeats do not count it as used yet
+            if o.shard in takers and o.from_version is None  # not yet in the used memory that heartbeats report
         )
-        needed = 2 * 4 * spec.size * copies  # an update is written beside what is there
+        needed = 2 * 4 * spec.size * copies  # an update writes the new version next to the old one
         left = max(0, sum(known) - 2 * promised)
         if needed > left:
             raise problem(
@@ -102,7 +105,7 @@ class ModelDesk:
 
     def _create_again(self, e: CreateModel, spec: ModelSpec, model: Model, now: float) -> None:
         document = spec.document()
-        if "partitions" not in e.spec:  # what a default is may change between releases, and no one asked for a number
+        if "partitions" not in e.spec:  # the default may change between releases, and the client named none
             document["partitions"] = model.created["partitions"]
         if e.restore or document != model.created:
             raise problem(
@@ -125,7 +128,7 @@ class ModelDesk:
         self.c.touch(model)
 
     def advance(self, model: Model, now: float) -> None:
-        """Answers those who wait for the model to be served; reads its files again when it is time."""
+        """Answer create requests once the model is served or their deadline passes; read its files again when due."""
         if now >= model.read_at_s:
             self.c.load_files(model)
         files = any(p.init.kind == "file" for p in model.spec.params) and not model.restored
@@ -171,14 +174,15 @@ class ModelDesk:
             self.c.save_clock(model)
             self.c.model_changed(model)
             if model.gate.sync and not was_sync and not self._untouched(model):
-                # Partitions take the clock for their version at the first commit, and versions only rise.
+                # The first commit sets every partition's version to the clock, and versions never fall, so the phase
+                # begins at a clock beyond all of them.
                 begin_sync(self.c, model)
         self.c.answer(e.request, self.c.public(model))
 
     def _untouched(self, model: Model) -> bool:
-        """Whether its values are the initial ones still, as far as one can know.
+        """Whether the values are known to be the initial ones.
 
-        A new leader knows the version of no partition until its owner has reported it.
+        A new leader does not know a partition's version until its owner reports it, so all must be served.
         """
         clean = model.gate.clock == 0 and model.timeline == 0 and not model.restored
         return clean and model.served and not model.roster.workers and not any(o.version for o in model.owners)
@@ -189,7 +193,7 @@ class ModelDesk:
         self.c.answer(e.request, None, 204)
 
     def remove(self, model: Model, why: PsError, now: float) -> None:
-        """The model is gone, and all that waits for it is told why."""
+        """Delete the model and answer all requests that wait for it with `why`."""
         for w in model.waiters():
             self.c.answer(w.request, why)
         for wanted in model.checkpoints.wanted:
@@ -216,7 +220,7 @@ class ModelDesk:
     def forgotten(self, e: ModelForgotten, now: float) -> None:
         self.c.drop(f"gone:{e.model}")
 
-    # --- first values ---
+    # --- initial values ---
 
     def uploaded(self, e: ParameterUploaded, now: float) -> None:
         model = self.c.model(e.model)
@@ -227,7 +231,7 @@ class ModelDesk:
         if model.missing:
             lacking = [i for i in model.lost if any(p.name == e.name for p in model.params_in(i))]
             if not {(i, model.owners[i].token) for i in lacking} <= {tuple(row) for row in e.given}:
-                # Lost while these values were on their way to those that the shard had heard of.
+                # More partitions were lost after the shard had chosen the ones to send these values to.
                 raise problem(
                     "initializing",
                     f"more partitions of model '{model.name}' lack values of '{e.name}' by now",
@@ -246,7 +250,7 @@ class ModelDesk:
             model.lost.clear()
             model.read_at_s, model.files_error = float("inf"), None
             if model.gate.sync and not model.durable:
-                # Each partition stores these values at once; known to be there, a recovery goes back to them.
+                # Each partition stores these values as a cut at once; when all have, a recovery can go back to it.
                 model.pending_cut = model.gate.clock
                 model.cut_seen.clear()
                 self.c.save_clock(model)
@@ -263,7 +267,7 @@ class ModelDesk:
         elif e.error is None:
             self._filled(model, set(e.names))
         elif model.lost:
-            # What its other partitions hold was trained, and is worth more than these files.
+            # The other partitions hold trained values, worth more than these files: keep the model and retry later.
             model.read_at_s, model.files_error = now + FILES_AGAIN_S, e.error.detail
         elif not model.ready:
             self.remove(model, e.error, now)
@@ -275,7 +279,8 @@ class ModelDesk:
         if model.restoring:
             raise problem("conflict", f"model '{model.name}' is being restored already")
         if model.checkpoints.reading_still:
-            # What is set keeps its clock, so that nobody could tell by it what was read before and what after.
+            # A restore leaves the partitions' clocks as they are, so the clock could not tell which partitions the
+            # checkpoint had read before it and which after.
             raise problem(
                 "conflict",
                 f"checkpoint '{model.checkpoints.wanted[0].written}' of model '{model.name}' is being read",
@@ -293,11 +298,11 @@ class ModelDesk:
         if model is None:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and RESTORED not in model.missing:
-            raise e.error  # of one that was never begun, or has ended
+            raise e.error  # that restore never began, or has already ended
         if e.error is not None and RESTORED in model.missing and not model.lost:
             self.remove(model, e.error, now)
         else:
-            # Of one that never had values no partition stands at, or has staged for, any clock: the first is not used.
+            # In a model that never had values no partition has reached or staged for any clock, so clock 0 is unused.
             first = RESTORED in model.missing and not model.lost and not model.gate.clock
             model.restoring = False
             self.c.save_model(model)
@@ -305,7 +310,7 @@ class ModelDesk:
                 self._filled(model, set(model.missing))
                 self._keep(model, e.workers, now)
             if model.gate.sync:
-                # Also when it failed half-way: what the partitions hold then is no clock of the old timeline.
+                # Also after a partial failure: the values are then not those of any clock of the old timeline.
                 begin_sync(self.c, model, max(0 if first else model.beyond, e.version - 1))
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
@@ -321,7 +326,7 @@ class ModelDesk:
         self.c.answer(e.request, self.c.public(model))
 
     def _keep(self, model: Model, states: Mapping[str, Any], now: float) -> None:
-        """Who joins from now on under one of these names begins with that state."""
+        """Save these states; a worker that joins under one of the names starts with its state."""
         for name, state in states.items():
             worker = model.roster.keep(name, state, now)
             if worker is not None:
@@ -329,7 +334,7 @@ class ModelDesk:
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """A line of `GET /models`: the public document without spec and partitions."""
+    """Return one entry of `GET /models`: the public document without spec and partitions."""
     return {
         "name": model.name,
         "generation": model.generation,

@@ -1,4 +1,4 @@
-"""What the scheduler's core hears about models and their checkpoints; see `scheduler_io`."""
+"""Events of the scheduler's core about models and their checkpoints; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,25 +12,25 @@ Json: TypeAlias = Mapping[str, Any]
 
 
 class CreateModel(Struct, frozen=True):
-    """POST /models.  Answer 201 (new) or 200 (the same spec) with the model document, when every partition is served.
+    """POST /models. Answer 201 (new) or 200 (same spec) with the model document once every partition is served.
 
-    With `init.kind: upload` the document holds `upload_token` (201 always; 200 only when no other token is alive).
-    `restore=True` (a checkpoint under a new name): the model stays `initializing` until `RestoreFinished`; a taken name
-    is 409 `model_exists`, even with the same spec.  What all shards together have no memory for is 409
-    `not_enough_memory`, with `needed_bytes` and `free_bytes`, unless the limit of one is unknown.
+    With `init.kind: upload` the document contains `upload_token` (always with 201; with 200 only if no other token is
+    valid). With `restore=True` (a checkpoint under a new name) the model stays `initializing` until `RestoreFinished`,
+    and an existing name is 409 `model_exists` even with the same spec. A model too large for the memory of all shards
+    together is 409 `not_enough_memory` with `needed_bytes` and `free_bytes`, unless a shard's limit is unknown.
     """
 
     request: int
     spec: Any
     nonce: str
-    """An unguessable string of the runtime's; becomes the upload token where one is needed."""
+    """An unguessable string made by the runtime; becomes the upload token if one is needed."""
     restore: bool = False
 
 
 class PatchModel(Struct, frozen=True):
-    """PATCH /models/{m}, a JSON merge patch.  Answer 200 with the model document.
+    """PATCH /models/{m}, a JSON merge patch. Answer 200 with the model document.
 
-    An optimizer whose state the shards have no memory for is 409 `not_enough_memory`, as in `CreateModel`.
+    An optimizer whose state does not fit in the shards' memory is 409 `not_enough_memory`, as in `CreateModel`.
     """
 
     request: int
@@ -39,28 +39,29 @@ class PatchModel(Struct, frozen=True):
 
 
 class DeleteModel(Struct, frozen=True):
-    """DELETE /models/{m}.  Answer 204."""
+    """DELETE /models/{m}. Answer 204."""
 
     request: int
     model: str
 
 
 class ParameterUploaded(Struct, frozen=True):
-    """POST /internal/models/{m}/uploaded: all owners have that parameter's values.  Answer 200 {"missing":[...]}."""
+    """POST /internal/models/{m}/uploaded: all owners have the parameter's values. Answer 200 {"missing":[...]}."""
 
     request: int
     model: str
     name: str
     token: str | None = None
-    """The upload token quoted; None from a shard that has already compared it (see `upload` in the feed's document)."""
+    """The upload token that the client quoted; None for lost values of a complete model that need no token."""
     given: Sequence[Sequence[int]] = ()
-    """[index, owner token] of each partition that took the values."""
+    """[index, owner token] of each partition that accepted the values."""
 
 
 class FilesLoaded(Struct, frozen=True):
     """Completion of `LoadFiles`: the owners hold these parameters, or `error` says why not.
 
-    Then a model that was never complete is removed; one that was is kept, and its files are read again after a while.
+    After an error, a model that was never complete is removed; one that was complete is kept, and its files are read
+    again after `model_desk.FILES_AGAIN_S`.
     """
 
     model: ModelKey
@@ -69,13 +70,13 @@ class FilesLoaded(Struct, frozen=True):
 
 
 class ModelForgotten(Struct, frozen=True):
-    """Completion of `ForgetModel`: nothing of that creation is left in Redis."""
+    """Completion of `ForgetModel`: no keys of that generation's partitions are left in Redis."""
 
     model: ModelKey
 
 
 class StartRestore(Struct, frozen=True):
-    """POST /models/{m}/restore onto the living model: commits pause.  Answer 200 with the model document.
+    """POST /models/{m}/restore into an existing model: commits pause. Answer 200 with the model document.
 
     The service then sets every partition (`POST /internal/set/...`) and sends `RestoreFinished`.
     """
@@ -85,41 +86,41 @@ class StartRestore(Struct, frozen=True):
 
 
 class RestoreFinished(Struct, frozen=True):
-    """Every partition of the model was set (or not: `error`).  Answer 200 with the model document, or the error.
+    """Every partition was set, or `error` says why not. Answer 200 with the model document, or the error.
 
-    Request 0: nobody waits.  A failure may be told of what was not begun, or has ended; then nothing changes.
+    Request 0: nobody waits for an answer. An error for a restore that never began or has already ended changes nothing.
     """
 
     request: int
     model: ModelKey
     error: PsError | None = None
     version: int = 0
-    """The checkpoint's; the first commit of a synchronous model that is not beyond it leads there."""
+    """The checkpoint's version. In sync the first commit brings the model to it, unless it is already beyond."""
     workers: Mapping[str, Any] = {}
-    """What each worker is to begin with that joins from now on, checked (`documents.check_states`)."""
+    """Worker name -> state it starts with if it joins from now on; already checked (`documents.check_states`)."""
 
 
 class ModelRestored(Struct, frozen=True):
-    """POST /internal/models/{m}/restored: a client has set every partition itself.  Answer 200 with the model document.
+    """POST /internal/models/{m}/restored: a client has set every partition itself. Answer 200 with the model document.
 
-    A synchronous model that is still on `timeline` begins another one; so it does no harm to say it again.
+    A synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.
     """
 
     request: int
     model: str
     generation: int
     timeline: int | None
-    """None: more is to come."""
+    """The model's timeline when the restore began; None: this request only brings `workers`, and more will follow."""
     version: int
     """As in `RestoreFinished`."""
     workers: Mapping[str, Any] = {}
-    """As there, not yet checked."""
+    """As in `RestoreFinished`, but not yet checked."""
 
 
 class RequestCheckpoint(Struct, frozen=True):
-    """POST /models/{m}/checkpoints.  Answer 201 with the checkpoint's document once it is written.
+    """POST /models/{m}/checkpoints. Answer 201 with the checkpoint's document once it is written.
 
-    One with a name of the user's own is never removed by the rule of `keep`.
+    A checkpoint named by the user is never removed by the `keep` rule.
     """
 
     request: int
@@ -134,19 +135,19 @@ class CheckpointWritten(Struct, frozen=True):
     name: str
     bytes: int
     versions: Sequence[int]
-    """Of each partition, as written."""
+    """Version of each partition, as written."""
     path: str = ""
     scheduler: str = ""
-    """The name of the scheduler that has the files."""
+    """Name of the scheduler that has the files."""
     creation: str = ""
-    """Of the model it is of, as its manifest says."""
+    """`Model.creation` of the model it was taken from, as in the manifest."""
 
 
 class CheckpointFailed(Struct, frozen=True):
-    """`WriteCheckpoint` did not succeed; nothing of it is left."""
+    """`WriteCheckpoint` failed; no files of it are left."""
 
     model: ModelKey
     name: str
     error: PsError
     taken: bool = False
-    """Another creation of the model has a checkpoint of that name, which stays."""
+    """A checkpoint of that name exists from another creation of the model, and is kept."""

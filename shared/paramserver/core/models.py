@@ -1,7 +1,7 @@
 """One model as the scheduler knows it: settings, owners, clocks, cuts, commits, and its documents.
 
-Stored in fields `model:NAME` (settings), `place:NAME` (owners), `clock:NAME` (what changes with every clock) and
-`commit:NAME:T` (one for each commit that a shard may still lack).
+Stored in the fields `model:NAME` (settings), `place:NAME` (owners), `clock:NAME` (what changes with every clock) and
+`commit:NAME:T` (one per commit that a shard may still lack).
 """
 
 from collections import deque
@@ -27,75 +27,75 @@ from paramserver.types import ModelKey, PartitionKey
 FORMAT: Final = 1
 COMMITS_KEPT: Final = 4096
 COMMIT_KEPT_S: Final = 30.0
-"""A shard that lives has seen a commit long before; a commit younger than this is kept for those who reconnect."""
+"""Younger commits are kept for shards that reconnect; connected shards have seen a commit long before that age."""
 COMMITS_PUBLISHED: Final = 64
-"""Commits that a changed model's document repeats; a new feed gets all that are kept."""
+"""Newest commits repeated in each update of a model's feed document; a new feed gets all that are kept."""
 RESTORED: Final = "*"
-"""Stands in `missing` for values that a restore brings."""
+"""Placeholder in `missing` for values that a restore will set."""
 
 
 @dataclass
 class Model:
-    """One creation of a named model."""
+    """One generation of a named model."""
 
     spec: ModelSpec
     created: Mapping[str, Any]
-    """The spec as created, which 'the same spec' compares with."""
+    """The spec as created, defaults filled in; a repeated create request is compared with it."""
     generation: int
     now: float
-    """When this object was made."""
+    """Monotonic time at which this object was made."""
     unix_s: float
     revision: int = 0
     timeline: int = 0
     began: int = 0
-    """The clock at which this timeline began: what stands before it is of an older one."""
+    """Clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     source: Any = "init"
-    """Where a partition under a new token gets its state: "init", "snapshot" or {"cut": clock}."""
+    """Where a partition loads its state from under a new token: "init", "snapshot" or {"cut": clock}."""
     owners: list[Owner] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
-    """Parameters whose first values are not there; the model is ready when it is empty."""
+    """Parameters that still lack initial values; the model is ready when this is empty."""
     lost: set[int] = field(default_factory=set)
-    """Of a model that was complete and is not any more: partitions of which nothing was stored, whose first values are
-    asked for again."""
+    """Partitions of a once complete model that were lost before anything of them was stored; their initial values are
+    requested again."""
     reading: bool = False
-    """Whether its files are being read."""
+    """Whether a `LoadFiles` is in progress."""
     read_again: bool = False
-    """More was lost meanwhile, so what comes of it does not count."""
+    """More partitions were lost during that read, so its result is ignored and the files are read again."""
     read_at_s: float = float("inf")
-    """When its files are read once more."""
+    """When to read its files again after an error."""
     files_error: str | None = None
-    """Why they could not be read again."""
+    """Why the last read of its files failed; None: it did not."""
     upload_token: str | None = None
     upload_until_s: float = 0.0
     cut: int | None = None
-    """The newest clock that is stored on every partition."""
+    """Newest clock that every partition has stored as a cut."""
     pending_cut: int | None = None
     cut_seen: set[int] = field(default_factory=set)
     """Partitions that have stored the pending cut."""
     cut_wanted: bool = False
     resting: bool = False
-    """Whether the present clock is to be a cut at once, whether a commit comes or not: a shard is about to end."""
+    """Make the current clock a cut without waiting for a commit, because a shard is about to stop."""
     cut_moved: bool = False
-    """A partition has moved since the newest cut, so its owner cannot give that cut away any more."""
+    """A partition has moved since the newest cut, so its owner no longer holds that cut for a checkpoint."""
     opening: bool = False
-    """sync: a commit without contributions comes first, on all partitions."""
+    """sync: the phase has yet to begin with an empty commit on all partitions."""
     last_cut_s: float = float("-inf")
     last_commit_s: float = float("-inf")
     restoring: bool = False
-    """A restore is being written: no commits."""
+    """A restore is in progress, so no commits are made."""
     restored: bool = False
     """Created from a checkpoint."""
     switched: bool = False
-    """sync: the values at its beginning were not the initial ones, and no cut is stored since."""
+    """sync: the phase began with values other than the initial ones, and no cut has been stored since."""
     clock_stored: int = 0
-    """Where no commits tell it: the clock that another leader would know of."""
+    """Modes other than sync: the clock last stored, with which another leader would start."""
     commits: deque[tuple[float, Commit]] = field(default_factory=deque)
-    """(when decided, commit), oldest first, of this timeline."""
+    """(time decided, commit) of this timeline, oldest first."""
     evaluated: int = 0
-    """Clock of the newest evaluation asked for."""
+    """Clock of the newest evaluation requested."""
     evaluations: list[Evaluation] = field(default_factory=list)
     worker_count: int = 0
-    """Names given out."""
+    """Worker names generated so far, and the number of the next one."""
     roster: Roster = field(default_factory=Roster)
     datasets: dict[str, Dataset] = field(default_factory=dict)
     series: Series = field(default_factory=Series)
@@ -106,12 +106,12 @@ class Model:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where partitions begin and end; PATCH cannot change it."""
+        """Partition boundaries; PATCH cannot change them."""
         return Layout(self.spec)
 
     @cached_property
     def gate(self) -> Gate:
-        """Its clocks."""
+        """The consistency gate, with the model's clocks."""
         return Gate(self.spec.consistency)
 
     @property
@@ -124,63 +124,63 @@ class Model:
 
     @property
     def creation(self) -> str:
-        """As its checkpoints tell whose they are."""
+        """Identifier of this model in checkpoint manifests, unique across clusters."""
         return creation_of(self.generation, self.unix_s)
 
     @property
     def ready(self) -> bool:
-        """Whether its first values are complete."""
+        """Whether its initial values are complete."""
         return not self.missing
 
     @property
     def served(self) -> bool:
-        """Whether every partition's owner has reported it."""
+        """Whether every partition's owner has reported that it serves it."""
         return all(o.from_version is not None for o in self.owners)
 
     @property
     def durable(self) -> bool:
-        """Whether nothing acknowledged is lost with a shard, so that nothing ever rolls back."""
+        """Whether acknowledged pushes survive the loss of a shard, so that the model never rolls back."""
         return self.spec.ack != "applied"
 
     @property
     def moving(self) -> bool:
-        """Whether a partition of it is asked for."""
+        """Whether the release of one of its partitions is requested."""
         return any(o.release for o in self.owners)
 
     @property
     def ending_sync(self) -> bool:
-        """Whether a partition may still have to take commits of a synchronous phase that is over.
+        """Whether a partition may still have to apply commits of a sync phase that has ended.
 
-        It takes them before it takes up the settings that end the phase; the next phase begins without them.
+        It applies them before it adopts the settings that end the phase. The next phase would discard those commits.
         """
         return not self.gate.sync and bool(self.commits) and any(o.revision != self.revision for o in self.owners)
 
     @property
     def movable(self) -> bool:
-        """Whether partitions of it may move now: nothing is under way that only their present owners can finish."""
+        """Whether its partitions may move now: nothing is in progress that only their present owners can finish."""
         busy = self.restoring or self.opening or self.pending_cut is not None or self.checkpoints.writing
         return self.ready and self.served and not busy
 
     @property
     def may_cut(self) -> bool:
-        """Whether a cut can be begun now: all who serve a partition come by its clock, and nobody else will before."""
+        """Whether a cut can begin now: the present owner of every partition will be the one to reach its clock."""
         return self.pending_cut is None and not self.checkpoints.writing and not self.moving and self.served
 
     def begin_cut(self, now: float) -> None:
-        """The present clock is to be stored by every partition."""
+        """Have every partition store the current clock as a cut."""
         self.pending_cut, self.last_cut_s, self.cut_wanted = self.gate.clock, now, False
         self.cut_seen.clear()
 
     def give_up_cut(self) -> None:
-        """A cut that is under way may never become whole, so another clock is to be one."""
+        """Abandon a pending cut, which may never become complete, and request another one."""
         if self.pending_cut is not None:
             self.pending_cut, self.cut_wanted = None, True
             self.cut_seen.clear()
 
     def rests(self, now: float) -> bool:
-        """Whether the present clock is to be a cut though no commit comes.
+        """Whether to make the current clock a cut although no commit comes.
 
-        Else what came between the last cut and the last commit would be lost with a shard however long ago that was.
+        Otherwise the commits since the last cut would be lost with a shard, however long ago they were made.
         """
         wanted = self.resting or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
         if not wanted or self.durable or self.opening or self.gate.clock <= (self.cut or 0):
@@ -189,7 +189,7 @@ class Model:
 
     @property
     def version(self) -> int:
-        """The lowest over the partitions, as heard; sync: at least the clock, which each has or is about to have."""
+        """Lowest version the partitions reported; in sync at least the clock, which all have or are about to reach."""
         heard = min((o.version for o in self.owners), default=0)
         return max(self.gate.clock, heard) if self.gate.sync else heard
 
@@ -197,7 +197,7 @@ class Model:
         return PartitionKey(self.key, index)
 
     def params_in(self, index: int) -> set[ParamSpec]:
-        """The parameters of which one partition has elements."""
+        """Parameters that have elements in one partition."""
         return {self.spec.params[s.param] for s in self.layout.segments[index]}
 
     def bytes_of(self, index: int) -> int:
@@ -209,11 +209,11 @@ class Model:
         return self.bytes_of(index) * (1 + slot_count(self.spec.optimizer))
 
     def waiters(self) -> list[Waiter]:
-        """Every request parked here."""
+        """All parked requests."""
         return [*self.creators, *self.clock_waiters, *self.task_waiters]
 
     def forget(self, request: int, now: float) -> bool:
-        """Drops a parked request; whether there was one."""
+        """Drop a parked request; returns whether there was one."""
         for queue in (self.creators, self.clock_waiters, self.task_waiters):
             for w in queue:
                 if w.request == request:
@@ -223,27 +223,27 @@ class Model:
         return False
 
     def unpark(self, waiter: Waiter, now: float) -> None:
-        """One long poll of that worker is over; until now it was alive."""
+        """Note that a long poll of its worker has ended; until now it kept the worker alive."""
         worker = self.worker_of(waiter)
         if worker is not None:
             worker.parked -= 1
             worker.heard_s = now
 
     def worker_of(self, waiter: Waiter) -> Worker | None:
-        """The incarnation that parked it, dead or alive; None when it has been replaced."""
+        """The worker incarnation that parked the request, dead or alive; None if it has been replaced."""
         worker = self.roster.workers.get(waiter.worker)
         return worker if worker is not None and worker.epoch == waiter.epoch else None
 
     @property
     def awaits_evaluation(self) -> bool:
-        """Whether an evaluation is wanted that nobody has taken."""
+        """Whether a requested evaluation is not leased to any worker yet."""
         return any(v.leased is None for v in self.evaluations)
 
     def prune_commits(self, now: float) -> list[Commit]:
-        """Takes out the commits that no shard can need any more."""
+        """Remove and return the commits that no shard can need any more."""
         old: list[Commit] = []
         if self.durable:
-            # A new owner begins with what is durable, and takes every later commit from here.
+            # A new owner starts at the durable clock, and takes every later commit from this list.
             floor = min(o.durable_clock for o in self.owners)
             while self.commits and self.commits[0][1].t < floor:
                 old.append(self.commits.popleft()[1])
@@ -257,11 +257,11 @@ class Model:
 
     @property
     def beyond(self) -> int:
-        """A clock after all clocks and versions of the timelines so far, as far as one knows."""
+        """A clock after all clocks so far, and not before any version that a partition has reported."""
         return max(self.gate.clock + 1, *(o.version for o in self.owners))
 
     def restart_at(self, clock: int) -> None:
-        """A new timeline begins: every partition and every worker is at that clock."""
+        """Begin a new timeline, with every partition and worker at `clock`."""
         self.timeline += 1
         self.began = clock
         self.cut_moved = True
@@ -283,7 +283,7 @@ class Model:
     # --- documents ---
 
     def stored(self) -> dict[str, Any]:
-        """Field `model:NAME`."""
+        """Stored field `model:NAME`."""
         return {
             "format": FORMAT,
             "generation": self.generation,
@@ -301,11 +301,11 @@ class Model:
         }
 
     def stored_place(self) -> dict[str, Any]:
-        """Field `place:NAME`."""
+        """Stored field `place:NAME`."""
         return {"format": FORMAT, "source": self.source, "owners": [o.row() for o in self.owners]}
 
     def stored_clock(self) -> dict[str, Any]:
-        """Field `clock:NAME`."""
+        """Stored field `clock:NAME`."""
         return {
             "format": FORMAT,
             "clock": self.gate.clock,
@@ -326,7 +326,7 @@ class Model:
 
     @classmethod
     def of(cls, doc: Mapping[str, Any], place: Mapping[str, Any], clock: Mapping[str, Any], now: float) -> "Model":
-        """The model that its three stored documents describe."""
+        """Rebuild a model from its three stored documents."""
         m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], now, doc["created_s"])
         m.revision = doc["revision"]
         m.missing, m.lost = set(doc["missing"]), set(doc.get("lost", ()))
@@ -347,7 +347,7 @@ class Model:
         return m
 
     def roster_document(self) -> dict[str, Any]:
-        """The feed's `roster`."""
+        """Feed document of type `roster`."""
         live = self.roster.live()
         return {
             "type": "roster",
@@ -359,7 +359,7 @@ class Model:
         }
 
     def feed_document(self, all_commits: bool = False) -> dict[str, Any]:
-        """The feed's `model`."""
+        """Feed document of type `model`."""
         live = self.roster.live()
         kept = [c for _, c in self.commits]
         told = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
@@ -386,11 +386,11 @@ class Model:
         }
 
     def gone_document(self) -> dict[str, Any]:
-        """The feed's `gone`."""
+        """Feed document of type `gone`."""
         return {"type": "gone", "model": self.name, "generation": self.generation}
 
     def public(self, map_epoch: int, addresses: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """What `GET /models/{m}` answers."""
+        """Body of `GET /models/{m}`."""
         return {
             "name": self.name,
             "generation": self.generation,

@@ -1,8 +1,8 @@
-"""Partitions move while training goes on: what should be where, who is asked to hand over, who has.
+"""Moves of partitions while training goes on: plan them, request releases, give released partitions to their targets.
 
-A move is a wish of this leader's (`Owner.release`): the owner holds the partition, stores all of it and says so; only
-then does the target get it, under a new token.  A wish is never stored, so with its leader it is gone, and the owner
-goes on.
+A move is a release request by this leader (`Owner.release`): the owner holds the partition, stores its whole state and
+reports that; only then does the target get it, under a new token. Release requests are never stored, so they are gone
+with their leader, and the owner goes on serving.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ from paramserver.errors import problem
 
 STATES: Final = ("active", "draining")
 SMOOTHING: Final = 0.2
-"""How much of a partition's load the newest heartbeat decides."""
+"""Weight of the newest heartbeat in the smoothed load of a partition."""
 
 
 class MoveDesk:
-    """Handles the events of moves."""
+    """Planner of moves, and handlers for the events that concern them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.c = cluster
@@ -44,7 +44,7 @@ class MoveDesk:
             shard.draining = e.state == "draining"
             self.c.save_shard(shard)
             self.c.unbalanced = True
-            # What was to come does not, or what was to go may stay.
+            # Now draining: call off the moves to it. Active again: call off the moves away from it.
             self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
         targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
         if e.epoch is not None and not targets:
@@ -52,14 +52,14 @@ class MoveDesk:
         self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
 
     def _rest(self, shard: Shard) -> None:
-        """That shard ends and nobody takes what it has: synchronous models are to go on from where they are now."""
+        """Request a cut of each sync model on a stopping shard that has no targets, so they resume from this clock."""
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
                 model.resting = True
                 self.c.touch(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:
-        """While Redis is away nothing can be handed over, and what is held should be served."""
+        """Call off all moves while Redis is away: nothing can be handed over, and held partitions should be served."""
         self.storage_away = bool(e.reason)
         if self.storage_away:
             self._withdraw(self._moves())
@@ -79,7 +79,7 @@ class MoveDesk:
     # --- planning ---
 
     def advance(self, now: float) -> None:
-        """Begins what is due."""
+        """Begin the moves that are due."""
         loads = now >= self._loads_due_s
         if self.storage_away or not (self.c.unbalanced or loads):
             return
@@ -98,14 +98,14 @@ class MoveDesk:
         self.c.unbalanced = bool(moves) or not all(p.movable for p in pieces)
 
     def expire(self, now: float) -> None:
-        """Moves that take too long are given up for a while."""
+        """Call off moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long."""
         late = [m for m in self._moves() if now - m[1].asked_s >= limits.MOVE_S]
         for _, owner in late:
             owner.rests_until_s = now + limits.MOVE_S
         self._withdraw(late)
 
     def _pieces(self, now: float) -> list[Piece]:
-        """Every partition that has an owner, where it will be once its move is over."""
+        """Every partition that has an owner, placed where it will be once its move is over."""
         out: list[Piece] = []
         for model in self.c.models.values():
             movable = model.movable
@@ -117,7 +117,7 @@ class MoveDesk:
         return out
 
     def _places(self) -> list[Place]:
-        """The living shards; memory that a move under way will take is taken."""
+        """The live shards; memory that a move in progress will need counts as used."""
         moves = dict.fromkeys(self.c.live_shards(), 0)
         coming = dict.fromkeys(moves, 0)
         for model in self.c.models.values():
@@ -136,27 +136,27 @@ class MoveDesk:
         return [(m, o) for m in self.c.models.values() for o in m.owners if o.release]
 
     def _withdraw(self, moves: Iterable[tuple[Model, Owner]]) -> None:
-        """The owners keep these; shards learn it because the wish is gone from the document."""
+        """Call off these moves; owners see that the release request is gone from the model's document."""
         for model, owner in moves:
             if owner.stay():
                 self.c.model_changed(model)
                 self.c.unbalanced = True
 
-    # --- what shards say ---
+    # --- reports by shards ---
 
     def gone(self, shard: str) -> None:
-        """That shard is dead: nothing moves to it."""
+        """Call off the moves to a dead shard."""
         self._withdraw(m for m in self._moves() if m[1].target == shard)
 
     def released(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """The owner holds these and has stored them whole: their targets get them."""
+        """Give partitions that their owner holds and has stored whole to their targets."""
         for name, generation, index, token, version, number in rows:
             model = self.c.owned(shard, name, generation, index, token)
             if model is None:
                 continue
             owner = model.owners[index]
             if owner.release != number or owner.target is None:
-                continue  # Of a wish that was withdrawn: it may have changed since.
+                continue  # The request was withdrawn, so the partition may have changed since.
             previous = (shard, self.c.shards[shard].epoch, owner.token)
             owner.shard, owner.version = owner.target, version
             self.c.give_token(model, index, "snapshot")
@@ -165,7 +165,7 @@ class MoveDesk:
             self.c.place_changed(model)
 
     def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Bytes per second of that shard's partitions; those not listed have none."""
+        """Update the load, in bytes per second, of that shard's partitions; those not listed have none."""
         told = {(name, generation, index): float(load) for name, generation, index, load in rows}
         for model in self.c.models.values():
             for i, owner in enumerate(model.owners):

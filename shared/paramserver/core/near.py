@@ -1,20 +1,20 @@
-"""The nearest known name to one that is not known, for hints, at a cost that no request can drive up."""
+"""The known name nearest to an unknown one, for hints, at a cost that no request can drive up."""
 
 import difflib
 from collections.abc import Iterable
 
 NEAR_MAX = 8
-"""Names compared letter by letter for one hint; difflib takes up to 10 ms for a pair of long ones."""
+"""Candidates that difflib compares for one hint; it takes up to 10 ms for a pair of long names."""
 LENGTH_MAX = 256
-"""Longer ones get no hint: no known name is so long."""
+"""Longer names get no hint, because no known name is that long."""
 
 
 def near(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` was most likely meant to be, or None."""
+    """Return the one of `names` that was most likely meant by `name`, or None."""
     size = len(name)
     if size > LENGTH_MAX:
         return None
-    # Whatever differs more in length cannot reach difflib's threshold of 0.6, which is 2 * common / both lengths.
+    # Names that differ more in length cannot reach difflib's cutoff of 0.6: 2 * common letters / sum of lengths.
     alike = [n for n in names if 3 * size <= 7 * len(n) and 3 * len(n) <= 7 * size]
     if len(alike) > NEAR_MAX:
         pairs = _pairs(name)

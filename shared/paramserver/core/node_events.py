@@ -1,4 +1,4 @@
-"""What the scheduler's core hears from shards, and about Redis; see `scheduler_io`."""
+"""Events of the scheduler's core about shards and Redis; see `scheduler_io`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,8 +13,8 @@ Json: TypeAlias = Mapping[str, Any]
 class JoinShard(Struct, frozen=True):
     """POST /internal/shards.
 
-    Answer 201 {"name","epoch","lease_s","term"}; an older holder of the name is dead at once.  409 `conflict` for one
-    whose Redis is another than the schedulers'.
+    Answer 201 {"name","epoch","lease_s","term"}; an older incarnation of the name is dead at once. 409 `conflict` if
+    the shard's Redis is not the schedulers'.
     """
 
     request: int
@@ -22,42 +22,43 @@ class JoinShard(Struct, frozen=True):
     addresses: Sequence[str]
     version: str = ""
     redis_term: int | None = None
-    """The term that its Redis holds, 0 for none; None where that did not answer."""
+    """Leader term found in the shard's Redis, 0 if there is none; None if Redis did not answer."""
 
 
 class ShardHeartbeat(Struct, frozen=True):
-    """PUT /internal/shards/{name}.  Answer {"state":"active"|"draining"}; 409 `fenced` when dead or replaced."""
+    """PUT /internal/shards/{name}. Answer {"state":"active"|"draining"}; 409 `fenced` if dead or replaced."""
 
     request: int
     name: str
     epoch: int
     metrics: Json = field(default_factory=dict)
     partitions: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, version, durable_version, revision, durable_clock] of each partition that is
-    served.
+    """[model, generation, index, token, version, durable_version, revision, durable_clock] of each served partition.
 
-    `revision` is that of the settings in force there; without it the newest is taken to be.  `durable_clock` is the
-    clock that a new owner would begin with; without it the one said last.
+    `revision` is that of the settings in force there, `durable_clock` the clock at which a new owner would start. Both
+    may be left out; then the values reported last stay.
     """
     cuts: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, version] of each snapshot stored at a commit with `cut`; repeatable.
-    The number is the clock after that commit, t + 1."""
-    released: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token, version, release] of each partition that is held and stored as a whole.
+    """[model, generation, index, token, clock] of each partition's newest stored cut; repeatable.
 
-    `release` is the number that the document's `{"release": number}` had: one asked for before is another one.
+    `clock` is the one after the commit with `cut`, t + 1.
+    """
+    released: Sequence[Sequence[Any]] = ()
+    """[model, generation, index, token, version, release] of each partition that is held and stored whole.
+
+    `release` is the number from `{"release": number}` in the model's document, which tells apart successive requests.
     """
     lost: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, token] of each partition whose values were uploaded or restored, are to be read from
-    a snapshot, and of which nothing was ever stored."""
+    """[model, generation, index, token] of each partition that should be loaded from a snapshot but was never stored,
+    and whose values cannot be drawn again because they were uploaded, read from a file or restored."""
     memory: Json = field(default_factory=dict)
-    """{"limit_bytes": what this process may use (0: unknown), "used_bytes": what it uses}."""
+    """{"limit_bytes": memory limit of the process (0: unknown), "used_bytes": memory in use}."""
     loads: Sequence[Sequence[Any]] = ()
-    """[model, generation, index, bytes per second] of what goes in and out; those not listed have none."""
+    """[model, generation, index, bytes per second in and out]; partitions not listed have no traffic."""
 
 
 class LeaveShard(Struct, frozen=True):
-    """DELETE /internal/shards/{name}?epoch=.  Answer 204; its partitions go to the others at once."""
+    """DELETE /internal/shards/{name}?epoch=. Answer 204; its partitions go to other shards at once."""
 
     request: int
     name: str
@@ -67,10 +68,11 @@ class LeaveShard(Struct, frozen=True):
 class SetShardState(Struct, frozen=True):
     """PUT /shards/{name}, or POST /internal/shards/{name}/drain?epoch= by the shard itself.
 
-    `draining`: its partitions move to the others, one after the other, and it gets no new ones, until `active` again or
-    until its name joins anew.  Answer 200 with the line of `Reading.shards`, and `targets`: how many other shards can
-    take something; 404 `unknown_node`, and 409 `not_enough_memory` with `needed_bytes` and `free_bytes` when the others
-    could not hold it.  One that asks for itself (`epoch` given) goes in any case, so it is not refused for memory.
+    `draining`: its partitions move to other shards, a few at a time (`limits.MOVES_AT_ONCE`), and it gets no new ones
+    until it is `active` again or its name joins anew. Answer 200 with its entry of `Reading.shards` and `targets`, the
+    number of other shards that may take partitions; 404 `unknown_node`; 409 `not_enough_memory` with `needed_bytes` and
+    `free_bytes` if the others cannot hold its partitions. A shard that asks for itself (`epoch` given) stops in any
+    case, so it is not refused for memory.
     """
 
     request: int
@@ -80,9 +82,9 @@ class SetShardState(Struct, frozen=True):
 
 
 class OpenFeed(Struct, frozen=True):
-    """GET /internal/feed.  Answer {"documents": [...]}, everything once; subscribe when performing that `Reply`.
+    """GET /internal/feed. Answer {"documents": [...]}, the whole state; subscribe when performing that `Reply`.
 
-    Every `Publish` after it continues the stream.  With `shard` given and dead or replaced: 409 `fenced`.
+    Every later `Publish` continues the stream. 409 `fenced` if `shard` is given and dead or replaced.
     """
 
     request: int
@@ -91,18 +93,18 @@ class OpenFeed(Struct, frozen=True):
 
 
 class RedisEmptied(Struct, frozen=True):
-    """Redis has lost everything, and this leader has taken the new term `term`, higher than its own.
+    """Redis lost all data, and this leader has taken a new and higher term.
 
-    Every field is stored again, every fence, and a new token for each partition: the document of a partition that has
-    an owner says under which token that one held it (`from`), so it keeps its memory and stores it at once.
+    All fields and fences are stored again, with a new token for each owned partition. The model's document names the
+    token under which the owner held the partition (`from`), so the owner keeps its memory and stores it at once.
     """
 
     term: int
     unseen: Collection[PartitionKey] = ()
-    """Partitions whose newest token was not stored yet, so nobody has been told of it."""
+    """Partitions whose newest token was not stored yet, so no shard has been told of it."""
 
 
 class StorageChanged(Struct, frozen=True):
-    """Redis has stopped answering (`reason` says how) or answers again (""): no moves meanwhile."""
+    """Redis has stopped answering (`reason` says why) or answers again (""); no moves while it is away."""
 
     reason: str

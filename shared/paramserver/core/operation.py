@@ -1,8 +1,8 @@
-"""What changes partitions: a push, an assignment, a commit, a flush, a change of settings.
+"""Operations that change partitions: push, assignment, commit, flush, change of settings.
 
-An operation stands in the line of each partition it touches and starts when it is first in all of them, so operations
-that share a partition run in order of arrival and one of several partitions runs on all or on none.  `start` decides
-by the state of that moment and returns what is to be computed; `finish` makes the results visible.
+An operation is queued in the line of each partition it touches and starts when it is first in all of them. So
+operations that share a partition run in order of arrival, and one that touches several partitions runs on all or none.
+`start` decides on the state at that moment and returns the tasks to compute; `finish` makes the results visible.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from paramserver.errors import PsError
 
 
 class Shard(Protocol):
-    """What an operation does to the shard it runs in."""
+    """The part of the shard that operations use."""
 
     held_bytes: int
     """Bytes of staged and buffered gradients."""
@@ -28,57 +28,57 @@ class Shard(Protocol):
     durability: Durability
 
     def look(self, part: PushPart) -> PushPart:
-        """The part, with what is in its elements."""
+        """Return the part with its checksum and whether its elements are finite."""
 
     def reply(self, request: Request, outcome: Outcome) -> None:
         """Answer a request."""
 
     def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
-        """The partition's next version becomes the present one."""
+        """Make `state` the partition's current version, one higher than the last."""
 
     def precede(self, partition: Partition, operation: "Operation") -> None:
-        """Run that operation as soon as the present one is over, before all that waits."""
+        """Run `operation` right after the current one, before everything that waits."""
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
-        """Apply what the partition has buffered at that time at the latest; it is part of what a snapshot keeps."""
+        """Flush the partition's buffer by time `at`; schedule a snapshot too, because snapshots include the buffer."""
 
     def cut(self, partition: Partition) -> None:
-        """Store the partition as it is now as a cut."""
+        """Store the partition's current state as a cut."""
 
     def committed(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """The partition has taken a commit, has passed over one of an older timeline, or begins a synchronous phase."""
+        """Go on after the partition applied a commit, skipped one of an older timeline, or entered a sync phase."""
 
     def remembers(self, partition: Partition, now: float) -> None:
-        """The partition has changed otherwise than by a version, so that a snapshot of it is due."""
+        """Schedule a snapshot after a change of the partition that made no new version."""
 
     def settings_changed(self, partition: Partition, now: float) -> None:
-        """The partition has other settings now."""
+        """Retry the pulls that wait for the partition and update its snapshot schedule after a change of settings."""
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One entry of the partitions' lines."""
+    """One entry in the lines of the partitions it touches."""
 
     model: ServedModel
     partitions: list[Partition] = field(default_factory=list)
-    """Those it touches on this shard; resolved anew whenever it is put into the lines."""
+    """Partitions it touches on this shard; looked up again each time it is queued."""
     running: bool = False
     over: bool = False
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
-        """What is to be computed; nothing if the operation is over already."""
+        """Begin, and return the tasks to compute; none if the operation is already complete."""
         raise NotImplementedError
 
     def finish(self, shard: Shard, results: Sequence[TaskResult], now: float) -> None:
-        """The results are there, in the order of the tasks."""
+        """Make the results visible; they are in the order of the tasks."""
         raise NotImplementedError
 
     def refuse(self, shard: Shard, error: PsError) -> None:
-        """It cannot be done; nothing has changed."""
+        """Reject the operation; nothing has changed."""
 
 
 def configured(shard: Shard, p: Partition, now: float, *, fresh: bool, unstage: bool = False) -> None:
-    """The partition has other settings in force."""
+    """Count a change of the partition's settings as a command, and journal it if the model has a journal."""
     p.lsn += 1
     if p.level:
         head = config_head(p.settings(), p.version, p.clock, fresh=fresh, unstage=unstage)

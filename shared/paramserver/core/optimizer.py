@@ -1,7 +1,7 @@
-"""What an optimizer keeps per element, and the numbers of one step; the arithmetic itself is in `kernels`.
+"""Optimizer state per element, and the parameters of one step; the arithmetic itself is in `kernels`.
 
-An optimizer's state is a tuple of float32 arrays ("slots"), each as long as the partition.  The names follow
-torch's `state_dict` where torch has the optimizer; ftrl's are the paper's.
+An optimizer's state is a tuple of float32 arrays ("slots"), each as long as the partition. The names follow torch's
+`state_dict` where torch has the optimizer; ftrl's are the paper's.
 """
 
 from math import sqrt
@@ -24,15 +24,16 @@ class SegmentStep(Struct, frozen=True):
     """First element, relative to the partition."""
     stop: int
     lr: float
-    """Learning rate with everything in it: schedule, lr_scale, linear scaling, lag.  `sum` does not use it."""
+    """Effective learning rate, with schedule, lr_scale, linear scaling and lag applied. `sum` does not use it."""
     weight_decay: float = 0.0
     """adamw subtracts lr * weight_decay * w; the others add weight_decay * w to the gradient; `sum` ignores it."""
     step: int = 1
-    """How often these elements have been stepped, this time included (from 1): bias correction, adagrad's lr_decay.
-    Of optimizers that are not `COUNTING` always 1, so that one step's numbers are the next one's too."""
+    """Number of steps of these elements, including this one (from 1), for bias correction and adagrad's lr_decay.
+    Always 1 for optimizers not in `COUNTING`, so that successive steps are equal and `kernels` can cache their tables.
+    """
     clip_value: float | None = None
     scale: float = 1.0
-    """Factor of the gradient: the push's weight, the norm clip."""
+    """Factor of the gradient: the push's weight and its norm clipping."""
     active: bool = True
     """False copies values and slots unchanged: a range the push did not touch, or a parameter that is not trainable."""
 
@@ -62,7 +63,7 @@ def slot_count(optimizer: OptimizerSpec) -> int:
 
 
 def initial_slots(optimizer: OptimizerSpec, values: F32) -> tuple[F32, ...]:
-    """The state of elements that were never stepped and have these values; new arrays as long as `values`.
+    """Return new state arrays, as long as `values`, for elements that have these values and were never stepped.
 
     All zeros, with two exceptions: adagrad's sum starts at `initial_accumulator_value`; ftrl's z is what its closed
     form needs to give `values` back (0 for 0, as in the paper), since ftrl computes w from z and would otherwise
@@ -86,7 +87,7 @@ def ftrl_z(optimizer: OptimizerSpec, values: F32, n: F32) -> F32:
 
 
 COUNTING: Final = ("adam", "adamw", "adagrad")
-"""Optimizers to which it matters how often elements have been stepped."""
+"""Optimizers whose step depends on the step count."""
 
 
 def adam_corrections(optimizer: OptimizerSpec, step: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""One parameter of a model: shape, dtype, first values, and what its updates are scaled by."""
+"""One parameter of a model: shape, dtype, initial values, and its own training settings."""
 
 from collections.abc import Mapping
 from math import prod
@@ -13,7 +13,7 @@ from paramserver.types import ITEMSIZE
 
 
 class InitSpec(Struct, frozen=True):
-    """How a parameter gets its first values."""
+    """How a parameter gets its initial values."""
 
     kind: str = "zeros"
     value: float = 0.0
@@ -27,7 +27,7 @@ class InitSpec(Struct, frozen=True):
     nonlinearity: str = "leaky_relu"
     seed: int = 0
     path: str = ""
-    """kind `file`: a safetensors file below the scheduler's state directory, as a single path component."""
+    """kind `file`: a safetensors file below the scheduler's state directory; a single path component."""
 
     KINDS = {
         "zeros": (),
@@ -79,11 +79,11 @@ class ParamSpec(Struct, frozen=True):
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
-    """What pulls return unless asked otherwise; the shard computes in float32."""
+    """Dtype that pulls return by default; the shard computes in float32."""
     init: InitSpec = field(default_factory=InitSpec)
     lr_scale: float = 1.0
     weight_decay: float | None = None
-    """Overrides the optimizer's."""
+    """Overrides the optimizer's `weight_decay`."""
     trainable: bool = True
 
     @property

@@ -1,4 +1,4 @@
-"""One partition's numbers as they travel: live, captured for a snapshot, and loaded from one."""
+"""The state of one partition: live, captured for a snapshot, and loaded from one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from paramserver.types import F32, AnyArray, Coding, PartitionKey, Token
 
 
 class PartitionState(Struct, frozen=True):
-    """The numbers of one partition at one version: replaced, never written."""
+    """The arrays of one partition at one version; replaced, never written to."""
 
     values: F32
     """The parameters, of the partition's length."""
     slots: tuple[F32, ...]
     """The optimizer's state: `kernels.slot_count(optimizer)` arrays of the partition's length."""
     steps: tuple[int, ...]
-    """Updates that touched it, for each `Segment` of the partition in the model's `Layout`."""
+    """Number of updates that touched each `Segment` of the partition in the model's `Layout`."""
 
     @property
     def nbytes(self) -> int:
@@ -26,10 +26,10 @@ class PartitionState(Struct, frozen=True):
 
 
 class HeldPart(Struct, frozen=True):
-    """A gradient that was accepted and is not applied yet (sync: staged; buffered: held)."""
+    """A gradient accepted but not yet applied: staged (sync) or buffered."""
 
     worker: str
-    """Empty for a push without an id."""
+    """Empty for a push without a push id."""
     epoch: int
     clock: int
     """sync: the iteration it belongs to; buffered: -1."""
@@ -38,42 +38,42 @@ class HeldPart(Struct, frozen=True):
     base: tuple[int, int] | None
     """(version, incarnation) the gradient was computed from."""
     scale: float
-    """Weight times the factor of norm clipping."""
+    """Weight times the norm clipping factor."""
     ranges: tuple[Range, ...] | None
-    """Ranges relative to the partition that `data` holds end to end; None: the whole partition."""
+    """Ranges, relative to the partition, whose elements `data` holds end to end; None: the whole partition."""
     data: AnyArray
     """1-D, of `dtype`; bfloat16 as uint16, a codec's bytes as uint8."""
     dtype: Coding
 
 
 class Capture(Struct, frozen=True):
-    """One partition at one moment, ready to be written away: it shares the live buffers, which never change."""
+    """One partition at one moment, ready to be stored; shares the live buffers, which never change."""
 
     key: PartitionKey
     token: Token
     version: int
     clock: int
-    """sync: commits applied, so the next commit's `t`; the number a cut is known by."""
+    """sync: number of commits applied, which is the next commit's `t`; identifies a cut."""
     state: PartitionState
     memory: Mapping[str, Any]
     """Windows and idempotency keys: plain lists, strings and integers, to be stored as one msgpack map."""
     held: tuple[HeldPart, ...] = ()
-    """Accepted gradients that are not in the values yet (buffered mode); lost parts would be counted as applied."""
+    """Buffered gradients, not yet in the values; `memory` has their pushes as accepted, so losing them loses pushes."""
     lsn: int = 0
-    """Commands this partition has executed, this state included: its journal goes on after it."""
+    """Number of the last command in this state; the journal continues after it."""
     staged: tuple[HeldPart, ...] = ()
-    """Contributions to commits that are still to come (sync); empty in a cut of a model at level `applied`."""
+    """Contributions to future commits (sync); empty in a cut of a model at level `applied`."""
     settings: Mapping[str, Any] | None = None
     """The settings in force (see `core.settings`), plain msgpack values; None only in snapshots of format 1.0."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, which is what a snapshot's budget counts."""
+        """Bytes of all arrays, as the snapshot budget counts them."""
         return self.state.nbytes + sum(h.data.nbytes for h in (*self.held, *self.staged))
 
 
 class LoadedState(Struct, frozen=True):
-    """What a partition starts from: the fields of a stored `Capture`, or drawn initial values at version 0."""
+    """The state a partition starts from: the fields of a stored `Capture`, or drawn initial values at version 0."""
 
     state: PartitionState
     version: int = 0
@@ -85,6 +85,6 @@ class LoadedState(Struct, frozen=True):
     lsn: int = 0
     staged: tuple[HeldPart, ...] = ()
     settings: Mapping[str, Any] | None = None
-    """None: initial values, or a snapshot of format 1.0; the model's present settings apply."""
+    """None: initial values, or a snapshot of format 1.0; the model's current settings apply."""
     replayed_bytes: int = 0
-    """Journal that was replayed on top of the snapshot."""
+    """Bytes of journal replayed on top of the snapshot."""

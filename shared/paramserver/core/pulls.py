@@ -1,4 +1,4 @@
-"""Pulls, which may have to wait: for a version, for a partition to be loaded, or for initial values to be complete."""
+"""Pulls, which may have to wait for a version, a clock, a partition being loaded, or complete initial values."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,27 +13,27 @@ from paramserver.errors import PsError, as_problem, problem
 
 @dataclass(slots=True, eq=False)
 class WaitingPull:
-    """One pull and until when it waits."""
+    """One pull and its deadlines."""
 
     model: ServedModel
     event: PullReceived
     version_until: float
-    """Until when it waits for `min_version` and `min_clock`."""
+    """Deadline for `min_version` and `min_clock`."""
     load_until: float
-    """Until when it waits for values to be there at all."""
+    """Deadline for any values at all: partitions loaded, initial values complete."""
     at: Partition | None = None
     """The partition it waits for."""
     timer: Timer | None = None
-    """By which it is looked at again at the latest."""
+    """Retries it at its deadline, when it fails unless it can be answered."""
 
     @classmethod
     def of(cls, model: ServedModel, event: PullReceived, now: float) -> "WaitingPull":
-        """A pull that has just come; it waits at least a lease for partitions that are being recovered."""
+        """Create one for a pull that has just arrived; it waits at least one lease for partitions being recovered."""
         wait_s = min(event.wait_s, limits.WAIT_S_MAX) if event.wait_s > 0.0 else 0.0
         return cls(model, event, now + wait_s, now + max(wait_s, limits.LEASE_S))
 
     def attempt(self, map_epoch: int, now: float) -> PullDone | float:
-        """The outcome, or until when to wait for `at`; raises PsError when it cannot be or has waited long enough."""
+        """Return the outcome, or the deadline for waiting at `at`. Raises PsError if the pull fails or is too late."""
         found = _look(self.model, self.event, map_epoch)
         if isinstance(found, PullDone):
             return found
@@ -55,10 +55,10 @@ class WaitingPull:
 
 
 def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone | Partition:
-    """The outcome, or the last partition that is not there yet; raises PsError.
+    """Return the outcome, or the last partition that cannot serve the pull yet. Raises PsError.
 
-    The last, because they are loaded in about their order: a pull that waits for all of them is looked at a few times,
-    not once for each.
+    The last one, because partitions are loaded in roughly this order: a pull that waits for all of them is then retried
+    a few times, not once per partition.
     """
     model.check(event.generation, event.timeline)
     partitions = [model.owned(i, map_epoch) for i in event.parts]
@@ -77,15 +77,15 @@ def _look(model: ServedModel, event: PullReceived, map_epoch: int) -> PullDone |
 
 
 def _takes_commits(model: ServedModel, p: Partition) -> bool:
-    """Whether there is still a commit to come that a pull may wait for.
+    """Whether the partition will apply further commits, for which a pull may wait.
 
-    A partition that is to leave sync takes those decided before; one that has left it will never take another.
+    A partition that is about to leave sync still applies the commits decided before; one that has left applies no more.
     """
     return model.sync or p.spec.consistency.mode == "sync"
 
 
 class Shard(Protocol):
-    """What pulls need of the shard."""
+    """The part of the shard that pulls use."""
 
     map_epoch: int
     models: dict[str, ServedModel]
@@ -94,11 +94,11 @@ class Shard(Protocol):
         """Answer a request."""
 
     def model_gone(self, model: ServedModel) -> PsError:
-        """What to tell a request for a model that was deleted or created anew."""
+        """The error for a request to a model that was deleted or recreated."""
 
 
 class PullDesk:
-    """All pulls that wait, each at the last partition that is not there yet."""
+    """All waiting pulls, each at the last partition that cannot serve it yet."""
 
     def __init__(self, shard: Shard, timers: Timers) -> None:
         self._shard = shard
@@ -106,35 +106,35 @@ class PullDesk:
         self._waiting: dict[Request, WaitingPull] = {}
 
     def at_once(self, event: PullReceived) -> PullDone | None:
-        """The answer to a pull that need neither wait nor be refused; nothing is changed by asking."""
+        """Return the answer if the pull can be served immediately, else None. Changes nothing."""
         model = self._shard.models.get(event.model)
         if model is None or not event.parts:
             return None
         try:
             found = _look(model, event, self._shard.map_epoch)
         except PsError:
-            return None  # which the event says
+            return None  # raised again when the event is handled
         return found if isinstance(found, PullDone) else None
 
     def take(self, model: ServedModel, event: PullReceived, now: float) -> None:
-        """Answer a pull now, or when it can be."""
+        """Answer the pull now, or once it can be served."""
         pull = self._waiting[event.request] = WaitingPull.of(model, event, now)
         self._try(pull, now)
 
     def withdraw(self, request: Request) -> bool:
-        """The client has gone; returns whether it was waiting."""
+        """Drop the pull of a client that has gone; returns whether it was waiting."""
         pull = self._waiting.pop(request, None)
         if pull is not None:
             self._forget(pull)
         return pull is not None
 
     def wake(self, partition: Partition, now: float) -> None:
-        """The partition has changed."""
+        """Retry the pulls that wait at this partition, which has changed."""
         for pull in partition.pulls[:]:
             self._try(pull, now)
 
     def refuse(self, partition: Partition, error: PsError) -> None:
-        """Those that wait for the partition are told why it is not there."""
+        """Fail the pulls that wait at this partition."""
         for pull in partition.pulls[:]:
             self._answer(pull, error)
 
@@ -144,7 +144,7 @@ class PullDesk:
             if self._shard.models.get(pull.event.model) is not pull.model:
                 raise self._shard.model_gone(pull.model)
             outcome = pull.attempt(self._shard.map_epoch, now)
-        except Exception as error:  # also of ours: whoever wakes it is none the worse for it
+        except Exception as error:  # also bugs of ours: they must not fail whatever woke this pull
             self._answer(pull, as_problem(error))
             return
         if isinstance(outcome, PullDone):

@@ -1,11 +1,11 @@
-"""When which partition is written to Redis: one at a time, oldest change first; who writes them keeps to the budget.
+"""Schedules snapshots to Redis: one at a time, oldest change first, within a byte budget that their writer enforces.
 
-Cuts go before that, but while both wait neither gets more bytes than the other.  What could not be written is tried
-again a second later, behind what else is due, or by turns with it while that can be written: no partition that Redis
-refuses holds up the others.
+Cuts go first, but while other snapshots are due too, both kinds get the same number of bytes.  A failed snapshot is
+retried after a second: behind everything else that is due or, while other writes succeed, alternating with it.  So a
+partition that Redis refuses does not hold up the others.
 
-Beside these, urgent ones are written one at a time and outside the budget, because somebody waits for them.  Two
-snapshots of one partition are never under way together, so the newest is the last one written.
+Urgent snapshots have a lane of their own, one at a time and outside the budget, because somebody waits for them.  Two
+snapshots of the same partition are never in flight together, so the newest is the last one written.
 """
 
 from collections import OrderedDict
@@ -25,15 +25,15 @@ _RETRY_S = 1.0
 
 @dataclass(slots=True)
 class _Lane:
-    """One snapshot at a time."""
+    """At most one snapshot in flight."""
 
     storing: StoreSnapshot | None = None
     void: bool = False
-    """What is being written counts for nothing: Redis lost things meanwhile, and perhaps parts of it."""
+    """The snapshot in flight does not count: Redis lost data meanwhile, perhaps parts of it."""
     retry_at: float = 0.0
-    """Not before then, after failures in a row: it is Redis that is away, and each attempt costs."""
+    """No write before this time; set after failures in a row, when Redis itself is away and each attempt is costly."""
     failures: int = 0
-    """Since the last success."""
+    """Failures since the last success."""
 
     @property
     def key(self) -> PartitionKey | None:
@@ -46,32 +46,32 @@ class _Late:
 
     partition: Partition
     at: float
-    """Not before then again."""
+    """Not retried before this time."""
     whole: bool
-    """Its present state is due too, not only a cut."""
+    """Its current state is due too, not only a cut."""
 
 
 class SnapshotPlan:
     """Chooses the next snapshot.
 
-    Synchronous models at level `applied` are written at cuts only, everything else 5 s after a change.
+    Synchronous models at level `applied` are written at cuts only, all others 5 s after a change.
     """
 
     def __init__(self) -> None:
         self._cuts: OrderedDict[PartitionKey, list[StoreSnapshot]] = OrderedDict()
-        """Of each partition those that wait, oldest first; the first partition is next."""
+        """Pending cuts of each partition, oldest first; the first partition is next."""
         self._soon: dict[Partition, None] = {}  # due at once
-        self._due: dict[Partition, float] = {}  # changed since their last snapshot; the first is due first
-        self._late: dict[PartitionKey, _Late] = {}  # neither soon nor due; the first failed first
-        self._was_late = False  # whether the last one chosen beside the urgent ones was
+        self._due: dict[Partition, float] = {}  # changed since their last snapshot, in order of due time
+        self._late: dict[PartitionKey, _Late] = {}  # in neither _soon nor _due; the oldest failure first
+        self._was_late = False  # whether the last snapshot of the usual lane was a retry
         self._urgent: dict[Partition, None] = {}
-        self._fsync: set[Partition] = set()  # whose next snapshot is to be on disk
-        self._ahead_bytes = 0  # how much more of cuts was written than of what waits beside them
+        self._fsync: set[Partition] = set()  # whose next snapshot must be on disk
+        self._ahead_bytes = 0  # bytes of cuts minus bytes of others, while both are due
         self._usual = _Lane()
         self._rush = _Lane()
 
     def changed(self, partition: Partition, now: float) -> None:
-        """The partition has a new version, or remembers more."""
+        """Note that the partition has a new version or remembers more pushes; ignored where only cuts are written."""
         if partition.by_cuts or partition in self._soon:
             return
         if (late := self._late.get(partition.key)) is not None:
@@ -80,22 +80,22 @@ class SnapshotPlan:
             self._due.setdefault(partition, now + limits.SNAPSHOT_INTERVAL_S)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
-        """The partition has other settings, perhaps of another mode."""
+        """Note that the partition's settings have changed, perhaps its mode."""
         if partition.by_cuts:
             self.forget(partition, cuts=False)
         else:
             self.changed(partition, now)
         if partition.spec.consistency.mode != "sync":
-            # No recovery goes back to its cuts any more; one that is stored now would be taken for the newest state.
+            # No recovery goes back to its cuts any more, and one stored now would pass for the newest state.
             partition.cut = partition.cut_stored = None
             self._cuts.pop(partition.key, None)
 
     def first(self, partition: Partition) -> None:
-        """The partition has its first values, in memory alone.
+        """Note that the partition has its initial values, which only memory holds.
 
-        Those that were set cannot be drawn again, so it is due at once; drawn ones are stored once they have changed,
-        or thousands of partitions would each be written to say what their settings say.  Where a recovery goes back to
-        cuts they are the first one.
+        Assigned values cannot be drawn again, so they are due at once, as is every journaled partition.  Random values
+        are stored once they change; otherwise thousands of partitions would be written only to repeat their spec.
+        Where recoveries go back to cuts, the initial values are the first cut.
         """
         if partition.by_cuts:
             self.cut(partition)
@@ -103,7 +103,7 @@ class SnapshotPlan:
             self.soon(partition)
 
     def soon(self, partition: Partition, *, fsync: bool = False) -> None:
-        """The partition is due at once, before those that have only changed."""
+        """Make the partition due at once, before those that have only changed."""
         self._due.pop(partition, None)
         if (late := self._late.get(partition.key)) is not None:
             late.whole = True
@@ -113,13 +113,13 @@ class SnapshotPlan:
             self._fsync.add(partition)
 
     def urgent(self, partition: Partition) -> None:
-        """The partition is to be written now, outside the budget."""
+        """Have the partition written now, outside the budget."""
         self._urgent[partition] = None
 
     def again(self, partition: Partition) -> None:
-        """What Redis had of the partition is lost: all of it is to be written now, whatever is being written.
+        """Write the whole partition now, because Redis has lost what it held; a snapshot of it in flight is void.
 
-        Where there is a journal, a cut that is not stored yet comes before that: the leader waits for it.
+        If it is journaled, a cut that is not stored yet is written first: the leader waits for it.
         """
         for lane in (self._usual, self._rush):
             if lane.storing is not None and lane.key == partition.key:
@@ -129,28 +129,27 @@ class SnapshotPlan:
         self.urgent(partition)
 
     def cut(self, partition: Partition) -> None:
-        """Capture the partition as it is now, to be stored under its clock."""
+        """Capture the partition as it is now and store it as the cut of its clock."""
         self.store_cut(partition, partition.capture(cut=True))
 
     def at_cut(self, partition: Partition) -> bool:
-        """Whether its present clock is stored as a cut, or about to be."""
+        """Whether a cut of the partition's current clock is stored, in flight or pending."""
         written = [lane.storing for lane in (self._usual, self._rush) if lane.key == partition.key and not lane.void]
         stores = [*self._cuts.get(partition.key, ()), *written]
         about = {s.capture.clock for s in stores if s is not None and s.cut and s.capture.token == partition.token}
         return partition.clock == partition.cut_stored or partition.clock in about
 
     def store_cut(self, partition: Partition, capture: Capture) -> None:
-        """Store that cut of the partition.
+        """Store this cut of the partition.
 
-        Of the cuts of one partition that wait, the oldest and the newest are kept: so one completes however fast
-        they come.
+        Only the oldest and the newest of its pending cuts are kept, so that one completes however fast they come.
         """
         partition.cut = capture
         waiting = self._cuts.setdefault(capture.key, [])
         waiting[1:] = [StoreSnapshot(capture, True, fsync=partition.level == LEVELS["fsynced"])]
 
     def next(self, now: float) -> StoreSnapshot | None:
-        """A snapshot to write now, if one is due and none of its kind is being written; ask until there is none."""
+        """Return a snapshot to write now, if one is due and its lane is free; call until it returns None."""
         if self._urgent and (store := self._urgent_next(now)) is not None:
             self._rush.storing = store
             return store
@@ -166,20 +165,21 @@ class SnapshotPlan:
             return None
         while (partition := self._first(self._rushing(now), self._usual)) is not None:
             if partition.level and partition.key in self._cuts:
-                # It is older, and would take the place of all there is: no journal leads there from it any more.
+                # The cut is older than the whole state.  Written after it, the cut would be the newest snapshot, and
+                # the journal from there on is lost.
                 return self._waiting_cut(partition.key, urgent=True)
             del self._urgent[partition]
             if partition.held or not partition.by_cuts or partition.mark.rebase is not None:
                 return self._captured(partition, urgent=True)
-            # Its move was called off: stored now, it would take the place of a cut.
+            # Its move was called off; a snapshot stored now would displace a cut.
         return None
 
     def _rushing(self, now: float) -> Iterator[Partition]:
-        """The urgent ones, but for those that have just failed."""
+        """The urgent partitions, without those whose retry is not due yet."""
         return (p for p in self._urgent if (late := self._late.get(p.key)) is None or late.at <= now)
 
     def _first(self, waiting: Iterable[Partition], other: _Lane) -> Partition | None:
-        """The first of them that the other lane does not write just now."""
+        """The first waiting partition that the other lane is not writing."""
         for partition in waiting:
             if other.storing is None or partition.key != other.key:
                 return partition
@@ -198,7 +198,7 @@ class SnapshotPlan:
         if cut is not None and (whole is None or self._ahead_bytes <= 0):
             store = self._waiting_cut(cut)
         elif whole is not None:
-            # A cut of it that waits is older, and would take its place.
+            # A pending cut of it is older; written later, it would pass for the newest state.
             store = self._waiting_cut(whole.key) if whole.key in self._cuts else self._captured(whole)
         else:
             return None
@@ -206,21 +206,21 @@ class SnapshotPlan:
         return store
 
     def _cut_next(self) -> PartitionKey | None:
-        """Whose cut may be written now; one that somebody waits for is urgent."""
+        """The next partition whose cut may be written; those of the urgent lane and failed ones are left out."""
         if not self._cuts:
             return None
         rushed = {self._rush.key, *(p.key for p in self._urgent if p.level)}
         return next((key for key in self._cuts if key not in rushed and key not in self._late), None)
 
     def _late_next(self) -> _Late | None:
-        """What failed first, of all that has something to write and is not urgent."""
+        """The oldest failure that has something to write and is not urgent."""
         for key, late in self._late.items():
             if (late.whole or key in self._cuts) and key != self._rush.key and late.partition not in self._urgent:
                 return late
         return None
 
     def _whole_next(self, now: float) -> Partition | None:
-        """Whose present state is due."""
+        """The partition whose current state is due."""
         partition = self._first(self._soon, self._rush) if self._soon else None
         if partition is None:
             partition = self._first(self._due, self._rush)
@@ -229,7 +229,7 @@ class SnapshotPlan:
         return partition
 
     def _waiting_cut(self, key: PartitionKey, *, urgent: bool = False) -> StoreSnapshot:
-        """The oldest cut of that partition; the next one of it comes after those of others."""
+        """Take the partition's oldest pending cut; its next one queues behind those of other partitions."""
         waiting = self._cuts[key]
         store = waiting.pop(0)
         if waiting:
@@ -239,7 +239,7 @@ class SnapshotPlan:
         return replace(store, urgent=urgent)
 
     def _captured(self, partition: Partition, *, urgent: bool = False) -> StoreSnapshot:
-        """The partition as it is now; nothing of it is due any more."""
+        """Capture the partition as it is now; nothing of it is due any more."""
         self._soon.pop(partition, None)
         self._due.pop(partition, None)
         if (late := self._late.get(partition.key)) is not None:
@@ -250,9 +250,9 @@ class SnapshotPlan:
         return StoreSnapshot(partition.capture(), False, urgent, fsync)
 
     def done(self, stored: bool, urgent: bool, partition: Partition | None, now: float) -> StoreSnapshot | None:
-        """A snapshot being written has come to its end; `partition` is None if it is no longer owned.
+        """End the snapshot in flight and return it if it is stored and counts.
 
-        Returns it if it is stored and counts.
+        `partition` is None if it is no longer owned.
         """
         lane = self._rush if urgent else self._usual
         store, lane.storing = lane.storing, None
@@ -268,7 +268,7 @@ class SnapshotPlan:
             lane.failures = 0
             if late is not None and late.whole:
                 self.soon(partition)
-            if store.cut and partition.cut is not None:  # else sync was left meanwhile
+            if store.cut and partition.cut is not None:  # else the model left sync meanwhile
                 partition.cut_stored = store.capture.clock
             return store
         lane.failures += 1
@@ -285,7 +285,7 @@ class SnapshotPlan:
         return None
 
     def _put_back(self, partition: Partition, store: StoreSnapshot) -> bool:
-        """What was not stored is its partition's next again, if it is a cut that counts; returns whether it is."""
+        """Make an unstored cut its partition's next one again, if it still counts; return whether it does."""
         mine = store.capture.token == partition.token
         counts = store.cut and mine and partition.cut is not None and not partition.held
         if counts:
@@ -293,7 +293,7 @@ class SnapshotPlan:
         return counts
 
     def forget(self, partition: Partition, *, cuts: bool = True) -> None:
-        """That ownership has ended, or (without `cuts`) the model is synchronous now: what waits of it is dropped."""
+        """Drop what is pending: the ownership has ended or is held, or (without `cuts`) the model is in sync now."""
         self._due.pop(partition, None)
         self._soon.pop(partition, None)
         if (late := self._late.get(partition.key)) is not None and late.partition is partition:
@@ -308,7 +308,7 @@ class SnapshotPlan:
             self._cuts.pop(partition.key, None)
 
     def deadline(self) -> float | None:
-        """When `next` may have something; None while what waits is being written or nothing has changed."""
+        """When `next` may have something; None while all that is pending is in flight, or nothing has changed."""
         usual = self._usual_deadline() if self._usual.storing is None else None
         rush = self._rush_deadline() if self._urgent and self._rush.storing is None else None
         return rush if usual is None else usual if rush is None else min(usual, rush)

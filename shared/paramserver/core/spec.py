@@ -1,6 +1,6 @@
-"""A model's spec: what `POST /models` takes, checked field by field, with defaults filled in.
+"""A model's spec: the body of `POST /models`, validated field by field, with defaults filled in.
 
-`ModelSpec.parse` reports every wrong field at once; `document()` gives the JSON back with all defaults.
+`ModelSpec.parse` reports all wrong fields at once; `document()` returns the JSON with all defaults.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,18 +22,18 @@ class ConsistencySpec(Struct, frozen=True):
 
     mode: str = "async"
     staleness: int = 0
-    """ssp: how many clocks a worker may be ahead of the slowest live one."""
+    """ssp: clocks that a worker may be ahead of the slowest live one."""
     quorum: float = 1.0
     """sync: fraction of the live roster that must have reported a clock before it commits."""
     quorum_count: int | None = None
-    """sync: a count in place of the fraction."""
+    """sync: number of workers, instead of the fraction."""
     min_workers: int = 1
-    """sync and ssp: clock 0 opens when so many have joined."""
+    """sync and ssp: clock 0 opens once this many workers have joined."""
     late: str = "drop"
     count: int = 8
-    """buffered: a partition applies the mean of every `count` pushes ..."""
+    """buffered: a partition applies the mean of every `count` pushes, ..."""
     interval_ms: int = 1000
-    """... or of what it holds after so long."""
+    """... or of what it holds when its oldest push has waited this long."""
     lag: str = "ignore"
     """Version lag: `ignore`, `scale` the step by 1/(1+lag), or `reject` beyond `lag_bound`."""
     lag_bound: int = 16
@@ -47,7 +47,7 @@ class ConsistencySpec(Struct, frozen=True):
 
     @property
     def immediate(self) -> bool:
-        """Whether each push is applied by itself, at once."""
+        """Whether each push is applied on its own, at once."""
         return self.mode in ("async", "ssp") or (self.mode == "buffered" and self.count == 1)
 
     @classmethod
@@ -80,15 +80,15 @@ class ConsistencySpec(Struct, frozen=True):
 
 
 class CheckpointSpec(Struct, frozen=True):
-    """When the scheduler writes a checkpoint of the model by itself, and how many it keeps."""
+    """When the scheduler writes a checkpoint of the model on its own, and how many it keeps."""
 
     every_clocks: int = 0
-    """0: not by clocks."""
+    """Clocks between two checkpoints; 0: not by clocks."""
     every_minutes: float = limits.CHECKPOINT_INTERVAL_MIN
-    """0: not by time."""
+    """Minutes between two checkpoints; 0: not by time."""
     keep: int = 3
     metric: str = "accuracy"
-    """The checkpoint at which this metric was best is kept as well."""
+    """The checkpoint with the best value of this metric is kept as well."""
     best: str = "max"
 
     @classmethod
@@ -113,12 +113,12 @@ class ModelSpec(Struct, frozen=True):
 
     name: str
     params: tuple[ParamSpec, ...]
-    """In the order given, which is their order in the flat vector."""
+    """In the order given, which is also their order in the flat vector."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     consistency: ConsistencySpec = field(default_factory=ConsistencySpec)
     partitions: int = 1
     ack: str = "applied"
-    """What survives of a push that was acknowledged: `applied` (nothing but memory), `journaled`, `fsynced`."""
+    """Durability of an acknowledged push: `applied` (in the shard's memory only), `journaled` or `fsynced`."""
     evaluate_every: int = 0
     """Clocks between two evaluation tasks; 0: none."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
@@ -130,14 +130,14 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def uploads(self) -> tuple[str, ...]:
-        """Names of the parameters whose first values a client uploads."""
+        """Names of the parameters whose initial values a client uploads."""
         return tuple(p.name for p in self.params if p.init.kind == "upload")
 
     @classmethod
     def parse(cls, data: Any) -> Self:
-        """The spec that a JSON object describes, defaults filled in.
+        """Return the spec that a JSON object describes, with defaults filled in.
 
-        Raises RequestError: `invalid_field` naming each wrong field.
+        Raises RequestError (`invalid_field`) naming each wrong field.
         """
         errors: list[PsError] = []
         r = Reader(data, "", errors)
@@ -182,7 +182,7 @@ class ModelSpec(Struct, frozen=True):
         return spec
 
     def document(self) -> dict[str, Any]:
-        """The JSON object of this spec, with every default written out."""
+        """Return the JSON object of this spec, with every default written out."""
         return {
             "name": self.name,
             "params": {p.name: p.document() for p in self.params},
@@ -195,7 +195,7 @@ class ModelSpec(Struct, frozen=True):
         }
 
     def unknown(self, wrong: Iterable[str]) -> list[PsError]:
-        """The errors of parameters' names that the model lacks; the first few with the nearest one it has."""
+        """Return an error for each parameter that the model lacks; the first few hint at the nearest known name."""
         names = [p.name for p in self.params]
         some = f"it has {', '.join(names[:8])}{', ...' if names[8:] else ''}"
         errors: list[PsError] = []
@@ -209,9 +209,10 @@ class ModelSpec(Struct, frozen=True):
         return errors
 
     def patched(self, patch: Any) -> Self:
-        """This spec after a JSON merge patch; what cannot change while the model lives is refused (422).
+        """Return this spec after a JSON merge patch; raises RequestError (422) for fields that cannot change.
 
-        Changing the optimizer's name or the consistency mode starts its other fields from their defaults.
+        When the optimizer's name or the consistency mode changes, its other fields start from their defaults, except
+        those that `kept_fields` and `_kept_consistency` name.
         """
         if not isinstance(patch, Mapping):
             raise problem("malformed", "a merge patch is a JSON object")

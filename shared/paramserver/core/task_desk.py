@@ -1,4 +1,4 @@
-"""Data and evaluations as tasks: registered, leased to workers, done, and handed out again when a worker is gone."""
+"""Data and evaluation tasks: registered, leased to workers, done, and leased again when a worker is gone."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,7 +21,7 @@ EVALUATIONS_MAX: Final = 8
 
 
 class TaskDesk:
-    """Handles the events of tasks."""
+    """Handles task events."""
 
     def __init__(self, cluster: Cluster, runs: RunDesk, workers: WorkerDesk) -> None:
         self.c = cluster
@@ -70,7 +70,7 @@ class TaskDesk:
         self.c.touch(model)
 
     def _free(self, model: Model, worker: Worker, dataset: str, holding: Sequence[str]) -> None:
-        """What that worker has leased and does not hold is free again: it gave it up, or never heard that it has it."""
+        """Free what the worker has leased but does not hold: it gave the task up, or never got the reply."""
         if dataset != EVALUATE:
             if model.datasets[dataset].release(worker.name, worker.epoch, holding):
                 self.c.save_dataset(model, dataset)
@@ -122,30 +122,30 @@ class TaskDesk:
         self.c.answer(e.request, {"id": evaluation.id, "clock": evaluation.clock}, 201)
 
     def evaluate(self, model: Model) -> Evaluation:
-        """An evaluation of the present clock is wanted."""
+        """Return an evaluation task for the current clock, creating it if there is none yet."""
         clock = model.gate.clock
         model.evaluated = clock
         known = next((v for v in model.evaluations if v.clock == clock), None)
         if known is not None:
             return known
-        # One that nobody has taken yet is superseded by the newer.
+        # The new one supersedes those that nobody has leased yet.
         model.evaluations = [v for v in model.evaluations if v.leased is not None][-EVALUATIONS_MAX:]
         model.evaluations.append(Evaluation(clock))
         self.c.save_clock(model)
         self.c.touch(model)
         return model.evaluations[-1]
 
-    # --- what follows ---
+    # --- after each event ---
 
     def watch(self, model: Model) -> None:
-        """Asks for the evaluations that are due by rule."""
+        """Create the evaluation that is due by `evaluate_every`, if any."""
         run = self.runs.of_model(model)
         every = (run.evaluate_every if run else 0) or model.spec.evaluate_every
         if every and model.gate.clock // every > model.evaluated // every:
             self.evaluate(model)
 
     def hand_out(self, model: Model, now: float) -> None:
-        """Answers those who wait for a task, or for there being none any more."""
+        """Answer the waiting workers that get a task, are finished, have reached their deadline, or are gone."""
         rested = False
         for w in list(model.task_waiters):
             worker = model.worker_of(w)
@@ -170,5 +170,5 @@ class TaskDesk:
             }
             self.c.answer_waiter(model, w, body, now)
         if rested:
-            # Whoever rests holds no barrier up: others may be free now.
+            # Barriers do not wait for resting workers, so others may be released now.
             self.c.again(model)

@@ -1,8 +1,8 @@
-"""Data as ranges that workers lease: every range of every pass is worked on at least once (semantics 10).
+"""Data as ranges that workers lease: every range of every pass is processed at least once (semantics 10).
 
-A dataset is a list of ranges, worked through `passes` times.  A range is free, leased to one worker, or done; what a
-dead worker had leased is free again.  The next pass begins when the present one has no free range for whoever asks, so
-that nobody idles behind a slow worker; at most two passes are open at once.
+A dataset is a list of ranges, processed `passes` times.  A range is free, leased to one worker, or done; leases of a
+dead worker are freed.  The next pass begins when the current one has no free range for the worker that asks, so that
+nobody idles behind a straggler; at most two passes are open at once.
 """
 
 from bisect import bisect_right
@@ -18,12 +18,12 @@ from paramserver.errors import PsError, combined, problem
 
 OPEN_PASSES: Final = 2
 EVALUATE: Final = "evaluate"
-"""The name under which evaluation tasks are leased; no dataset may have it."""
+"""Dataset name under which evaluation tasks are leased; no real dataset may have it."""
 _INT_MAX: Final = 1 << 53
 
 
 class RangeSet:
-    """A set of small integers as sorted disjoint [start, stop) runs; sets that fill up from below stay tiny."""
+    """A set of small integers as sorted, disjoint [start, stop) runs; a set that fills from below stays tiny."""
 
     def __init__(self, runs: Sequence[Sequence[int]] = ()) -> None:
         self.runs: list[list[int]] = [[a, b] for a, b in runs]
@@ -36,7 +36,7 @@ class RangeSet:
         return sum(b - a for a, b in self.runs)
 
     def add(self, n: int) -> None:
-        """Puts one number in."""
+        """Add one number."""
         if n in self:
             return
         i = bisect_right(self.runs, n, key=lambda r: r[0])
@@ -52,7 +52,7 @@ class RangeSet:
             self.runs.insert(i, [n, n + 1])
 
     def missing(self, size: int) -> Iterator[int]:
-        """The numbers of [0, size) that are not in it, ascending."""
+        """Yield the numbers of [0, size) that are not in the set, ascending."""
         at = 0
         for a, b in self.runs:
             yield from range(at, a)
@@ -80,7 +80,7 @@ class DatasetSpec(Struct, frozen=True):
         assignment: str,
         passes: int | None,
     ) -> "DatasetSpec":
-        """The dataset described; raises RequestError naming each wrong field."""
+        """Return the dataset with these fields; raises RequestError naming each wrong one."""
         errors: list[PsError] = []
 
         def fail(where: str, what: str, hint: str = "") -> None:
@@ -120,7 +120,7 @@ class DatasetSpec(Struct, frozen=True):
         return cls(name, tuple(pieces), uri, assignment, passes)
 
     def document(self) -> dict[str, Any]:
-        """As stored."""
+        """Return the document stored in Redis."""
         return {
             "name": self.name,
             "ranges": [list(r) for r in self.ranges],
@@ -131,7 +131,7 @@ class DatasetSpec(Struct, frozen=True):
 
     @classmethod
     def of(cls, doc: Mapping[str, Any]) -> "DatasetSpec":
-        """The dataset that a stored document describes."""
+        """Return the dataset that a stored document describes."""
         ranges = tuple((a, b) for a, b in doc["ranges"])
         return cls(doc["name"], ranges, doc["uri"], doc["assignment"], doc["passes"])
 
@@ -152,19 +152,19 @@ def _is_range(value: Any) -> bool:
 
 @dataclass(slots=True)
 class Dataset:
-    """A dataset and how far it has come."""
+    """A dataset and its progress."""
 
     spec: DatasetSpec
     complete: int = 0
-    """Passes finished; no pass before this one is open."""
+    """Passes finished, which is also the number of the oldest open pass."""
     opened: int = 1
-    """Passes begun."""
+    """Passes started."""
     done: dict[int, RangeSet] = field(default_factory=lambda: {0: RangeSet()})
-    """Indexes done, of each open pass."""
+    """Indexes done in each open pass."""
     leases: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     """(pass, index) -> (worker, epoch)."""
     cursor: dict[int, int] = field(default_factory=dict)
-    """dynamic: below it, nothing of that pass is free."""
+    """dynamic: no range of that pass below this index is free."""
 
     @property
     def finished(self) -> bool:
@@ -187,7 +187,7 @@ class Dataset:
         return None
 
     def lease(self, worker: str, epoch: int, position: int, workers: int) -> dict[str, Any] | None:
-        """The next range for the worker at that position among the live ranks; None when it has none for now."""
+        """Lease the next range to the worker at that position among the live ranks; None if it has none for now."""
         while True:
             for number in range(self.complete, self.opened):
                 index = self._free(number, position, workers)
@@ -204,7 +204,7 @@ class Dataset:
         return f"{self.spec.name}:{number}:{index}"
 
     def task(self, number: int, index: int) -> dict[str, Any]:
-        """What a worker is told of a range."""
+        """Return the task that a worker is sent for a range."""
         start, stop = self.spec.ranges[index]
         return {
             "id": self._id(number, index),
@@ -218,7 +218,7 @@ class Dataset:
         }
 
     def finish(self, number: int, index: int) -> None:
-        """That range is done; doing it again changes nothing.  Raises NotFoundError (`unknown_task`)."""
+        """Mark a range as done; idempotent.  Raises NotFoundError (`unknown_task`)."""
         if not 0 <= index < len(self.spec.ranges) or not 0 <= number < self.opened:
             raise problem("unknown_task", f"dataset '{self.spec.name}' has no task {number}:{index}")
         if number < self.complete:
@@ -234,7 +234,7 @@ class Dataset:
                 self.opened += 1
 
     def release(self, worker: str, epoch: int, holding: Collection[str] = ()) -> bool:
-        """What that worker had leased is free again, but for the ids it holds on to; whether there was anything."""
+        """Free the worker's leases, except the task ids in `holding`; return whether there were any."""
         held = [k for k, v in self.leases.items() if v == (worker, epoch) and self._id(*k) not in holding]
         for number, index in held:
             del self.leases[number, index]
@@ -242,7 +242,7 @@ class Dataset:
         return bool(held)
 
     def progress(self) -> dict[str, Any]:
-        """How far it has come, as stored."""
+        """Return the progress document stored in Redis."""
         return {
             "complete": self.complete,
             "opened": self.opened,
@@ -252,7 +252,7 @@ class Dataset:
 
     @classmethod
     def of(cls, spec: Mapping[str, Any], progress: Mapping[str, Any] | None) -> "Dataset":
-        """The dataset that its two stored documents describe."""
+        """Return the dataset that its two stored documents describe."""
         if progress is None:
             return cls(DatasetSpec.of(spec))
         return cls(
@@ -264,7 +264,7 @@ class Dataset:
         )
 
     def document(self) -> dict[str, Any]:
-        """What readers are told."""
+        """Return the document that clients see."""
         return {
             "dataset": self.spec.name,
             "tasks": len(self.spec.ranges),
@@ -280,7 +280,7 @@ class Dataset:
 
 @dataclass(slots=True)
 class Evaluation:
-    """A request to measure the model at about that clock, to be taken by one worker."""
+    """A request to evaluate the model at about this clock, to be leased by one worker."""
 
     clock: int
     leased: tuple[str, int] | None = None
@@ -291,12 +291,12 @@ class Evaluation:
         return f"{EVALUATE}:{self.clock}"
 
     def task(self) -> dict[str, Any]:
-        """What a worker is told of it."""
+        """Return the task that a worker is sent."""
         return {"id": self.id, "kind": "evaluate", "clock": self.clock}
 
 
 def parse_task(task: str) -> tuple[str, list[int]]:
-    """Dataset and numbers of a task id; raises NotFoundError (`unknown_task`)."""
+    """Return the dataset and the numbers of a task id; raises NotFoundError (`unknown_task`)."""
     name, *numbers = task.split(":")
     if not numbers or len(numbers) > 2 or not all(n.isascii() and n.isdigit() and len(n) < 17 for n in numbers):
         raise problem("unknown_task", f"no task {task!r:.80}")

@@ -1,11 +1,11 @@
-"""Timelines: when a model's clocks begin anew, so that nothing of before counts any more (semantics 4)."""
+"""Timelines: restarting a model's clocks so that nothing from before counts any more (semantics 4)."""
 
 from paramserver.core.cluster import Cluster
 from paramserver.core.models import Model
 
 
 def restart(cluster: Cluster, model: Model, clock: int) -> None:
-    """A new timeline begins at that clock; staged gradients and done reports of the old one count no more."""
+    """Begin a new timeline at that clock; staged gradients and done reports of the old one no longer count."""
     for _, commit in model.commits:
         cluster.drop(f"commit:{model.name}:{commit.t}")
     model.restart_at(clock)
@@ -14,10 +14,10 @@ def restart(cluster: Cluster, model: Model, clock: int) -> None:
 
 
 def begin_sync(cluster: Cluster, model: Model, clock: int | None = None) -> None:
-    """A sync phase begins on values that are not the initial ones; None: at a clock beyond all that is known.
+    """Begin a sync phase, from values other than the initial ones, at `clock`; None: beyond all known clocks.
 
     A commit without contributions makes the first cut as soon as every partition is served.  Owners keep their tokens:
-    by a clock that is beyond all there were each partition sees that what it stands at is of an older timeline.
+    the clock is beyond all earlier ones, so each partition can tell that its own clock is of an older timeline.
     """
     model.cut = None
     model.switched = model.cut_wanted = model.opening = True

@@ -1,4 +1,4 @@
-"""Calls that are due at a time.  Whoever waits no longer takes his back, or checks when it comes."""
+"""Calls due at a given time.  A caller that no longer needs one cancels it, or checks when the call comes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,34 +7,34 @@ from heapq import heapify, heappop, heappush
 
 @dataclass(slots=True, eq=False)
 class Timer:
-    """One call to come."""
+    """One pending call."""
 
     at: float
     call: Callable[[float], None] | None
-    """None once it is made or taken back."""
+    """None once it has been made or cancelled."""
 
 
 class Timers:
-    """The calls to come, earliest first; of equal times the one set first."""
+    """The pending calls, earliest first; calls for the same time are made in the order they were set."""
 
     def __init__(self) -> None:
         self._timers: list[tuple[float, int, Timer]] = []
         self._count = 0
         self._cancelled = 0
-        """How many of them were taken back."""
+        """Cancelled timers that are still in the heap."""
 
     def __len__(self) -> int:
         return len(self._timers)
 
     def at(self, at: float, call: Callable[[float], None]) -> Timer:
-        """Have `call(now)` made at that time or soon after."""
+        """Schedule `call(now)` for that time or soon after."""
         self._count += 1
         timer = Timer(at, call)
         heappush(self._timers, (at, self._count, timer))
         return timer
 
     def cancel(self, timer: Timer) -> None:
-        """Take it back, if it was not made yet: what it refers to is let go of at once."""
+        """Cancel a call that has not been made yet; what it references is released at once."""
         if timer.call is None:
             return
         timer.call = None
@@ -54,7 +54,7 @@ class Timers:
 
     @property
     def next(self) -> float | None:
-        """When the next one is due."""
+        """Time of the next call; None if there is none."""
         while self._timers and self._timers[0][2].call is None:
             heappop(self._timers)
             self._cancelled -= 1

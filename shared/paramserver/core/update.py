@@ -1,8 +1,8 @@
-"""From accepted gradients to the numbers of one optimizer step of one partition (`UpdateTask`); pure.
+"""From accepted gradients to the scalars of one optimizer step on one partition (`UpdateTask`); pure functions.
 
-The step count of bias correction is kept per parameter within
-the partition and rises only for parameters the update touches; elements outside the ranges a push names keep value,
-moments and decay (semantics 1).
+The step count for bias correction is kept per parameter within the partition and rises only for parameters that the
+update touches.  Elements outside the ranges that a push names keep their value and moments and are not decayed
+(semantics 1).
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,7 +18,7 @@ from paramserver.types import ITEMSIZE, AnyArray, Coding, PartitionKey
 
 @dataclass(slots=True)
 class Basis:
-    """What an update starts from."""
+    """The state and settings that an update starts from."""
 
     key: PartitionKey
     state: PartitionState
@@ -31,7 +31,7 @@ class Basis:
         return self.state.values.size
 
     def steps(self, touched: Sequence[Range], scale: float, rate: float) -> tuple[list[SegmentStep], list[int]]:
-        """(steps covering the partition, step counts after them) for an update of these sorted, disjoint ranges."""
+        """Return (steps covering the partition, step counts after them) for an update of sorted, disjoint ranges."""
         spec, optimizer = self.spec, self.spec.optimizer
         out: list[SegmentStep] = []
         counts = list(self.state.steps)
@@ -70,8 +70,10 @@ def single_task(
     spend: bool = False,
     look: bool = False,
 ) -> UpdateTask:
-    """One push applied by itself, at that learning rate; `spend`: nobody needs `data` afterwards; `look`: its checksum
-    is wanted, for `data` of a whole partition.
+    """Return the task that applies one push on its own, at learning rate `rate`.
+
+    For `data` of a whole partition: with `spend` its memory may be reused once the task is done, and with `look` its
+    checksum is part of the result.
     """
     touched = ranges or ((0, basis.size),)
     steps, counts = basis.steps(touched, scale, rate)
@@ -89,7 +91,7 @@ def single_task(
 
 
 def mean_task(basis: Basis, parts: Sequence[tuple[HeldPart, float]], divisor: float, rate: float) -> UpdateTask:
-    """The weighted sum of several parts, in the order given, over `divisor`, as one update at that learning rate."""
+    """Return the task that applies the weighted sum of the parts, in the order given, divided by `divisor`."""
     pieces = summed([(h.ranges or ((0, basis.size),), h.data, h.dtype, weight) for h, weight in parts])
     steps, counts = basis.steps(_joined((p.start, p.stop) for p in pieces), 1.0, rate)
     return UpdateTask(
@@ -98,7 +100,7 @@ def mean_task(basis: Basis, parts: Sequence[tuple[HeldPart, float]], divisor: fl
 
 
 def summed(parts: Sequence[tuple[tuple[Range, ...], AnyArray, Coding, float]]) -> list[Piece]:
-    """The parts cut at every boundary of any of them: on each piece the parts that cover it, in their order.
+    """Cut the parts at every boundary of any of them; each piece lists the parts that cover it, in their order.
 
     Encoded parts hold a whole partition and are not cut: the kernels decode the piece's share of them.
     """
@@ -118,7 +120,7 @@ def summed(parts: Sequence[tuple[tuple[Range, ...], AnyArray, Coding, float]]) -
 
 
 def _clipped(ranges: Sequence[Range], low: int, high: int) -> list[Range]:
-    """What of sorted, disjoint ranges lies in [low, high)."""
+    """The portions of sorted, disjoint ranges that lie in [low, high)."""
     first = bisect_right(ranges, low, key=lambda r: r[1])
     last = bisect_left(ranges, high, key=lambda r: r[0])
     return [(max(a, low), min(b, high)) for a, b in ranges[first:last]]

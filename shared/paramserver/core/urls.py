@@ -1,4 +1,4 @@
-"""Which text can be the address of a node: a URL that everybody who is told of it can connect to."""
+"""Validation of node addresses: URLs to which every process that learns of them can connect."""
 
 import re
 from ipaddress import ip_address
@@ -11,7 +11,7 @@ _NUMBERS: Final = re.compile(r"[0-9.]+")
 
 
 def is_host(text: str) -> bool:
-    """Whether that can be a host: a name, or an IP address without brackets."""
+    """Whether the text can be a host: a name, or an IP address without brackets."""
     try:
         ip_address(text)
     except ValueError:
@@ -20,23 +20,23 @@ def is_host(text: str) -> bool:
 
 
 def is_node_url(text: str) -> bool:
-    """Whether that is http(s)://HOST[:PORT], with a path at most: nodes below a gateway have one."""
+    """Whether the text is http(s)://HOST[:PORT], optionally with a path, as nodes behind a gateway have."""
     if not text.isprintable() or " " in text:
-        return False  # urlsplit would leave some of them out
+        return False  # urlsplit would drop some of these characters
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError:  # a port that is no number, half an IPv6 address
+    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
         return False
     plain = parts.scheme in ("http", "https") and not any(c in text for c in "@?#")
     return plain and port != 0 and is_host(parts.hostname or "")
 
 
 def listed_urls(text: str) -> list[str]:
-    """The URLs of a setting, which names them with commas between; without the slash at an end."""
+    """Return the URLs of a comma-separated setting, without trailing slashes."""
     return [url for u in text.split(",") if (url := u.strip().rstrip("/"))]
 
 
 def is_address(text: str) -> bool:
-    """Whether that is the URL of a node, or of a socket on its machine: unix:///PATH."""
+    """Whether the text is the URL of a node, or of a Unix socket on its machine: unix:///PATH."""
     return is_node_url(text) or (text.startswith("unix:///") and text.isprintable())

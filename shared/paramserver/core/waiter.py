@@ -1,4 +1,4 @@
-"""A request to the scheduler that is answered later."""
+"""Requests to the scheduler that are parked and answered later."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from paramserver.errors import PsError, problem
 
 @dataclass(slots=True)
 class Waiter:
-    """A request that is parked until something happens."""
+    """A request that is parked until its condition holds or its deadline passes."""
 
     request: int
     deadline_s: float
@@ -20,6 +20,6 @@ class Waiter:
 
 
 def no_member(waiter: Waiter) -> PsError:
-    """What a parked worker is told when its lease has run out, or a newer one has its name."""
+    """Return the error for a parked worker whose lease has expired, or whose name a newer incarnation has taken."""
     what = f"worker '{waiter.worker}' of epoch {waiter.epoch}"
     return problem("fenced", f"{what} is no member any more", hint="join again")

@@ -1,4 +1,4 @@
-"""How much of what a partition executed is durable, and which replies wait for more of it."""
+"""How far a partition's executed commands are durable, and which replies wait for more of them."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from paramserver.core.partition import Partition
 
 LEVELS: Final[dict[str, int]] = {"applied": 0, "journaled": 1, "fsynced": 2}
-"""What survives: nothing but the process, the loss of the process, the loss of Redis's machine's memory."""
+"""What an acknowledged push survives: nothing; the end of the process; also a crash of Redis's machine."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A reply that waits until what it acknowledges is durable."""
+    """A reply held back until what it acknowledges is durable."""
 
     request: Request
     done: PushDone
@@ -25,27 +25,27 @@ class Waiting:
     left: int = 0
     """Partitions that are not durable enough yet."""
     over: bool = False
-    """It was answered."""
+    """It has been answered."""
 
 
 @dataclass(slots=True, eq=False)
 class Watermark:
-    """The durable part of one partition's commands, by lsn.  Mutated by `Durability` alone."""
+    """How far one partition's commands are durable, in lsns.  Mutated by `Durability` alone."""
 
     journaled: int = 0
-    """Up to here the journal reaches, as far as it was told."""
+    """Highest lsn confirmed to be in the journal."""
     stored: int = 0
-    """Up to here everything is in Redis, by journal or snapshot."""
+    """lsn up to which everything is in Redis, by journal or snapshot."""
     synced: int = -1
-    """Up to here everything is on disk; -1: not known to be."""
+    """lsn up to which everything is on disk; -1: unknown."""
     rebase: int | None = None
-    """The journal in Redis has a hole before this lsn: it counts again with a snapshot of this lsn or later."""
+    """If set, the journal in Redis has a hole before this lsn and counts only after a snapshot of this lsn or later."""
     queued: deque[tuple[int, int, int, int]] = field(default_factory=deque)
     """(lsn, version, clock, bytes) of entries that are not durable yet."""
     since_snapshot_bytes: int = 0
-    """Journal since the last snapshot was captured."""
+    """Journal bytes since the last snapshot was captured."""
     waiting: list[tuple[int, int, Waiting]] = field(default_factory=list)
-    """(lsn, level, reply)."""
+    """(lsn, level, reply) of each reply that waits for this partition."""
 
     def durable(self, level: int) -> int:
         """The lsn up to which everything is durable at that level."""

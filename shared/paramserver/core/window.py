@@ -1,9 +1,9 @@
-"""What a partition remembers of the pushes it accepted, so that none is applied twice.
+"""A partition's memory of the pushes it accepted, so that none is applied twice.
 
-A push id (worker, epoch, seq) is judged by an anti-replay window anchored at the highest seq seen, as in IPsec
-(RFC 4303, 3.4.3) and DTLS: above the highest is new; within the last `limits.WINDOW` it is new or a duplicate; what
-is older cannot be told and is refused.  An epoch fences all lower ones of its worker.  A plain client's
-`Idempotency-Key` is remembered in order of arrival instead.
+A push id (worker, epoch, seq) is checked against an anti-replay window anchored at the highest seq seen, as in IPsec
+(RFC 4303, 3.4.3) and DTLS: a seq above the highest is new, one within the last `limits.WINDOW` is new or a duplicate,
+and an older one cannot be decided and is refused.  An epoch fences all lower ones of its worker.  For plain clients,
+the last `Idempotency-Key` values are remembered in order of arrival instead.
 """
 
 from array import array
@@ -23,11 +23,11 @@ _START = 4  # slots of a fresh window; doubles up to limits.WINDOW, a power of t
 
 
 class Seen(Struct, frozen=True):
-    """What was answered when the push came first."""
+    """The answer that the push got when it first arrived."""
 
     version: int
     late: bool
-    """It came after the commit of its clock and was discarded."""
+    """It arrived after the commit of its clock and was discarded."""
 
 
 class Window:
@@ -46,7 +46,7 @@ class Window:
         self._versions = array("q", [0]) * slots
 
     def judge(self, seq: int, crc: int) -> Seen | None:
-        """None for a new seq, else what was answered; raises `id_reused` or `outside_window`."""
+        """Return None for a new seq, else the original answer; raises `id_reused` or `outside_window`."""
         if seq > self.highest:
             return None
         if seq <= self.highest - limits.WINDOW:
@@ -64,11 +64,11 @@ class Window:
         return Seen(version, False) if version >= 0 else Seen(~version, True)
 
     def holds(self, seq: int) -> bool:
-        """Whether that seq is one of those remembered, so that its content counts."""
+        """Whether the seq is remembered, so that its content must be compared."""
         return self._seqs[seq & (len(self._seqs) - 1)] == seq > self.highest - limits.WINDOW
 
     def record(self, seq: int, crc: int, version: int, late: bool) -> None:
-        """Remember an accepted push that `judge` has called new."""
+        """Remember an accepted push that `judge` found to be new."""
         self.highest = max(self.highest, seq)
         slot = seq & (len(self._seqs) - 1)
         while self._seqs[slot] not in (_EMPTY, seq) and self._seqs[slot] > self.highest - limits.WINDOW:
@@ -86,7 +86,7 @@ class Window:
                 self._seqs[slot], self._crcs[slot], self._versions[slot] = seq, crc, version
 
     def entries(self) -> list[tuple[int, int, int]]:
-        """(seq, crc, version, or ~version of a late one) of what is in the window, by seq."""
+        """Return (seq, crc, version) of each push in the window, by seq; a late push has ~version."""
         low = self.highest - limits.WINDOW
         return sorted(e for e in zip(self._seqs, self._crcs, self._versions, strict=True) if e[0] > max(low, _EMPTY))
 
@@ -99,8 +99,8 @@ class Window:
 class PushMemory:
     """All windows and idempotency keys of one partition.
 
-    Names that the scheduler issued hold a `/`, and it knows so many at most; anybody may make up others, which push
-    none of those out.
+    Worker names issued by the scheduler contain a `/`, and their number is bounded.  Plain clients may make up any
+    others, so these are kept apart: they never evict issued ones.
     """
 
     __slots__ = ("_issued", "_keys", "_plain")
@@ -114,7 +114,7 @@ class PushMemory:
         return self._issued if "/" in worker else self._plain
 
     def judge(self, push_id: PushId | None, key: str | None, crc: int) -> Seen | None:
-        """None for a push that is new here, else what was answered when it came first.
+        """Return None for a push that is new here, else its original answer.
 
         Raises ConflictError `fenced` (lower epoch) or `outside_window`, RequestError `id_reused`.
         """
@@ -132,14 +132,14 @@ class PushMemory:
         return None
 
     def holds(self, push_id: PushId | None, key: str | None) -> bool:
-        """Whether `judge` compares the content of such a push with an earlier one's."""
+        """Whether `judge` would compare the content of this push with that of an earlier one."""
         if push_id is not None:
             window = self._among(push_id.worker).get(push_id.worker)
             return window is not None and window.epoch == push_id.epoch and window.holds(push_id.seq)
         return key is not None and _digest(key) in self._keys
 
     def record(self, push_id: PushId | None, key: str | None, crc: int, version: int, late: bool = False) -> None:
-        """Remember a push that was accepted, with the version it is answered with."""
+        """Remember an accepted push and the version it is answered with."""
         if push_id is not None:
             windows = self._among(push_id.worker)
             window = windows.pop(push_id.worker, None)
@@ -155,19 +155,19 @@ class PushMemory:
                 del self._keys[next(iter(self._keys))]
 
     def epoch(self, worker: str) -> int | None:
-        """The highest epoch of that worker that pushed here."""
+        """Return the highest epoch in which that worker has pushed here; None if it has not."""
         window = self._among(worker).get(worker)
         return None if window is None else window.epoch
 
     def export(self) -> dict[str, Any]:
-        """Plain lists, strings and integers, for a snapshot."""
+        """Return the memory as plain lists, strings, integers and bytes, for a snapshot."""
         known = chain(self._plain.items(), self._issued.items())
         windows = [[w, x.epoch, x.highest, *map(list, x.entries())] for w, x in known]
         return {"windows": windows, "keys": [[d, *v] for d, v in self._keys.items()]}
 
     @classmethod
     def restore(cls, exported: Mapping[str, Any]) -> "PushMemory":
-        """What `export` gave."""
+        """Return the memory that `export` was called on."""
         memory = cls()
         for worker, epoch, highest, *entries in exported.get("windows", ()):
             window = Window(epoch)
@@ -181,13 +181,13 @@ class PushMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is remembered, names and Python's own overhead left out."""
+        """Bytes of what is remembered, without names and Python's own overhead."""
         windows = chain(self._plain.values(), self._issued.values())
         return sum(w.nbytes for w in windows) + 32 * len(self._keys)
 
 
 def fenced(worker: str, epoch: int, newest: int) -> PsError:
-    """The error for a push of a lower epoch than the newest known."""
+    """Return the error for a push whose epoch is below the newest known one."""
     return problem(
         "fenced",
         f"epoch {epoch} of worker '{worker}' was replaced by epoch {newest}",

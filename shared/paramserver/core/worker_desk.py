@@ -1,4 +1,4 @@
-"""Workers come, report their clocks and go, and commits are decided."""
+"""Workers join, report their clocks and leave, and commits are decided."""
 
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ def _count(value: Any, where: str, top: int = EPOCH_MAX) -> None:
 
 
 def _lease_s(value: Any) -> float:
-    """A lease that a worker asks for; raises RequestError (`invalid_field`) outside of what is allowed."""
+    """Return the lease that a worker asks for; raises RequestError (`invalid_field`) outside the allowed range."""
     if value is None:
         return limits.LEASE_S
     if not finite(value) or not limits.LEASE_S <= value <= limits.WORKER_LEASE_S_MAX:
@@ -46,7 +46,7 @@ def _lease_s(value: Any) -> float:
 
 
 class WorkerDesk:
-    """Handles the events of workers."""
+    """Handles worker events."""
 
     def __init__(self, cluster: Cluster, runs: RunDesk) -> None:
         self.c = cluster
@@ -90,14 +90,14 @@ class WorkerDesk:
         self.c.answer(e.request, body, 201)
 
     def _clear_rank(self, model: Model, name: str, rank: int | None) -> None:
-        """Who has that rank goes if its run is over: the next run may begin before it has heard so."""
+        """Remove the rank's present holder if its run is over: the next run may start before it has been told."""
         for worker in model.roster.live():
             if worker.rank == rank and worker.name != name and self.runs.worker_state(model, worker.name) == "stop":
                 self._part(model, worker)
                 break
 
     def _name(self, model: Model, name: Any, attempt: str | None) -> tuple[str, int]:
-        """The name of one who joins, and how many have been given out once it has joined."""
+        """Return the name of a joining worker, and the number of names issued once it has joined."""
         count = model.worker_count
         if name is None:
             for worker in model.roster.live():
@@ -141,15 +141,15 @@ class WorkerDesk:
         self.c.answer(e.request, {"worker": worker.name, "state": self.state(model, worker)})
 
     def expire(self, now: float) -> None:
-        """Workers whose lease has run out; one that is parked here is alive."""
+        """Remove workers whose lease has expired; one with a parked request counts as alive."""
         for model in self.c.models.values():
             for worker in expired(model.roster, now):
                 if worker.parked <= 0:
                     self._part(model, worker)
 
     def _part(self, model: Model, worker: Worker) -> None:
-        """That incarnation is gone: barriers open, its data and evaluations are free again."""
-        model.gate.open(model.roster)  # Before it goes, for it was among those who had joined.
+        """Remove this incarnation: barriers stop waiting for it, and its data ranges and evaluations are freed."""
+        model.gate.open(model.roster)  # Before it goes, because it counts towards `min_workers`.
         model.roster.bury(worker)
         for name, dataset in model.datasets.items():
             if dataset.release(worker.name, worker.epoch):
@@ -162,13 +162,13 @@ class WorkerDesk:
         self.c.roster_changed(model)
 
     def heard(self, model: Model, name: str, epoch: int, now: float) -> Worker:
-        """The living worker of that epoch, which has just been heard of; raises like `Roster.find`."""
+        """Return the live worker of that epoch and renew its lease; raises like `Roster.find`."""
         worker = model.roster.find(name, epoch)
         worker.heard_s = now
         return worker
 
     def state(self, model: Model, worker: Worker) -> str:
-        """What the worker is asked to do."""
+        """What the worker is asked to be: `active`, `draining`, `paused` or `stop`."""
         asked = self.runs.worker_state(model, worker.name)
         return "draining" if asked == "active" and worker.draining else asked
 
@@ -176,7 +176,7 @@ class WorkerDesk:
 
     def heartbeat(self, e: WorkerHeartbeat, now: float) -> None:
         model = self.c.model(e.model)
-        worker = self.heard(model, e.worker, e.epoch, now)  # It lives, whatever is wrong with what it says besides.
+        worker = self.heard(model, e.worker, e.epoch, now)  # It is alive, even if the rest of the event is invalid.
         with looking():
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")
@@ -241,7 +241,7 @@ class WorkerDesk:
         self.c.answer(e.request, {"accepted": accepted})
 
     def note(self, model: Model, worker: str, clock: int | None, metrics: dict[str, float], now: float) -> int:
-        """Adds metrics to the model's series; the number of values added."""
+        """Add metrics to the model's series; return the number of values added."""
         if not metrics:
             return 0
         added = model.series.add(now, now + self.c.wall_offset_s, clock, worker, metrics)
@@ -270,19 +270,19 @@ class WorkerDesk:
         if worker is None or not worker.alive or worker.epoch != e.epoch:
             return
         if e.clock != model.gate.next_clock(worker) + 1 or e.clock > model.gate.clock + limits.CLOCKS_AHEAD_MAX:
-            return  # told already, or the others have gone on without it: it is to ask where they are; or too far ahead
+            return  # reported already; or the others have gone on without it and it must ask; or too far ahead
         if worker.ending != (e.clock, e.seq):
             worker.ending = (e.clock, e.seq)
             worker.ended_on.clear()
         worker.ended_on.add(e.shard)
         if len(worker.ended_on) >= e.shards:
             worker.timeline = e.timeline
-            self._report(model, worker, e.clock, e.clock - 1)  # which was the next one, so there is none before it
+            self._report(model, worker, e.clock, e.clock - 1)  # it has just done its next clock, so it skipped none
 
-    # --- what follows from all that ---
+    # --- after each event ---
 
     def advance(self, model: Model, now: float) -> None:
-        """Opens the gate when enough have joined, and decides the commits that can be made."""
+        """Open the gate once enough workers have joined, and decide the commits that are possible."""
         if model.gate.open(model.roster):
             self.c.save_clock(model)
         self._commit(model, now)
@@ -293,12 +293,12 @@ class WorkerDesk:
             return
         made = False
         if model.durable and len(model.commits) >= COMMITS_KEPT:
-            self._prune(model, now)  # First, because the next commit waits for that.
+            self._prune(model, now)  # First, because the next commit needs the room.
         for _ in range(COMMITS_PER_EVENT):
             if model.durable and len(model.commits) >= COMMITS_KEPT:
-                break  # Some partition has not stored the oldest, and would miss it after a failure.
+                break  # Some partition has not stored the oldest one, and would lack it after a failure.
             if model.opening:
-                # All that a partition applies in this phase comes after this commit, so each must know its clock.
+                # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
                 if not model.may_cut:
                     break
                 model.opening = False
@@ -333,11 +333,11 @@ class WorkerDesk:
             self.c.drop(f"commit:{model.name}:{old.t}")
 
     def _asks(self, model: Model) -> bool:
-        """Whether there is something to tell the workers, which they hear when they report a clock themselves."""
+        """Whether the workers must be told something, which only the reply to their own clock report carries."""
         return model.awaits_evaluation or any(self.state(model, w) != "active" for w in model.roster.live())
 
     def release(self, model: Model, now: float) -> None:
-        """Answers those whose clock is free, those who have waited long enough, and those who are no members."""
+        """Answer the clock waiters that are released, rolled back, past their deadline, or no longer members."""
         low = model.gate.min_clock(model.roster) if model.clock_waiters else 0
         for w in list(model.clock_waiters):
             worker = model.worker_of(w)
@@ -352,11 +352,11 @@ class WorkerDesk:
                     self.c.answer_waiter(model, w, self._clock_body(model, worker, w.clock, low, released), now)
 
     def _grant(self, model: Model, worker: Worker) -> int:
-        """The clock that the worker is told to go on at."""
+        """Record and return the clock that the worker is told to go on at."""
         if worker.granted < (granted := model.gate.next_clock(worker)):
             worker.granted = granted
             if model.gate.may_fold(worker):
-                self.c.save_clock(model)  # another leader must know what it was told to leave out
+                self.c.save_clock(model)  # a new leader must know which clocks it was told to skip
         return worker.granted
 
     def _clock_body(self, model: Model, worker: Worker, clock: int, low: int, released: bool) -> dict[str, Any]:
@@ -368,7 +368,7 @@ class WorkerDesk:
             "released": released,
             "clock": self._grant(model, worker),
             "min_clock": low,
-            # What was heard may be of before a rollback, and the worker's pull waits for the version that it is told.
+            # Reported versions may predate a rollback, and the worker's next pull waits for the version given here.
             "version": gate.clock if gate.sync else model.version,
             "waiting_for": waiting,
             "timeline": model.timeline,

@@ -1,4 +1,4 @@
-"""What the scheduler's core hears from workers of a model; see `scheduler_io`."""
+"""Events that the workers of a model send to the scheduler's core; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -11,9 +11,9 @@ Json: TypeAlias = Mapping[str, Any]
 class JoinWorker(Struct, frozen=True):
     """POST /models/{m}/workers.
 
-    Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state"}.  The id is `{m}/{name}`, a
-    name with a '/' is taken as it is (an id given out before, `run-7/w0`), without a name it is `{m}/wN`.  `state` is
-    what the last incarnation under that id last sent as `state`, or null.
+    Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state"}.  The id is `{m}/{name}`; a
+    name with a '/' is used as it is (an id issued before, `run-7/w0`); without a name it is `{m}/wN`.  `state` is the
+    last `state` that the previous incarnation under that id sent, or null.
     """
 
     request: int
@@ -22,16 +22,16 @@ class JoinWorker(Struct, frozen=True):
     rank: int | None = None
     above: int | None = None
     lease_s: float | None = None
-    """Seconds it may be silent; None: the usual lease."""
+    """Seconds it may be silent before it is declared dead; None: the default lease."""
     attempt: str | None = None
-    """Without a name: any text of its own.  The same again is the same worker, which has not heard its answer."""
+    """For a join without a name: any unique text.  Repeating it, after a lost answer, returns the same worker."""
 
 
 class WorkerHeartbeat(Struct, frozen=True):
     """PUT /models/{m}/workers/{w}.
 
     Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate"}: `evaluate` says that an
-    evaluation task waits.  409 `fenced` or `rolled_back` (members timeline and clock).
+    evaluation task is waiting.  Errors: 409 `fenced`, or `rolled_back` (members timeline and clock).
     """
 
     request: int
@@ -40,16 +40,16 @@ class WorkerHeartbeat(Struct, frozen=True):
     epoch: int
     clock: int | None = None
     timeline: int | None = None
-    """None: a plain client; it learns of a rollback by one 409, and is then taken to know."""
+    """None: a plain client; one 409 tells it of a rollback, and from then on it is assumed to know."""
     metrics: Json = field(default_factory=dict)
     state: Any = None
-    """Whatever the worker wants kept with checkpoints (its iterator, its random state); None: as before."""
+    """Anything the worker wants kept with checkpoints (its iterator, its random state); None: unchanged."""
     since: int | None = None
     """As in `ReportClock`."""
 
 
 class LeaveWorker(Struct, frozen=True):
-    """DELETE /models/{m}/workers/{w}.  Answer 204; repeatable."""
+    """DELETE /models/{m}/workers/{w}.  Answer 204; idempotent."""
 
     request: int
     model: str
@@ -66,10 +66,10 @@ class DrainWorker(Struct, frozen=True):
 
 
 class ClockStaged(Struct, frozen=True):
-    """A shard has accepted a push that ends its worker's iteration, which it so reports for the worker.
+    """A shard has accepted a push that ends its worker's iteration, and reports the clock on the worker's behalf.
 
-    It counts as the worker's own report once all the shards have said so that the push went to.  No answer: what comes
-    too late or from the past is left alone, and the worker, which waits at the shard, asks for itself after a while.
+    It counts as the worker's own report once all shards that the push went to have sent it.  No answer: late and stale
+    reports are ignored, and the worker, which waits at the shard, asks the scheduler itself after a while.
     """
 
     shard: str
@@ -79,20 +79,20 @@ class ClockStaged(Struct, frozen=True):
     worker: str
     epoch: int
     seq: int
-    """Of the push."""
+    """The push's seq."""
     clock: int
     """Iterations finished, as in `ReportClock`."""
     timeline: int
     shards: int
-    """To how many the push went."""
+    """Number of shards that the push went to."""
 
 
 class ReportClock(Struct, frozen=True):
-    """POST /models/{m}/clock: iterations finished, absolute and repeatable.
+    """POST /models/{m}/clock: iterations finished, as an absolute number; idempotent.
 
     Answer {"released","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released, or
-    after `wait_s` with `released` false.  `clock` is the one to work on next: above the one reported when the
-    others have gone on without this worker (sync with a quorum).  A worker parked here is alive.
+    after `wait_s` with `released` false.  `clock` is the one to work on next: above the one reported if the others
+    have gone on without this worker (sync with a quorum).  A worker whose request is parked here counts as alive.
     """
 
     request: int
@@ -103,7 +103,7 @@ class ReportClock(Struct, frozen=True):
     timeline: int | None = None
     wait_s: float = 0.0
     since: int | None = None
-    """The first of the clocks that it has worked on without leaving one out, up to `clock`; None: as it was told."""
+    """The worker has skipped no clock from this one up to `clock`; None: from where it was last told to go on."""
 
 
 class ReportMetrics(Struct, frozen=True):
@@ -117,7 +117,7 @@ class ReportMetrics(Struct, frozen=True):
 
 
 class RegisterDataset(Struct, frozen=True):
-    """POST /models/{m}/tasks.  Answer 201 with the dataset's document; the same again 200, another one 409 `conflict`.
+    """POST /models/{m}/tasks.  Answer 201 with the dataset's document, 200 if it exists, 409 `conflict` if it differs.
 
     Either `ranges` ([[start, stop], ...]) or `size` cut into pieces of `task_size`.
     """
@@ -132,7 +132,7 @@ class RegisterDataset(Struct, frozen=True):
     assignment: str = "dynamic"
     """`dynamic`: the next free range; `static`: range i belongs to the (i mod workers)-th live rank."""
     passes: int | None = 1
-    """How often the data is worked through; None: for ever."""
+    """Number of times the data is processed; None: forever."""
 
 
 class LeaseTask(Struct, frozen=True):
@@ -140,7 +140,7 @@ class LeaseTask(Struct, frozen=True):
 
     Answer 200 {"task": {...}|null, "finished": bool, "clock", "timeline"}; a task is {"id","kind":"range","dataset",
     "uri","pass","index","start","stop"} or, for the dataset named `evaluate`, {"id","kind":"evaluate","clock"}.
-    Waits up to `wait_s` while there is none but may be one; meanwhile the worker holds no barrier up.
+    Waits up to `wait_s` for a task as long as there may be one; meanwhile barriers do not wait for the worker.
     """
 
     request: int
@@ -150,13 +150,13 @@ class LeaseTask(Struct, frozen=True):
     dataset: str
     wait_s: float = 0.0
     holding: Sequence[str] | None = None
-    """Ids of the dataset's tasks that it still works on: its others are free again.  None: it does not say."""
+    """Ids of the dataset's tasks that it still works on; its other leases are freed.  None: it keeps all leases."""
 
 
 class TaskDone(Struct, frozen=True):
-    """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; repeatable.
+    """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; idempotent.
 
-    `metrics`: an evaluation's result.
+    `metrics`: the result of an evaluation.
     """
 
     request: int
@@ -168,7 +168,7 @@ class TaskDone(Struct, frozen=True):
 
 
 class RequestEvaluation(Struct, frozen=True):
-    """An evaluation at the present clock, please.  Answer 201 {"id","clock"}."""
+    """Request an evaluation at the current clock.  Answer 201 {"id","clock"}."""
 
     request: int
     model: str
