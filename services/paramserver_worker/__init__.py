@@ -1,1 +1,1 @@
-"""paramserver-worker: a process that runs training functions, from the pool of a cluster or one by name."""
+"""paramserver-worker: a process that runs training functions, as a member of a cluster's pool or one by name."""

@@ -1,4 +1,4 @@
-"""Entry points: `package.module:function`, which of them a worker may run, and running one with a session."""
+"""Entry points (`package.module:function`): check, load and run them."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,15 @@ Entry = Callable[..., Any]
 
 
 def is_allowed(entry: str, prefixes: Sequence[str]) -> bool:
-    """Whether the module of an entry is one of the prefixes or lies below one: `a.b` allows `a.b` and `a.b.c`."""
+    """Return whether the entry's module equals a prefix or is below one: `a.b` allows `a.b` and `a.b.c`."""
     module = entry.partition(":")[0]
     return any(module == p or module.startswith(f"{p}.") for p in prefixes)
 
 
 def load(entry: str, prefixes: Sequence[str]) -> Entry:
-    """The function an entry names.
+    """Import and return the function that an entry names.
 
-    Raises RequestError (`invalid_field`) when it is not allowed here, not importable, or no function.
+    Raises RequestError (`invalid_field`) if it is malformed, not allowed here, not importable, or not a function.
     """
     module, colon, name = entry.partition(":")
     if not colon or not module or not name:
@@ -35,7 +35,7 @@ def load(entry: str, prefixes: Sequence[str]) -> Entry:
         found = importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is None or not (module == e.name or module.startswith(f"{e.name}.")):
-            raise  # it was found, but needs something that is missing: its own traceback says what
+            raise  # the module exists but one of its own imports is missing: the traceback shows which
         raise problem(
             "invalid_field",
             f"entry '{entry}': there is no module '{e.name}' here",
@@ -51,10 +51,8 @@ def load(entry: str, prefixes: Sequence[str]) -> Entry:
 def run(client: ps.Client, function: Entry, args: Mapping[str, Any], *, model: str, place: Mapping[str, Any]) -> None:
     """Join `model` as a worker, call `function(worker, **args)`, leave.
 
-    Args:
-        place: the run's document with `worker` (the id to join under) and `rank`; empty outside a run.
-
-    Raises whatever the function raises.
+    `place` is the run's document with `worker` (the id to join under) and `rank`; empty outside a run. Raises whatever
+    the function raises.
     """
     worker = client.model(model).worker(place.get("worker"), rank=place.get("rank"))
     worker.run = place or None

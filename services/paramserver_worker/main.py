@@ -34,7 +34,7 @@ app = typer.Typer(add_completion=False)
 
 
 def connect(settings: WorkerSettings) -> ps.Client:
-    """A client of the cluster, waiting for as long as it is not up yet."""
+    """Connect to the cluster, retrying until it is up."""
     told = False
     while True:
         try:
@@ -60,7 +60,7 @@ def _parsed(args: list[str]) -> dict[str, Any]:
 
 
 def default_name() -> str:
-    """Host and process, as a name that the pool allows; a long host's ends in a checksum of all of it."""
+    """Return HOST-PID as a valid pool name; a long host name is cut and ends in a checksum of the whole."""
     told = socket.gethostname()
     host = re.sub(r"[^A-Za-z0-9._-]", "-", told).lstrip("._-") or "host"
     if len(host) > HOST_CHARS:
@@ -81,7 +81,7 @@ def worker(
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Run training functions: places in runs that the cluster gives out, or one function by name."""
-    unwind.on_signals()  # through the session, which leaves the model
+    unwind.on_signals()  # SIGTERM unwinds through the session, which leaves the model
     try:
         settings = WorkerSettings.load({"url": url, "name": name, "allow": allow or None, "log_level": log_level})
     except PsError as e:
@@ -112,7 +112,7 @@ def worker(
 def _leave(member: PoolMember) -> None:
     try:
         member.leave()
-    except PsError as e:  # the lease runs out instead
+    except PsError as e:  # then the lease expires instead
         typer.echo(f"could not leave the pool: {e}", err=True)
 
 

@@ -1,7 +1,7 @@
-"""A member of the worker pool: it offers itself, is given places in runs, works them, and reports how they ended.
+"""A member of the worker pool: it joins, is assigned places in runs, works them, and reports how they ended.
 
-Nobody sends code: a run names a function that is importable here and lies under an allowed prefix.  The function runs
-in the main thread; while it does, another thread keeps the membership alive and notices when the place is taken away.
+No code is sent: a run names a function that is importable here and under an allowed prefix. The function runs in the
+main thread; meanwhile another thread sends heartbeats and notices when the place is taken away.
 """
 
 import logging
@@ -24,13 +24,13 @@ from paramserver_worker import entry
 log = logging.getLogger("paramserver.worker")
 
 IDLE_POLL_S = 0.25
-"""Between two looks for a place while there is none; a heartbeat is due each second at the latest."""
+"""Polling interval while there is no place; a heartbeat is due at least every second."""
 STOP_GRACE_S = 10.0
-"""How long a function may go on after its place is gone; then the process ends, and its owner starts another."""
+"""Longest time a function may go on after its place is taken away; then the process exits and is to be restarted."""
 EXIT_OVERSTAYED = 75
 TRACEBACK_CHARS = 8000
 CALL_TIMEOUT_S = (limits.LEASE_S - limits.HEARTBEAT_S) / 2
-"""One scheduler that is silent leaves time for asking another one before the lease is over."""
+"""Leaves time to ask another scheduler before the lease expires if one is silent."""
 
 
 class PoolMember:
@@ -48,7 +48,7 @@ class PoolMember:
         log.info("pool.joined member=%s epoch=%d allow=%s", self._member, self._epoch, ",".join(self._allow))
 
     def _beat(self) -> dict[str, Any] | None:
-        """A sign of life; what the scheduler answers, or None while it cannot be reached."""
+        """Send a heartbeat, joining first if needed; returns the scheduler's answer, or None if there is none."""
         try:
             if not self._epoch:
                 self._join()
@@ -61,24 +61,24 @@ class PoolMember:
             self._epoch = 0
         except PsError as e:
             if not self._epoch and e.code == "invalid_field":
-                raise  # the name is not allowed, which does not pass
+                raise  # the name is not allowed: retrying would not help
             log.warning("pool.unreachable %s", e)
         return None
 
     def work(self) -> None:
-        """Take places, one after the other, for ever."""
+        """Take and work places, one after the other, forever."""
         while True:
             answer = self._beat()
             place = answer["run"] if answer is not None else None
             if place is None:
                 time.sleep(IDLE_POLL_S)
             elif answer is not None and answer["state"] == "stop":
-                self._report(place, None)  # the run ended before it began here: give the place back
+                self._report(place, None)  # the run ended before this place was begun: give it back
             else:
                 self._fill(place)
 
     def leave(self) -> None:
-        """Say goodbye, so that the place is free at once and not only when the lease has run out."""
+        """Leave the pool, so that the place is free at once and not only when the lease expires."""
         if self._epoch:
             path = f"/pool/{quote(self._member, safe='')}?epoch={self._epoch}"
             self._client.request("DELETE", path, timeout=1.0)
@@ -95,7 +95,7 @@ class PoolMember:
                 entry.run(self._client, function, place.get("args") or {}, model=place["model"], place=place)
             except Terminated:
                 raise
-            except SystemExit as e:  # the function's own way to end
+            except SystemExit as e:  # the function ended by itself
                 error = None if e.code in (None, 0) else f"{place['entry']} ended with sys.exit({e.code!r})"
             except PsError as e:
                 error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}"
@@ -113,12 +113,12 @@ class PoolMember:
             path = f"/runs/{quote(place['id'], safe='')}/places/{place['place']}/done"
             self._client.request("POST", path, body)
         except PsError as e:
-            # Its place was given to another, the run is over, or the scheduler is away: the lease settles it.
+            # The place was given to another member, the run is over, or no scheduler answers: the lease settles it.
             log.warning("place.not_reported run=%s reason=%s", place["id"], e)
 
     @contextmanager
     def _keeping(self, place: dict[str, Any]) -> Iterator[None]:
-        """Heartbeats from a thread for as long as the block runs."""
+        """Send heartbeats from a thread while the block runs."""
         over = threading.Event()
         keeper = threading.Thread(target=self._keep, args=(place, over), name="pool heartbeat", daemon=True)
         keeper.start()
