@@ -1,1 +1,1 @@
-"""The decisions of shard, scheduler and client: pure objects without I/O, clocks or randomness of their own."""
+"""The decision logic of shard, scheduler and client: pure objects without I/O, clocks or randomness."""

@@ -10,14 +10,16 @@ from typing import Final
 from msgspec import Struct
 
 WORTH: Final = 0.05
-"""Moves beyond what the rule demands must narrow the gap between two shards by more than this fraction of a share."""
+"""Byte moves that the bound of `plan` does not require must narrow a gap by more than this fraction of a share."""
 LOAD_MIN: Final = float(1 << 20)
 """Bytes per second below which a shard counts as idle."""
 LOAD_GAIN: Final = 0.8
 """A load move must cut the higher load of its two shards to at most this fraction."""
 _TRIED: Final = 8
-"""Partitions considered for an exchange: this many of the most and of the least loaded ones of the busy shard, and of
-the least loaded ones of the idle shard."""
+"""Bound on the partitions considered for an exchange.
+
+So many each of the most and the least loaded ones of the busy shard, and of the least loaded ones of the idle shard.
+"""
 
 PieceKey = tuple[str, int]
 """(model, partition)."""
@@ -106,7 +108,7 @@ class _Table:
         return sum(self.bytes.values()) / len(self.staying)
 
     def can(self, piece: Piece, target: str) -> bool:
-        """Whether that move can begin now: slots on both shards, and memory on the target."""
+        """Whether that move can begin now: a movable piece, a free slot on both shards, memory on the target."""
         free = self.free[target]
         fits = free is None or piece.bytes <= free
         return piece.movable and self.slots[piece.shard] > 0 and self.slots[target] > 0 and fits

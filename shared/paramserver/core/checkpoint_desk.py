@@ -20,7 +20,7 @@ WANTED_MAX = 64
 
 
 class CheckpointDesk:
-    """Handler of checkpoint events."""
+    """Handles checkpoint events."""
 
     def __init__(self, cluster: Cluster, runs: RunDesk) -> None:
         self.c = cluster

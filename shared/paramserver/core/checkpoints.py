@@ -111,7 +111,7 @@ class Checkpoints:
         return bool(self.wanted) and self.wanted[0].written is not None
 
     def went_back(self) -> None:
-        """Void a checkpoint of the current state, because a new timeline has begun.  One of a cut remains valid."""
+        """Void a checkpoint of the current state, because a new timeline has begun; a cut stays valid."""
         if self.reading_still:
             self.wanted[0].void, self.reading_still = True, False
 

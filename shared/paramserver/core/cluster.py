@@ -49,7 +49,7 @@ class Cluster:
     touched: dict[str, None] = field(default_factory=dict)
     """Models whose gates, checkpoints and waiters are to be advanced once the event is handled."""
     unfinished: dict[str, None] = field(default_factory=dict)
-    """Models that need a further round of that."""
+    """Models to advance once more right after that."""
     unbalanced: bool = False
     """Whether shards or owners have changed since a plan last found nothing to move."""
 

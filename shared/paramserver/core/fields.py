@@ -143,7 +143,7 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 
 def finite(value: Any) -> bool:
-    """Whether a JSON value is a finite number."""
+    """Whether a JSON value is a finite number, below 1e308 in magnitude."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)

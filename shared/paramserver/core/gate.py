@@ -112,8 +112,8 @@ class Gate:
     def min_clock(self, roster: Roster) -> int:
         """Iterations finished by the slowest worker.
 
-        In ssp, workers that are yet to join at the start count as well: until the gate has opened, this is the gate's
-        own clock.  So it is while there are no workers to count.
+        It is the gate's own clock while there is no worker to count and, in ssp, until the gate has opened, because
+        workers that are yet to join count as well.
         """
         counting = roster.counting()
         if not counting or (not self.opened and self.rule.mode == "ssp"):

@@ -6,8 +6,8 @@ Entries exist for models whose acknowledgement level is `journaled` or `fsynced`
 Heads hold plain msgpack values.  Every head has `version`, the partition's version after the command; by kind:
 
 - `push` (applied at once): `id` [worker, epoch, seq] or None, `key` (Idempotency-Key) or None, `crc`, `dtype`,
-  `ranges` [[start, stop], ...] or None for the whole partition, `rate` (the learning rate with everything in it),
-  `scale` (weight, norm clip).  Arrays: the gradient as received.
+  `ranges` [[start, stop], ...] or None for the whole partition, `rate` (the learning rate after schedule, linear
+  scaling and lag), `scale` (weight times norm clip; for `sum` also the lag factor).  Arrays: the gradient as received.
 - `hold` (staged or buffered): `id`, `key`, `crc`, `dtype`, `ranges`, `scale`, and `clock`, `seq`, `base`
   [version, incarnation] or None, `late` (true: the push id is remembered, the gradient discarded).  Arrays: the
   gradient; none if late.

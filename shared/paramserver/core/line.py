@@ -1,4 +1,4 @@
-"""The lines in which operations wait for partitions: in order of arrival in each, all partitions or none."""
+"""The queues of operations, one per partition: FIFO, and an operation runs on all its partitions or on none."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,26 +10,26 @@ from paramserver.core.shard_io import Applied, Apply, Task, TaskResult
 
 
 class Lines:
-    """Who is next.  An operation is put into the lines of all its partitions at once, so no two wait for each other."""
+    """The queues of all partitions.  An operation enters all of its queues at once, so no two wait for each other."""
 
     def __init__(self) -> None:
         self._candidates: deque[Operation] = deque()
         self._jobs: dict[int, list[tuple[Operation, int]]] = {}
-        """What is being computed: operations, each with how many tasks it has."""
+        """Jobs being computed: the operations of each, with their numbers of tasks."""
         self._last_job = 0
 
     def add(self, operation: Operation) -> None:
-        """Put it at the end of the line of each of its partitions."""
+        """Append an operation to the queue of each of its partitions."""
         for partition in operation.partitions:
             partition.operations.append(operation)
         self._candidates.append(operation)
 
     def precede(self, partition: Partition, operation: Operation) -> None:
-        """Put an operation of that one partition right behind the one that is first now."""
+        """Insert an operation on this partition alone right behind the first one in its queue."""
         partition.operations.insert(1, operation)
 
     def start(self, shard: Shard, now: float) -> Apply | None:
-        """Start all that can start; what is to be computed for them, if anything."""
+        """Start every operation that can start; return a job with their tasks, or None if they have none."""
         started: list[tuple[Operation, int]] = []
         due: list[Task] = []
         while (operation := self._next()) is not None:
@@ -47,13 +47,13 @@ class Lines:
         return Apply(self._last_job, tuple(due))
 
     def computed(self, done: Applied) -> Iterator[tuple[Operation, Sequence[TaskResult]]]:
-        """The operations of a job, each with the results of its tasks; to be finished and released one by one."""
+        """Yield a job's operations with their results; the caller finishes and releases each before the next."""
         results = iter(done.results)
         for operation, count in self._jobs.pop(done.job):
             yield operation, tuple(islice(results, count))
 
     def _next(self) -> Operation | None:
-        """An operation that is first in all its lines and not running."""
+        """The next operation that is first in all its queues and not running."""
         while self._candidates:
             operation = self._candidates.popleft()
             if operation.running or operation.over:
@@ -63,7 +63,7 @@ class Lines:
         return None
 
     def release(self, operation: Operation) -> None:
-        """It is over: those behind it move up."""
+        """End an operation: those behind it move up."""
         operation.over = True
         for partition in operation.partitions:
             if partition.operations and partition.operations[0] is operation:
@@ -72,7 +72,7 @@ class Lines:
                     self._candidates.append(partition.operations[0])
 
     def withdraw(self, partition: Partition) -> list[Operation]:
-        """Take what is not running out of the line of a partition, and out of every other line it stands in."""
+        """Remove and return the operations of a partition that are not running, from all queues they are in."""
         waiting = [op for op in partition.operations if not op.running]
         for operation in waiting:
             for other in operation.partitions:

@@ -35,7 +35,7 @@ class Shard(running.Shard, Protocol):
 
 
 class LoadDesk:
-    """Handler of load results; repeats loads that failed."""
+    """Handles load results and retries failed loads."""
 
     def __init__(self, shard: Shard, timers: Timers, requests: RequestDesk, perform: Callable[[Effect], None]) -> None:
         self._shard = shard

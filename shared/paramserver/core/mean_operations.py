@@ -62,7 +62,7 @@ class CommitOperation(Operation):
 
 @dataclass(slots=True, eq=False)
 class FlushOperation(Operation):
-    """Apply the mean of the gradients that one partition has buffered, summed in order of arrival."""
+    """Application of the mean of what one partition has buffered, summed in order of arrival."""
 
     early: bool = False
     """Whether to apply the buffer even if it is neither full nor due."""

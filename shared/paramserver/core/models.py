@@ -36,7 +36,7 @@ RESTORED: Final = "*"
 
 @dataclass
 class Model:
-    """One generation of a named model."""
+    """One creation of a named model, identified by its generation."""
 
     spec: ModelSpec
     created: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Model:
     read_at_s: float = float("inf")
     """When to read its files again after an error."""
     files_error: str | None = None
-    """Why the last read of its files failed; None: it did not."""
+    """Why the files of a once complete model could not be read again; None: no read has failed."""
     upload_token: str | None = None
     upload_until_s: float = 0.0
     cut: int | None = None
@@ -124,7 +124,7 @@ class Model:
 
     @property
     def creation(self) -> str:
-        """Identifier of this model in checkpoint manifests, unique across clusters."""
+        """Identifier of this creation in checkpoint manifests, unique across clusters as well."""
         return creation_of(self.generation, self.unix_s)
 
     @property
@@ -144,14 +144,14 @@ class Model:
 
     @property
     def moving(self) -> bool:
-        """Whether the release of one of its partitions is requested."""
+        """Whether a move of one of its partitions is in progress."""
         return any(o.release for o in self.owners)
 
     @property
     def ending_sync(self) -> bool:
         """Whether a partition may still have to apply commits of a sync phase that has ended.
 
-        It applies them before it adopts the settings that end the phase. The next phase would discard those commits.
+        It applies them before it adopts the settings that end the phase; the next phase would begin without them.
         """
         return not self.gate.sync and bool(self.commits) and any(o.revision != self.revision for o in self.owners)
 

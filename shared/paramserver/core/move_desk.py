@@ -44,7 +44,7 @@ class MoveDesk:
             shard.draining = e.state == "draining"
             self.c.save_shard(shard)
             self.c.unbalanced = True
-            # Now draining: call off the moves to it. Active again: call off the moves away from it.
+            # Now draining: withdraw the moves to it. Active again: withdraw the moves away from it.
             self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
         targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
         if e.epoch is not None and not targets:
@@ -52,14 +52,14 @@ class MoveDesk:
         self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
 
     def _rest(self, shard: Shard) -> None:
-        """Request a cut of each sync model on a stopping shard that has no targets, so they resume from this clock."""
+        """Request a cut of each sync model on this shard, which stops without a successor, so they resume from it."""
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
                 model.resting = True
                 self.c.touch(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:
-        """Call off all moves while Redis is away: nothing can be handed over, and held partitions should be served."""
+        """Withdraw all moves while Redis is away: nothing can be handed over, and held partitions should be served."""
         self.storage_away = bool(e.reason)
         if self.storage_away:
             self._withdraw(self._moves())
@@ -98,7 +98,7 @@ class MoveDesk:
         self.c.unbalanced = bool(moves) or not all(p.movable for p in pieces)
 
     def expire(self, now: float) -> None:
-        """Call off moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long."""
+        """Withdraw moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long."""
         late = [m for m in self._moves() if now - m[1].asked_s >= limits.MOVE_S]
         for _, owner in late:
             owner.rests_until_s = now + limits.MOVE_S
@@ -136,7 +136,7 @@ class MoveDesk:
         return [(m, o) for m in self.c.models.values() for o in m.owners if o.release]
 
     def _withdraw(self, moves: Iterable[tuple[Model, Owner]]) -> None:
-        """Call off these moves; owners see that the release request is gone from the model's document."""
+        """Withdraw these moves; owners see that the release request is gone from the model's document."""
         for model, owner in moves:
             if owner.stay():
                 self.c.model_changed(model)
@@ -145,7 +145,7 @@ class MoveDesk:
     # --- reports by shards ---
 
     def gone(self, shard: str) -> None:
-        """Call off the moves to a dead shard."""
+        """Withdraw the moves to a dead shard."""
         self._withdraw(m for m in self._moves() if m[1].target == shard)
 
     def released(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:

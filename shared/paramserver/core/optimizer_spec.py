@@ -1,4 +1,4 @@
-"""The server-side optimizer of a model: its hyperparameters, and how its learning rate changes."""
+"""The server-side optimizer of a model: its hyperparameters and its learning rate schedule."""
 
 from collections.abc import Mapping
 from typing import Any, Final, Self
@@ -10,7 +10,7 @@ from paramserver.errors import PsError
 
 
 class ScheduleSpec(Struct, frozen=True):
-    """How the learning rate changes with the number of updates (see `core.schedule`)."""
+    """The learning rate as a function of the number of updates (see `core.schedule`)."""
 
     kind: str = "constant"
     step_size: int = 1
@@ -18,7 +18,7 @@ class ScheduleSpec(Struct, frozen=True):
     t_max: int = 1
     eta_min: float = 0.0
     warmup: int = 0
-    """Updates over which the rate rises linearly from 1/warmup of its value; then the schedule begins."""
+    """Updates over which the rate rises linearly from 1/warmup of its value, before the schedule begins."""
 
     KINDS = {"constant": (), "step": ("step_size", "gamma"), "exponential": ("gamma",), "cosine": ("t_max", "eta_min")}
 
@@ -59,7 +59,7 @@ _OF_ALL: Final = ("schedule", "clip_value", "clip_norm", "linear_scaling")
 
 
 def kept_fields(name: str) -> tuple[str, ...]:
-    """What stays as it was when a model's optimizer becomes that one: what all have, and its rate and decay."""
+    """Fields kept when a model switches to optimizer `name`: the common ones, lr and weight_decay, if it has them."""
     own = _OPTIMIZERS.get(name, {})
     return (*_OF_ALL, *(k for k in ("lr", "weight_decay") if k in own))
 

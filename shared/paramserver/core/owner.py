@@ -1,4 +1,4 @@
-"""Who owns one partition of a model, as the scheduler knows it."""
+"""The owner of one partition, as the scheduler knows it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,42 +9,42 @@ from paramserver.types import Token
 
 @dataclass(slots=True)
 class Owner:
-    """Who owns one partition, and what was last heard of it."""
+    """The owner of one partition, and what it last reported."""
 
     shard: str | None = None
     token: Token = 0
     version: int = 0
     durable_version: int = 0
     durable_clock: int = 0
-    """sync: the clock that a new owner would begin with."""
+    """sync: the clock at which a new owner would start."""
     from_version: int | None = None
     """The first version reported under this token; None until the owner serves it."""
     source: Any = None
-    """Where the state comes from under this token, if not from where the model says."""
+    """Where to load the state from under this token, if not from `Model.source`."""
     renewed: Token = 0
-    """Who holds it under that token or a higher one goes on with its memory; 0: begins anew from its source."""
+    """A shard that holds it under this token or a higher one keeps its memory; 0: it is loaded from its source."""
     previous: tuple[str, int, Token] | None = None
-    """(shard, its epoch, token) of who handed it over, until a new owner serves it."""
+    """(shard, its epoch, token) of the owner that handed it over, until the new owner serves it."""
     target: str | None = None
-    """The shard it is moving to: a wish, which no other leader will know of."""
+    """The shard it is moving to; never stored, so another leader does not know of the move."""
     release: int = 0
-    """Number of that wish, 0 without one."""
+    """Number of the request to release it for that move; 0: none."""
     asked_s: float = 0.0
-    """When it began."""
+    """When the move began."""
     rests_until_s: float = 0.0
-    """It is not moved before then."""
+    """Earliest time of its next move."""
     revision: int | None = None
-    """Of the settings in force at the owner; None: not heard yet."""
+    """Revision of the settings in force at the owner; None: not reported yet."""
     load: float = 0.0
     """Bytes per second in and out, smoothed."""
 
     def stay(self) -> bool:
-        """It moves nowhere; whether it was to."""
+        """Withdraw its move; returns whether there was one."""
         moving, self.target, self.release = self.release != 0, None, 0
         return moving
 
     def row(self) -> list[Any]:
-        """As it is stored: [shard, token] or [shard, token, options]."""
+        """The stored form: [shard, token] or [shard, token, options]."""
         options: dict[str, Any] = {}
         if self.source is not None:
             options["source"] = self.source
@@ -53,7 +53,7 @@ class Owner:
         return [self.shard, self.token, *([options] if options else [])]
 
     def feed_row(self) -> list[Any]:
-        """As shards are told."""
+        """The form in feed documents: `row`, with the release request among the options."""
         shard, token, *options = self.row()
         if self.release:
             options = [{**(options[0] if options else {}), "release": self.release}]
@@ -61,6 +61,6 @@ class Owner:
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> "Owner":
-        """The one that `row` gave."""
+        """Rebuild an owner from its stored `row`."""
         options = row[2] if len(row) > 2 else {}
         return cls(row[0], row[1], source=options.get("source"), renewed=options.get("from", 0))

@@ -1,4 +1,4 @@
-"""One partition as its owner holds it: immutable numbers, a version, and all that is accepted but not applied yet."""
+"""One partition at its owner: immutable arrays, a version, and the gradients accepted but not yet applied."""
 
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
@@ -32,47 +32,47 @@ if TYPE_CHECKING:
     from paramserver.core.pulls import WaitingPull
 
 Slot = tuple[str, int, int]
-"""(worker, epoch, clock): whose contribution to which clock."""
+"""(worker, epoch, clock): identifies one contribution to a synchronous clock."""
 
 
 @dataclass(slots=True, eq=False)
 class Partition:
-    """State of one partition under one owner token.  Mutated by `ShardCore` alone."""
+    """State of one partition under one owner token. Only `ShardCore` changes it."""
 
     key: PartitionKey
     token: Token
     size: int
     segments: tuple[Segment, ...]
     spec: ModelSpec
-    """The settings in force here; changed between two operations."""
+    """Settings in force for this partition; they change only between operations."""
     revision: int
     live_workers: int
     source: Source = "init"
-    """Where its first state comes from."""
+    """Where its state is loaded from."""
     state: PartitionState | None = None
-    """None until it is loaded."""
+    """None until loaded."""
     version: int = 0
     clock: int = 0
     """sync: the next commit's `t`."""
     durable_version: int = 0
     durable_clock: int = 0
-    """sync: the clock that a new owner would begin with; assignments raise versions alone."""
+    """sync: the clock at which a new owner would start; unlike the version, it is not raised by assignments."""
     level: int = 0
     """The model's acknowledgement level (`watermark.LEVELS`); above 0 every command is journaled."""
     lsn: int = 0
-    """Commands executed, over all owners."""
+    """Number of the last command executed; counts on over all owners."""
     mark: Watermark = field(default_factory=Watermark)
     memory: PushMemory = field(default_factory=PushMemory)
     staged: dict[Slot, list[HeldPart]] = field(default_factory=dict)
     buffered: list[HeldPart] = field(default_factory=list)
     arrivals: int = 0
-    """Gradients ever buffered: their order."""
+    """Gradients ever buffered; numbers them in order of arrival."""
     flush_at: float | None = None
-    """When what is buffered is applied at the latest; None while nothing is buffered."""
+    """Deadline for the next flush; None while nothing is buffered."""
     flush_timer: Timer | None = None
-    """The newest one by which that is seen to."""
+    """The timer last set for `flush_at`."""
     operations: deque["Operation"] = field(default_factory=deque)
-    """In order of arrival; the first one alone may be running."""
+    """Its line of operations, in order of arrival; only the first one may be running."""
     committing: bool = False
     """Whether a commit is among the operations."""
     pulls: list["WaitingPull"] = field(default_factory=list)
@@ -82,15 +82,15 @@ class Partition:
     cut_stored: int | None = None
     """The clock of the newest cut in Redis."""
     held: int = 0
-    """The number of the wish by which it is handed over: what is new waits, so that its state stands still; 0: none."""
+    """Number of the pending release request: new operations wait, so that its state does not change. 0: none."""
     released: bool = False
-    """Its whole state is stored and nothing has changed since: another shard may have it."""
+    """Its whole state is stored and unchanged since, so another shard may take it over."""
 
     @classmethod
     def of(
         cls, key: PartitionKey, token: Token, layout: Layout, spec: ModelSpec, revision: int, live_workers: int
     ) -> "Partition":
-        """A partition that is still to be loaded."""
+        """Create a partition that has yet to be loaded."""
         size, segments = layout.partition_size(key.index), layout.segments[key.index]
         return cls(key, token, size, segments, spec, revision, live_workers, level=LEVELS[spec.ack])
 
@@ -101,18 +101,18 @@ class Partition:
 
     @property
     def ready(self) -> bool:
-        """Whether operations may begin."""
+        """Whether operations may start."""
         return self.state is not None and not self.held
 
     def load(self, loaded: LoadedState) -> None:
-        """Begin with that state; raises CorruptState, and changes nothing, for settings that cannot be read."""
+        """Start with the loaded state. Raises CorruptState, with nothing changed, if its settings cannot be read."""
         if loaded.settings is not None:
             self.spec, self.revision = restored(self.spec, loaded.settings, self.segments)
         self.state, self.version = loaded.state, loaded.version
         self.clock, self.lsn = loaded.clock, loaded.lsn
         self.durable_version, self.durable_clock = (loaded.version, loaded.clock) if loaded.stored else (0, 0)
         durable = loaded.lsn if loaded.stored else 0
-        # A snapshot of a model at level `journaled` is in Redis, and not known to be on disk.
+        # The snapshot of a model at level `journaled` is in Redis, but not known to be on disk.
         self.mark = Watermark(durable, durable, durable if self.level == LEVELS["fsynced"] else -1)
         self.memory = PushMemory.restore(loaded.memory)
         self.buffered, self.arrivals = list(loaded.held), max((h.seq + 1 for h in loaded.held), default=0)
@@ -124,7 +124,7 @@ class Partition:
             self.fresh_slots()
 
     def adopt(self, spec: ModelSpec, revision: int, live_workers: int) -> bool:
-        """Other settings from now on; another optimizer starts with fresh state (true)."""
+        """Adopt new settings; returns whether the optimizer has other state arrays now, which start afresh."""
         other = slot_names(spec.optimizer) != slot_names(self.spec.optimizer)
         self.spec, self.revision, self.live_workers = spec, revision, live_workers
         if other and self.state is not None:
@@ -132,7 +132,7 @@ class Partition:
         return other
 
     def fresh_slots(self) -> None:
-        """The optimizer's state begins anew."""
+        """Reset the optimizer's state and step counts."""
         assert self.state is not None
         values = self.state.values
         self.state = PartitionState(values, initial_slots(self.spec.optimizer, values), (0,) * len(self.segments))
@@ -142,7 +142,7 @@ class Partition:
         return settings_document(self.spec, self.revision, self.segments)
 
     def basis(self) -> Basis:
-        """What the next update starts from."""
+        """The state and settings from which the next update starts."""
         assert self.state is not None
         return Basis(self.key, self.state, self.spec, self.segments)
 
@@ -151,7 +151,7 @@ class Partition:
         return learning_rate(self.spec.optimizer, self.version, self.live_workers)
 
     def numbers(self, scale: float, base: tuple[int, int] | None) -> tuple[float, float]:
-        """(learning rate, factor of the gradient) of a push that is applied by itself now."""
+        """(learning rate, factor of the gradient) for a push applied by itself now."""
         rate = self.rate()
         if self.spec.consistency.lag != "scale":
             return rate, scale
@@ -160,23 +160,23 @@ class Partition:
         return rate * factor, scale * factor if self.spec.optimizer.name == "sum" else scale
 
     def lag(self, base: tuple[int, int] | None) -> int:
-        """Versions applied since the gradient's base; 0 where that base is of another incarnation or unknown."""
+        """Versions applied since the gradient's base; 0 if the base is unknown or of another incarnation."""
         return max(0, self.version - base[0]) if base is not None and base[1] == self.token else 0
 
     def lag_factor(self, base: tuple[int, int] | None) -> float:
-        """What the step is scaled by for the gradient's lag."""
+        """Factor that scales the step for the gradient's lag; 1 unless the model's `lag` setting is `scale`."""
         return 1.0 / (1.0 + self.lag(base)) if self.spec.consistency.lag == "scale" else 1.0
 
     def weighted(self, held: Iterable[HeldPart]) -> list[tuple[HeldPart, float]]:
-        """Each part with what it weighs in a sum applied now."""
+        """Each part with its weight in a sum applied now."""
         return [(h, h.scale * self.lag_factor(h.base)) for h in held]
 
     def stand(self, version: int | None = None) -> PartVersion:
-        """Where it stands, for a reply that quotes `version` or the present one."""
+        """Its versions and incarnation for a reply; `version` replaces the current one if given."""
         return PartVersion(self.index, self.version if version is None else version, self.token, self.durable_version)
 
     def assigned(self, part: AssignPart, state: PartitionState) -> PartitionState:
-        """The result of an assignment, with the optimizer state that follows from the values where one does (ftrl)."""
+        """The state after an assignment; where ftrl's z was not assigned, it is computed from the new values."""
         optimizer = self.spec.optimizer
         if optimizer.name != "ftrl" or part.slots is not None:
             return state
@@ -186,23 +186,24 @@ class Partition:
             z[start:stop] = ftrl_z(optimizer, state.values[start:stop], n[start:stop])
         return PartitionState(state.values, (z, n), state.steps)
 
-    # --- what is accepted and not applied
+    # --- gradients accepted and not yet applied
 
     def stage(self, part: HeldPart) -> None:
         """Keep a synchronous contribution until its clock commits."""
         self.staged.setdefault((part.worker, part.epoch, part.clock), []).append(part)
 
     def listed(self, contributions: Iterable[Contribution]) -> list[HeldPart]:
-        """The staged parts of a commit's list in (rank, clock) order, each contribution's in seq order."""
+        """Staged parts of a commit's contributions in (rank, clock) order, those of one contribution in seq order."""
         out: list[HeldPart] = []
         for c in sorted(contributions, key=lambda c: (c.rank, c.clock)):
             out.extend(sorted(self.staged.get((c.worker, c.epoch, c.clock), ()), key=lambda h: h.seq))
         return out
 
     def settle(self, contributions: Iterable[Contribution], t: int) -> int:
-        """Drop what commit `t` took, and with `late: drop` all that it should have; returns the bytes let go.
+        """Drop the parts that commit `t` lists, and those that no later commit can list; returns the bytes released.
 
-        A worker's clocks are listed in their order, so what it staged for a clock before the newest one never will be.
+        A worker's clocks are listed in order, so parts for a clock before its newest listed one are never listed; with
+        `late: drop` no part for a clock up to `t` is.
         """
         gone = {(c.worker, c.epoch, c.clock) for c in contributions}
         newest = {(worker, epoch): clock for worker, epoch, clock in sorted(gone)}
@@ -212,47 +213,49 @@ class Partition:
         return self.drop(gone)
 
     def ended(self, live: dict[str, int], gone: Container[tuple[str, int]]) -> list[Slot]:
-        """Whose parts are of epochs that have ended, so that no commit which is still to be decided will list them.
+        """Staged contributions of epochs that have ended, which no undecided commit will list.
 
-        Of a clock that is still to come those whose end is certain: they were in the roster, or are replaced there; who
-        was never in it may have joined a moment ago.
+        For clocks not yet committed here, only those whose epoch has certainly ended: it has left the roster (`gone`),
+        or a higher one is there in its place. A worker that was never in the roster may have joined a moment ago.
         """
         ended = [s for s in self.staged if live.get(s[0]) != s[1]]
         return [s for s in ended if s[2] < self.clock or s[:2] in gone or live.get(s[0], 0) > s[1]]
 
     def drop(self, slots: Iterable[Slot]) -> int:
-        """Drop these contributions; returns the bytes let go."""
+        """Drop these contributions; returns the bytes released."""
         return sum(h.data.nbytes for slot in slots for h in self.staged.pop(slot, ()))
 
     def drop_staged(self) -> int:
-        """Drop every synchronous contribution; returns the bytes let go."""
+        """Drop every synchronous contribution; returns the bytes released."""
         return self.drop(tuple(self.staged))
 
     def take_buffered(self) -> Sequence[HeldPart]:
-        """Empty the buffer, in order of arrival."""
+        """Empty the buffer; returns its parts in order of arrival."""
         held, self.buffered, self.flush_at = self.buffered, [], None
         return held
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of accepted gradients that are not applied yet."""
+        """Bytes of accepted gradients not yet applied."""
         staged = sum(h.data.nbytes for parts in self.staged.values() for h in parts)
         return staged + sum(h.data.nbytes for h in self.buffered)
 
     @property
     def by_cuts(self) -> bool:
-        """Whether a recovery goes back to a cut: sync at level `applied`."""
+        """Whether recovery goes back to a cut: sync at level `applied`."""
         return not self.level and self.spec.consistency.mode == "sync"
 
     @property
     def unsaved(self) -> bool:
-        """Whether memory alone holds something that a snapshot would keep; sync at `applied` goes back to cuts."""
+        """Whether only memory holds changes that a snapshot would keep; False where recovery goes back to cuts."""
         unstored = self.lsn > self.mark.stored or self.mark.rebase is not None
         return self.state is not None and not self.by_cuts and unstored
 
     def capture(self, *, cut: bool = False) -> Capture:
-        """The partition as it is now; a cut of a model at level `applied` leaves out what is staged, which a recovery
-        to that cut discards."""
+        """Capture the partition as it is now.
+
+        A cut of a model at level `applied` leaves out staged parts, because a recovery to that cut discards them.
+        """
         assert self.state is not None
         staged = () if cut and not self.level else tuple(h for parts in self.staged.values() for h in parts)
         return Capture(
@@ -269,11 +272,14 @@ class Partition:
         )
 
     def remembered(self) -> dict[str, Any]:
-        """Windows and keys, with the names of the optimizer's state arrays."""
+        """Push windows, idempotency keys, and the names of the optimizer's state arrays."""
         return self.memory.export() | {"slots": list(slot_names(self.spec.optimizer))}
 
     def captured(self, cut: int | None) -> Capture:
-        """The partition as it is now (None) or at that cut; raises `loading`, or `conflict` for a cut not held."""
+        """Return a capture of the current state (None) or of that cut.
+
+        Raises Unavailable (`loading`) if the partition is not loaded, ConflictError (`conflict`) if it lacks that cut.
+        """
         if self.state is None:
             raise problem("loading", f"partition {self.index} is being recovered")
         if self.cut is not None and cut == self.cut.clock:

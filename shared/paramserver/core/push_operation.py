@@ -1,4 +1,4 @@
-"""A push, when its turn has come: applied, staged or buffered, or refused with nothing changed."""
+"""A push, once its turn has come: applied, staged or buffered, or rejected with nothing changed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,21 +20,21 @@ from paramserver.types import PushState
 
 @dataclass(slots=True, eq=False)
 class PushOperation(Operation):
-    """A push of one or several partitions."""
+    """A push to one or more partitions."""
 
     event: PushReceived = field(kw_only=True)
     answer: WorkerAnswered | None = None
-    """What the scheduler said about its worker, if it was asked."""
+    """The scheduler's answer about its worker, if it was asked."""
     expires: float = 0.0
-    """Until when it waits for partitions to be loaded."""
+    """Deadline for its partitions to be loaded."""
     level: int = 0
-    """What its reply says is durable (`watermark.LEVELS`)."""
+    """Durability that its reply acknowledges and waits for (`watermark.LEVELS`)."""
     _seen: list[Seen | None] = field(default_factory=list)
     _fresh: list[tuple[Partition, PushPart]] = field(default_factory=list)
     _numbers: list[tuple[float, float]] = field(default_factory=list)
-    """(learning rate, factor) of each fresh part."""
+    """(learning rate, factor of the gradient) for each fresh part."""
     _holds: bool = False
-    """Whether it has begun to change something as it starts: from then on it cannot be refused any more."""
+    """Whether `start` has begun to change state; from then on the push can no longer be rejected."""
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         try:
@@ -81,7 +81,7 @@ class PushOperation(Operation):
                     part.ranges,
                     factor,
                     rate,
-                    spend=part.owned and p.spec.ack == "applied",  # else the journal has need of it
+                    spend=part.owned and p.spec.ack == "applied",  # else the journal still needs it
                     look=part.crc is None,
                 )
                 for (p, part), (rate, factor) in zip(self._fresh, self._numbers, strict=True)
@@ -102,7 +102,7 @@ class PushOperation(Operation):
         return ()
 
     def _looked_at(self, shard: Shard) -> PushReceived:
-        """The push, of which everything is known; raises RequestError (`non_finite`)."""
+        """Return the push with every part's checksum known. Raises RequestError (`non_finite`) for NaN or infinity."""
         if any(part.crc is None for part in self.event.parts):
             parts = tuple(part if part.crc is not None else shard.look(part) for part in self.event.parts)
             admission.check_finite(parts)
@@ -110,7 +110,7 @@ class PushOperation(Operation):
         return self.event
 
     def _hold(self, shard: Shard, p: Partition, part: PushPart, scale: float, now: float) -> None:
-        """Keep one part until its clock commits, or until its partition's buffer is applied."""
+        """Keep one part until its clock commits or the partition's buffer is flushed."""
         event, rule = self.event, p.spec.consistency
         sync = rule.mode == "sync"
         clock = event.clock if sync and event.clock is not None else -1
@@ -199,7 +199,7 @@ class PushOperation(Operation):
 
 
 def _kept(p: Partition, part: PushPart) -> PushPart:
-    """The part as it is held; of a journaled model a snapshot can hold it when its sender has its memory again."""
+    """The part as it is held: copied in journaled models, where a snapshot may outlive the sender's buffer."""
     return replace(part, data=part.data.copy()) if p.level and not part.owned else part
 
 

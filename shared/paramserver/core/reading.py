@@ -1,4 +1,4 @@
-"""What the scheduler's readers get: JSON documents of everything it knows, for GET routes.  Changes nothing."""
+"""JSON documents of everything the scheduler knows, for GET routes. Changes nothing."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from paramserver.errors import problem
 
 
 class Reading:
-    """Read-only view of a `Cluster`.  Methods that name a model raise NotFoundError (`unknown_model`)."""
+    """Read-only view of a `Cluster`. Methods that take a model's name raise NotFoundError (`unknown_model`)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._c = cluster
@@ -26,9 +26,9 @@ class Reading:
         return {k: v for k, v in self._c.map_document().items() if k != "type"}
 
     def shards(self, now: float) -> list[dict[str, Any]]:
-        """Every shard that lives or has not been gone for long, by name.
+        """All shards that are live or only recently gone, by name.
 
-        `state` is `active`, `draining`, `left` (it said goodbye) or `dead`; `moves` are those away from it.
+        `state` is `active`, `draining`, `left` (it left by itself) or `dead`; `moves` are the moves away from it.
         """
         shown = [s for s in self._c.shards.values() if s.listed]
         return [self._c.shard_line(s, now) for s in sorted(shown, key=lambda s: s.name)]
@@ -41,23 +41,23 @@ class Reading:
         return self._c.shard_line(found, now)
 
     def models(self) -> list[dict[str, Any]]:
-        """One line for each model, by name."""
+        """A summary of each model, by name."""
         return [describe(m) for _, m in sorted(self._c.models.items())]
 
     def model(self, name: str) -> dict[str, Any]:
-        """The whole document of `GET /models/{m}`."""
+        """The full document of `GET /models/{m}`."""
         return self._c.public(self._c.model(name))
 
     def workers(self, name: str, now: float, *, kept: bool = False) -> list[dict[str, Any]]:
-        """The workers of a model: the living by rank, then the dead; see `worker`."""
+        """The workers of a model: the live ones by rank, then the dead; see `worker`."""
         model = self._c.model(name)
         ordered = sorted(model.roster, key=lambda w: (not w.alive, w.rank, w.name))
         return [_worker(model, w, now, kept) for w in ordered]
 
     def worker(self, name: str, worker: str, now: float, *, kept: bool = False) -> dict[str, Any]:
-        """One worker; raises NotFoundError (`unknown_worker`) when it never joined.
+        """One worker; raises NotFoundError (`unknown_worker`) if it never joined.
 
-        With `kept` there is also what it wants kept with checkpoints, which may be large.
+        `kept` includes the state it stores with checkpoints, which may be large.
         """
         model = self._c.model(name)
         found = model.roster.workers.get(worker)
@@ -66,7 +66,7 @@ class Reading:
         return _worker(model, found, now, kept)
 
     def datasets(self, name: str) -> list[dict[str, Any]]:
-        """The datasets of a model and how far they have come."""
+        """The datasets of a model and their progress."""
         return [d.document() for d in self._c.model(name).datasets.values()]
 
     def metrics(self, name: str, names: Iterable[str] | None = None, after: float = 0.0) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Reading:
         return [{"name": n, "points": p} for n, p in found.items()]
 
     def latest(self, name: str) -> dict[str, tuple[float, float]]:
-        """Of each metric reported: (Unix seconds, mean over the points of the second before its newest one)."""
+        """For each metric: (Unix seconds of its newest point, mean of the points in the second up to it)."""
         found: dict[str, tuple[float, float]] = {}
         for metric, points in self._c.model(name).series.points.items():
             newest = points[-1][0]
@@ -88,7 +88,7 @@ class Reading:
         return found
 
     def waiting_for(self, name: str) -> list[str]:
-        """Whom the parked workers of a model wait for."""
+        """What the parked workers of a model wait for: names of workers, or a phrase such as "the commit"."""
         model = self._c.model(name)
         out: dict[str, None] = {}
         for w in model.clock_waiters:
@@ -101,7 +101,7 @@ class Reading:
         return [r.document() for r in sorted(records, key=lambda r: r.number)]
 
     def creation(self, name: str) -> str:
-        """What the manifests of a model's checkpoints tell it from others of its name by; raises NotFoundError."""
+        """Identifier of a model in checkpoint manifests (`Model.creation`); raises NotFoundError."""
         return self._c.model(name).creation
 
     def checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Reading:
         return record.document()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Every run that is kept, newest first."""
+        """All runs that are kept, newest first."""
         return [r.document() for r in reversed(self._c.runs.values())]
 
     def run(self, run: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Reading:
         return found.document()
 
     def pool(self, now: float) -> list[dict[str, Any]]:
-        """The living members of the worker pool."""
+        """The live members of the worker pool."""
         return [
             {
                 "member": m.name,
@@ -139,7 +139,7 @@ class Reading:
         ]
 
     def status(self, now: float) -> dict[str, Any]:
-        """Everything at a glance: map, shards, models with their workers, runs (oldest first), pool."""
+        """Overview: map, shards, models with their workers, runs (oldest first), pool."""
         return {
             "term": self._c.term,
             "map_epoch": self._c.map_epoch,

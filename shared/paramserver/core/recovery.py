@@ -1,4 +1,4 @@
-"""The scheduler's state from the documents it stored: what a killed one knew and had told anyone is known again."""
+"""Recovery of the scheduler's state from its stored documents, with all that a killed one had told anyone."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -21,9 +21,9 @@ KINDS: Final = tuple(
 
 
 def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float) -> Cluster:
-    """The cluster that these fields of `ps:state` describe, with one full lease for everyone who was alive.
+    """Rebuild the cluster from these fields of `ps:state`; everyone who was alive gets one full lease.
 
-    Raises CorruptState for fields that this version does not know or cannot read.
+    Raises CorruptState (`corrupt_state`) for fields that this version does not know or cannot read.
     """
     groups: dict[str, dict[str, Mapping[str, Any]]] = {k: {} for k in KINDS}
     for name, doc in documents.items():
@@ -59,8 +59,9 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for name, doc in groups["worker"].items():
         model_name, _, worker = name.partition(":")
         model = c.models[model_name]
-        # In sync what it had done beyond the open clock is in no list, or of a timeline that is over: it says so again.
-        # Elsewhere the clock is what the slowest had done, and what is stored of a worker is where it joined.
+        # In sync, clocks it had finished beyond the open one are in no commit, or belong to an old timeline; it reports
+        # them again. In other modes the model's clock is the slowest worker's, and the stored clock of a worker is the
+        # one at which it joined.
         done = granted = model.gate.clock if model.gate.sync else max(doc["clock"], model.gate.clock)
         pending: list[int] = []
         epoch, *late = groups["clock"][model_name].get("late", {}).get(worker, (0,))
@@ -68,7 +69,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
             done, granted, pending = late
         model.roster.workers[worker] = Worker(
             worker, doc["epoch"], now, doc["alive"], doc["rank"], done, pending, granted=granted, state=doc["state"],
-            # A plain client that has not been told of a rollback yet is told now.
+            # So that a plain client that has not been told of a rollback yet will be.
             timeline=doc["timeline"], lease_s=doc["lease_s"], draining=doc.get("draining", False),
         )  # fmt: skip
     commits: dict[str, list[Commit]] = {}
@@ -77,7 +78,7 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for name, records in commits.items():
         c.models[name].commits.extend((now, r) for r in sorted(records, key=lambda r: r.t))
         if "began" not in groups["clock"][name]:
-            c.models[name].began = min(r.t for r in records)  # Who stands before that cannot take them any more.
+            c.models[name].began = min(r.t for r in records)  # Partitions before that cannot catch up any more.
     for name, doc in groups["dataset"].items():
         model_name, _, dataset = name.partition(":")
         c.models[model_name].datasets[dataset] = Dataset.of(doc, groups["tasks"].get(name))
@@ -98,10 +99,10 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
 
 
 def _resume(c: Cluster, model: Model) -> None:
-    """What was under way in the process that is gone begins anew."""
+    """Restart or end what the previous process left unfinished."""
     c.load_files(model)
     if model.restoring:
-        # Nobody will finish that restore: what it has set stays, and sync goes on from there.
+        # Nobody will finish that restore: the values it has set stay, and sync goes on from them.
         model.restoring = False
         c.save_model(model)
         if model.gate.sync:

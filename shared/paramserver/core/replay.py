@@ -1,7 +1,7 @@
-"""From a snapshot and the journal after it to the partition as its owner had it; pure, but for the computing.
+"""Replay of a partition's journal on top of a snapshot; pure, except for the computing of tasks.
 
-Replay uses the numbers that the entries carry: it never asks the time, the roster or the scheduler, and it gives the
-same bytes.  An entry that does not follow from the state before it is CorruptState, never skipped.
+Replay uses the numbers stored in the entries, never the time, the roster or the scheduler, and gives the same bytes. An
+entry that does not follow from the state before it raises CorruptState; it is never skipped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,12 +31,12 @@ Compute = Callable[[Task], TaskResult]
 
 
 class Replay:
-    """One partition on its way from a snapshot to its last journal entry."""
+    """The replay of one partition, from a snapshot to its last journal entry."""
 
     def __init__(
         self, key: PartitionKey, loaded: LoadedState, spec: ModelSpec, layout: Layout, compute: Compute
     ) -> None:
-        """`loaded` is a snapshot or the first values; `spec` any revision of the model's, for what never changes."""
+        """`loaded`: a snapshot or the initial values; `spec`: any revision, as only what never changes is used."""
         self._p = Partition.of(key, 0, layout, spec, 0, 1)
         self._p.load(loaded)
         self._known = loaded.settings is not None
@@ -55,13 +55,13 @@ class Replay:
 
     @property
     def lsn(self) -> int:
-        """That of the last command in the state."""
+        """Number of the last command in the state."""
         return self._p.lsn
 
     def add(self, entry: JournalEntry) -> None:
-        """Execute the next entry again; those that the snapshot holds already are passed over.
+        """Execute the next entry again; entries that the snapshot already contains are ignored.
 
-        Raises CorruptState for a hole, for a kind that is not known, and for numbers that do not fit the state.
+        Raises CorruptState (`corrupt_state`) for a gap, an unknown kind, or contents that do not fit the state.
         """
         p = self._p
         if entry.lsn <= p.lsn:
@@ -102,7 +102,7 @@ class Replay:
     def _broken(self, entry: JournalEntry, why: str) -> PsError:
         return problem("corrupt_state", f"journal entry {entry.lsn} of partition {self._p.key}: {why}")
 
-    # --- by kind, as `core.operation` executes them
+    # --- one per kind of entry, as the operations executed it
 
     def _remember(self, head: Mapping[str, Any], version: int, late: bool = False) -> None:
         push_id = None if head["id"] is None else PushId(*head["id"])
@@ -179,7 +179,7 @@ class Replay:
             raise problem("corrupt_state", f"a value of partition {p.key} is not finite any more")
         p.state = p.assigned(part, state)
         least = head.get("least", 0)
-        initial = max(p.version, least)  # of a model that was not complete yet
+        initial = max(p.version, least)  # while the model lacked initial values
         p.version = initial if head["version"] == initial else max(p.version + 1, least)
         if head["restore"]:
             p.drop_staged()
@@ -197,7 +197,7 @@ def replay(
     layout: Layout,
     compute: Compute,
 ) -> LoadedState:
-    """The partition after all these entries; see `Replay`."""
+    """Return the partition after all these entries; see `Replay`."""
     run = Replay(key, loaded, spec, layout, compute)
     for entry in entries:
         run.add(entry)

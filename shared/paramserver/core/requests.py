@@ -1,4 +1,4 @@
-"""Requests on their way in: checked, asked about where need be, put into the lines or aside until they can run."""
+"""Incoming requests: checked, their worker asked about if needed, then queued in the lines or parked."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -31,17 +31,17 @@ from paramserver.errors import PsError, as_problem, problem
 
 
 class Shard(running.Shard, Protocol):
-    """What requests need of the shard."""
+    """The part of the shard that requests use."""
 
     map_epoch: int
     models: dict[str, ServedModel]
 
     def model_gone(self, model: ServedModel) -> PsError:
-        """What to tell a request for a model that was deleted or created anew."""
+        """The error for a request to a model that was deleted or recreated."""
 
 
 class RequestDesk:
-    """All requests without an outcome yet."""
+    """All requests that have no outcome yet."""
 
     def __init__(
         self, shard: Shard, lines: Lines, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
@@ -54,7 +54,7 @@ class RequestDesk:
         self._perform = perform
         self._asking: dict[Request, PushOperation] = {}
 
-    # --- by kind
+    # --- handlers by kind of event
 
     def push(self, event: PushReceived, now: float) -> None:
         shard = self._shard
@@ -118,8 +118,10 @@ class RequestDesk:
             self.open.discard(event.request)
 
     def failed(self, event: Event, error: Exception) -> None:
-        """Handling that event met a bug of ours; raises it again unless it is a request, which changes nothing before
-        it stands in the lines."""
+        """Answer a request whose handling raised an unexpected exception; re-raise it for any other event.
+
+        A request changes nothing before it is in the lines, so the shard can go on.
+        """
         if not isinstance(event, PushReceived | PullReceived | SetReceived | CaptureReceived):
             raise error
         self._pulls.withdraw(event.request)
@@ -137,7 +139,7 @@ class RequestDesk:
     # --- into the lines
 
     def submit(self, operation: Operation) -> None:
-        """Put a push or an assignment into the lines, or aside until its partitions are loaded and not held."""
+        """Queue a push or an assignment in the lines, or park it until its partitions are loaded and not held."""
         assert isinstance(operation, PushOperation | SetOperation)
         model, shard = operation.model, self._shard
         try:
@@ -160,22 +162,23 @@ class RequestDesk:
             model.parked[operation] = Parked(missing, timer)
 
     def unpark(self, model: ServedModel, partition: Partition | None = None) -> None:
-        """Try again what was put aside, or what of it waits for that partition.
+        """Submit parked operations again: all of them, or those that wait for `partition`.
 
-        It waits for the last one that is not there, as pulls do (`pulls`), and keeps its place until it need not wait.
+        Each waits for the last of its partitions that is not ready, as pulls do (`pulls`), and keeps its place until
+        all are ready.
         """
         for operation in [op for op, parked in model.parked.items() if partition is None or parked.at is partition]:
             self.submit(operation)
 
     def take_parked(self, model: ServedModel) -> list[Operation]:
-        """All that was put aside, which waits no longer."""
+        """Remove and return all parked operations."""
         parked = list(model.parked)
         for operation in parked:
             self._leave(operation)
         return parked
 
     def refuse(self, model: ServedModel, partition: Partition, error: PsError) -> None:
-        """What waits for that partition is told why it is not there."""
+        """Fail all parked operations that touch the partition, and the pulls that wait for it."""
         for operation in [op for op in model.parked if partition in op.partitions]:
             self._leave(operation)
             operation.refuse(self._shard, error)
