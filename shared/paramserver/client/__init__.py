@@ -1,1 +1,1 @@
-"""The client: sans-I/O calls, and two thin drivers that perform them."""
+"""The client: sans-I/O calls, and two thin drivers (blocking, asyncio) that perform their requests."""

@@ -1,7 +1,7 @@
-"""The URLs of a cluster's schedulers: those a client was given, and those the cluster has named since.
+"""The URLs of a cluster's schedulers: those a client was given, and those the cluster has announced since.
 
-A scheduler's answers name all schedulers that run.  They are believed only where the URL that answered is among them:
-behind a tunnel, a published port or a proxy the names that hold inside the cluster may be somebody else's out here.
+A scheduler's responses list all running schedulers.  The list is used only if it contains the URL that answered: behind
+a tunnel, a published port or a proxy, a name that is valid inside the cluster may be somebody else's host out here.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from paramserver.client.calls import Outcome, Response
 from paramserver.errors import InDoubt, Unreachable, problem
 
 SCHEDULERS: Final = "x-paramserver-schedulers"
-"""On a scheduler's answers: the URLs of all schedulers that run, where there are several."""
+"""Response header with the URLs of all running schedulers, sent where there are several."""
 NAMED_MAX: Final = 16
 
 
 class Addresses:
-    """Which URLs there are to ask, and which of them answered last.  Its fields are replaced, never half changed.
+    """The URLs to try, and which of them answered last.  Fields are replaced, never modified in place.
 
-    Raises RequestError (`malformed`) for a URL that nobody can be at.
+    Raises RequestError (`malformed`) for a URL that cannot be parsed, or has no host or port 0.
     """
 
     def __init__(self, given: Sequence[str]) -> None:
@@ -28,14 +28,14 @@ class Addresses:
         self._first = self.given[0] if given else ""
 
     def order(self) -> list[str]:
-        """Each URL once, beginning with the one that answered last; those given before those named."""
+        """Return each URL once: the one that answered last, then the given ones, then the announced ones."""
         urls = [self._first, *self.given, *self._named]
         return list(dict.fromkeys(u for u in urls if u))
 
     def heard(self, url: str, outcome: Outcome) -> bool:
-        """Take note of what `url` answered; whether another URL may do better.
+        """Record the outcome of a request to `url`; return whether to try the next URL.
 
-        That is so where nobody was there or the node knew no leader, not where the request may have been done.
+        True if the URL was unreachable or its node knew no leader; False if the request may have been executed.
         """
         if isinstance(outcome, Response):
             self._learn(url, outcome.headers.get(SCHEDULERS, ""))
@@ -45,9 +45,9 @@ class Addresses:
             return True
         if not isinstance(outcome, InDoubt):
             self._first = url
-        else:  # one that fell silent may stay so: the next request begins with another
+        else:  # it may stay silent: the next request starts with the following URL
             order = self.order()
-            at = order.index(url) if url in order else -1  # another thread may have heard that it is none any more
+            at = order.index(url) if url in order else -1  # another thread may have dropped it
             self._first = order[(at + 1) % len(order)]
         return False
 
@@ -70,7 +70,7 @@ def _checked(url: str) -> str:
 
 
 def named(url: str, header: str) -> tuple[str, ...]:
-    """The URLs that `url` named in its answer; none where it is not among them itself."""
+    """Return the URLs in `header` that have the scheme of `url`; none if the header does not list `url` itself."""
     found = tuple(u.strip().rstrip("/") for u in header.split(",")[:NAMED_MAX])
     scheme = urlsplit(url).scheme
     if _place(url) not in map(_place, found):
@@ -79,7 +79,7 @@ def named(url: str, header: str) -> tuple[str, ...]:
 
 
 def _knows_no_leader(response: Response) -> bool:
-    """Whether this node, or something before it, could not pass the request on to a leader."""
+    """Whether this node, or a proxy in front of it, could not forward the request to a leader."""
     if response.status not in (502, 503, 504):
         return False
     ours = response.headers.get("content-type", "").startswith("application/problem+json")
@@ -87,7 +87,7 @@ def _knows_no_leader(response: Response) -> bool:
 
 
 def _place(url: str) -> tuple[str, int | None]:
-    """Host and port, so that the names of this machine are one."""
+    """Return host and port, with localhost and 127.0.0.1 as the same host."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port

@@ -1,6 +1,6 @@
-"""The client on asyncio: the same calls and names as the blocking one, awaited.
+"""The asyncio client: the same calls and names as the blocking one, awaited.
 
-What arguments mean is said at `Client`, `Model` and `Worker`; here only what differs.
+The arguments are documented in `Client`, `Model` and `Worker`; only differences are noted here.
 """
 
 import os
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class AsyncClient:
     """A connection to one cluster, for one event loop; close it, or use it in `async with`.
 
-    Nothing is asked before the first call.  Arguments as of `ps.connect`.
+    Sends nothing before the first call.  Takes the arguments of `ps.connect`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AsyncClient:
 
     @property
     def url(self) -> str:
-        """The first URL it was given."""
+        """The first of the given URLs."""
         return self.urls[0]
 
     async def __aenter__(self) -> "AsyncClient":
@@ -75,25 +75,25 @@ class AsyncClient:
         return f"<AsyncClient of {', '.join(self.urls)}>"
 
     async def close(self) -> None:
-        """Close all connections, and give back what shards on this machine lent."""
+        """Close all connections, and return slots and leases to shards on this machine."""
         self.shared.drop()
         await self.run(self.cluster.leave())
         await self.transport.close()
 
     async def run(self, call: Call[T]) -> T:
-        """Drive a call to its result."""
+        """Run a call to completion and return its result."""
         return await self.transport.run(call)
 
     def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
-        """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
+        """Return the deadline `timeout` seconds from now; by default the client's timeout plus `wait_s`."""
         return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
 
     def numbers(self, model: str) -> PushNumbers:
-        """The push numbers of this client for a model; a forked child gets its own."""
+        """Return what numbers this client's pushes to a model; a forked child gets its own."""
         return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> "AsyncModel":
-        """The model of that name; whether there is one shows at the first call."""
+        """Return a handle for the model of that name; the first call fails if there is none."""
         return AsyncModel(self, name, codec_of(codec, None, None))
 
     async def create_model(
@@ -117,11 +117,11 @@ class AsyncClient:
         return AsyncModel(self, name)
 
     async def models(self, *, timeout: float | None = None) -> list[str]:
-        """The names of all models."""
+        """Return the names of all models."""
         return [str(m["name"]) for m in await self.run(control.listed("/models", self.deadline(timeout)))]
 
     async def status(self, *, timeout: float | None = None) -> dict[str, Any]:
-        """What `GET /status` answers."""
+        """Return the answer of `GET /status`."""
         return dict(await self.run(control.fetch("/status", self.deadline(timeout))))
 
     async def restore(
@@ -157,11 +157,11 @@ class AsyncClient:
         return dict(await self.run(control.once("/runs", body, self.deadline(timeout))))
 
     async def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The runs that are kept, newest first."""
+        """Return the runs that the cluster keeps, newest first."""
         return await self.run(control.listed("/runs", self.deadline(timeout)))
 
     async def get_run(self, run: str, *, timeout: float | None = None) -> dict[str, Any]:
-        """One run: its state, its places, and why it failed if it did."""
+        """Return one run: its state, its places, and the reason if it failed."""
         return dict(await self.run(control.fetch(f"/runs/{run}", self.deadline(timeout))))
 
     async def set_run(self, run: str, *, timeout: float | None = None, **changes: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class AsyncClient:
         return dict(await self.run(control.send("PATCH", f"/runs/{run}", changes, self.deadline(timeout))))
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """The JSON answer of any control route, with this client's retries and errors."""
+        """Return the JSON answer of any control route, with this client's retries and errors."""
         return await self.run(control.send(method, path, body, self.deadline(timeout)))
 
 
@@ -261,7 +261,7 @@ class AsyncModel:
         codec: str | None = None,
         timeout: float | None = None,
     ) -> AsyncWorker:
-        """A worker of this model, to be used in an `async with` statement."""
+        """Return a worker of this model, to be used in an `async with` statement."""
         return AsyncWorker(self._client, self.name, name, rank, timeout, codec_of(codec, None, self._codec))
 
     async def set(
@@ -286,11 +286,11 @@ class AsyncModel:
         await self._client.run(control.assign(self._client.cluster, self.name, values, self._client.deadline(timeout)))
 
     async def info(self, *, timeout: float | None = None) -> dict[str, Any]:
-        """The model's document."""
+        """Return the model's document."""
         return dict(await self._client.run(control.fetch(model_path(self.name), self._client.deadline(timeout))))
 
     async def delete(self, *, timeout: float | None = None) -> None:
-        """Remove the model with its values; checkpoints on disk stay."""
+        """Delete the model and its values; checkpoints on disk are kept."""
         await self._client.run(control.delete_model(self._client.cluster, self.name, self._client.deadline(timeout)))
 
     async def checkpoint(
@@ -302,11 +302,11 @@ class AsyncModel:
         return dict(await c.run(call))
 
     async def workers(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The model's workers, by rank."""
+        """Return the model's workers, by rank."""
         return await self._listed("workers", timeout)
 
     async def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
-        """The points of one metric that workers have reported, oldest first: (time_s, clock, worker, value)."""
+        """Return the points of one metric that workers reported, oldest first: (time_s, clock, worker, value)."""
         return await self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
 
     async def add_tasks(
@@ -326,23 +326,23 @@ class AsyncModel:
         await self._send("tasks", body, timeout)
 
     async def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The datasets, with how much of each is free, leased and done."""
+        """Return the datasets, with how much of each is free, leased and done."""
         return await self._listed("tasks", timeout)
 
     async def evaluate(self, *, timeout: float | None = None) -> None:
-        """Ask for an evaluation at the present clock."""
+        """Request an evaluation at the current clock."""
         await self._send("evaluations", None, timeout)
 
     async def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """Have the cluster write a checkpoint below its own state directory; its document."""
+        """Have the cluster write a checkpoint below its own state directory; return its document."""
         return dict(await self._once("checkpoints", {} if name is None else {"name": name}, timeout))
 
     async def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The checkpoints that the cluster keeps of this model."""
+        """Return the checkpoints that the cluster keeps of this model."""
         return await self._listed("checkpoints", timeout)
 
     async def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
-        """Set the model to a checkpoint that the cluster keeps."""
+        """Restore the model from a checkpoint that the cluster keeps."""
         await self._once("restore", {"checkpoint": checkpoint}, timeout)
 
     async def _listed(self, noun: str, timeout: float | None) -> list[dict[str, Any]]:

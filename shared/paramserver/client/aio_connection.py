@@ -1,8 +1,8 @@
-"""One HTTP/2 connection to a shard on an event loop, with many requests at a time.
+"""One HTTP/2 connection to a shard on an event loop, with many concurrent requests.
 
-What requests of one turn of the loop say goes out in one piece, and all that a read brings is worked off at once: with
-many requests under way, neither side is woken for each.  Bodies are copied on their way out, in pieces: a caller may
-give a request up at any time, and then change the memory that it was sent from.
+What all requests queue in one turn of the event loop is sent with one write, and everything that a read returns is
+processed at once: with many requests in flight, neither side is woken for each.  Bodies are copied into the send buffer
+piece by piece, because a caller may abandon a request at any time and then change the memory it was sent from.
 """
 
 import asyncio
@@ -17,11 +17,14 @@ from paramserver.wire.http2 import Header
 
 _READ_BYTES: Final = 256 << 10
 _PIECE_BYTES_MAX: Final = 256 << 10
-"""Of a body; between two of them others have their turn."""
+"""Bytes of a body copied at a time, and unsent bytes that force a flush.
+
+Other requests get their turn when the transport then pauses writing, or the send window is used up.
+"""
 
 
 class _Awaited(Answer):
-    """An answer that a task waits for."""
+    """An answer that a task awaits."""
 
     def __init__(self, sink: Sink | None, connection: "AsyncConnection") -> None:
         super().__init__(sink)
@@ -29,7 +32,7 @@ class _Awaited(Answer):
         self.future = connection.loop.create_future()
 
     def over(self) -> None:
-        """Wakes the task, also where it is still sending."""
+        """Wake the task, even if it is still sending."""
         super().over()
         self._connection.moved.set()
         if not self.future.done():
@@ -37,57 +40,57 @@ class _Awaited(Answer):
 
 
 class AsyncConnection(asyncio.BufferedProtocol):
-    """An open connection; `loop.create_connection` makes it."""
+    """An open connection, made by `loop.create_connection`."""
 
     def __init__(self) -> None:
         self.loop: Final = asyncio.get_running_loop()
         self.moved: Final = asyncio.Event()
-        """Set when a task that is sending should look again."""
+        """Set when a sending task should check whether it can continue."""
         self._client = Client()
         self._room = memoryview(bytearray(_READ_BYTES))
         self._place: memoryview | None = None
-        """Where the bytes that are read next belong."""
+        """Destination of the current read, in a body's own memory; None: `_room`."""
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._writable = True
         self._flushes = False
-        """Whether what is unsent goes out at the end of this turn of the loop."""
+        """Whether a flush is scheduled for the end of this turn of the event loop."""
         self._heard_s = 0.0
         self._pinged = False
         self._watch: asyncio.TimerHandle | None = None
 
     @property
     def usable(self) -> bool:
-        """Whether another request can be sent on it."""
+        """Whether another request can be sent on this connection."""
         return self._client.usable
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is no more."""
+        """Whether the connection has ended."""
         return self._lost.is_set()
 
     @property
     def full(self) -> bool:
-        """Whether the shard takes no more requests on it until one has been answered."""
+        """Whether the shard's limit on concurrent streams is reached."""
         return len(self._client.open) >= self._client.streams_max
 
     def hang_up(self) -> None:
-        """Requests that are under way fail."""
+        """Abort the connection; requests in flight fail."""
         self._client.usable = False
         if self._transport is not None:
             self._transport.abort()
 
     async def closed(self) -> None:
-        """Returns when it is."""
+        """Wait until the connection has ended."""
         await self._lost.wait()
 
     async def ask(
         self, headers: Sequence[Header], body: Sequence[memoryview], sink: Sink | None, timeout_s: float
     ) -> Answer:
-        """Sends one request and gives its answer, whose body goes to `sink` if it is a 200.
+        """Send one request and return its answer; the body of a 200 goes to `sink`, if given.
 
-        Raises TimeoutError after `timeout_s` or when the shard is dead, Refused, other OSErrors, and what the sink
-        raises.
+        Raises TimeoutError after `timeout_s` or when the shard is found dead, Refused, other OSErrors, and what the
+        sink raises.
         """
         if self._transport is None or self._transport.is_closing():
             raise Refused("closed before it was asked")
@@ -123,15 +126,15 @@ class AsyncConnection(asyncio.BufferedProtocol):
             raise answer.failed
         return answer
 
-    # Of the transport
+    # Callbacks of asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The client has the first word; it goes with the first request."""
+        """Keep the transport.  The HTTP/2 preface goes out with the first request."""
         self._transport = transport
         tcp.prepare(transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits learns of it."""
+        """Fail the requests in flight, and wake the tasks that wait in `closed`."""
         self._client.usable = False
         self._fail(ConnectionResetError("closed before it answered" if exc is None else str(exc)))
         if self._watch is not None:
@@ -139,21 +142,21 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._lost.set()
 
     def pause_writing(self) -> None:
-        """The shard reads slower than is written."""
+        """Stop sending: the write buffer is full, because the shard reads more slowly than we write."""
         self._writable = False
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Continue sending: the write buffer has drained."""
         self._writable = True
         self.moved.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """Return the memory for the next read: a body's own if it is known, else `_room`."""
         self._place = self._client.place()
         return self._room if self._place is None else self._place
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes are here."""
+        """Process the bytes that were read."""
         place, self._place = self._place, None
         self._heard_s, self._pinged = self.loop.time(), False
         try:
@@ -161,13 +164,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
                 self._client.feed(self._room[:nbytes])
             else:
                 self._client.filled(place[:nbytes])
-        except (OSError, ValueError) as e:  # no HTTP/2
+        except (OSError, ValueError) as e:  # not valid HTTP/2
             self._fail(e)
             self.hang_up()
         self.moved.set()
         self._flush_soon()
 
-    # What goes
+    # Sending
 
     async def _until_moved(self) -> None:
         self._flush()
@@ -185,10 +188,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if said and self._transport is not None and not self._transport.is_closing():
             self._transport.write(said)
 
-    # A shard that stands still keeps its socket open
+    # Liveness: a stalled shard keeps its socket open
 
     def _look(self) -> None:
-        """While requests are under way, a shard that is silent is asked whether it lives."""
+        """Ping the shard if it is silent while requests are in flight; hang up if it does not answer that either."""
         self._watch = None
         if not self._client.open:
             return

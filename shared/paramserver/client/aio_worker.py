@@ -1,4 +1,4 @@
-"""A worker on asyncio: a session, and a task that keeps its heartbeat going."""
+"""A worker on asyncio: a session, and a task that sends its heartbeats."""
 
 import asyncio
 import logging
@@ -231,7 +231,7 @@ class AsyncWorker(WorkerView):
             await asyncio.sleep(min(limits.HEARTBEAT_S, self._session.lease_s / 5))
             try:
                 await self._client.run(self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2))))
-            except Exception as e:  # whatever it is: the lease is to go on
+            except Exception as e:  # whatever it is: without further heartbeats the lease would expire
                 if not silent:
                     unforeseen = not isinstance(e, PsError)
                     log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e, exc_info=unforeseen)

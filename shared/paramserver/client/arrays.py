@@ -15,11 +15,11 @@ HANDED_OUT: Final[Mapping[str, np.dtype[Any]]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
-"""The numpy dtype in which elements of a wire dtype are handed out."""
+"""The numpy dtype in which a pull returns elements of each wire dtype."""
 
 
 class Origin(Struct, frozen=True):
-    """Where the values of one pull come from."""
+    """The model, timeline and versions that the values of one pull come from."""
 
     model: str
     generation: int
@@ -33,7 +33,7 @@ class Origin(Struct, frozen=True):
 
 
 class NamedArrays(Mapping[str, AnyArray]):
-    """Arrays under parameter names, each a view of `flat`, in which they lie end to end: 1-D, in the model's order."""
+    """Arrays by parameter name, each a view of `flat`: 1-D, the parameters end to end in the model's order."""
 
     __slots__ = ("_arrays", "flat")
 
@@ -58,7 +58,7 @@ class Params(NamedArrays):
     """The parameters of one pull: a mapping from names to arrays, each a view of `flat`.
 
     `flat` is 1-D: the parameters end to end in the model's order, in C order.  The arrays are the caller's own and
-    writable, unless the pull said `copy=False`.
+    writable, unless the pull was made with `copy=False`.
     """
 
     __slots__ = ("_origin", "_selection")
@@ -83,23 +83,23 @@ class Params(NamedArrays):
 
     @property
     def origin(self) -> Origin:
-        """Versions per partition and which creation of the model they are of; for `base=`."""
+        """Versions per partition, and the model generation they belong to; for `base=`."""
         return self._origin
 
     def refreshed(self, origin: Origin) -> "Params":
-        """The same arrays after a pull into them; this object knows the new version too."""
+        """Record the origin of a pull into these arrays, and return this object."""
         self._origin = origin
         return self
 
     def frozen(self) -> "Params":
-        """The same values, read-only."""
+        """Make `flat` read-only, and return its values as read-only arrays."""
         if not self.flat.flags.writeable:
             return self
         self.flat.flags.writeable = False
         return Params(self._selection, self.flat, self._origin)
 
     def fits(self, selection: Selection, dtype: np.dtype[Any]) -> bool:
-        """Whether a pull of this selection can be written into these arrays."""
+        """Whether a pull of this selection and dtype can be written into these arrays."""
         same = self._selection is selection or self._selection.key == selection.key
         return same and self.flat.dtype == dtype and self.flat.flags.writeable
 
@@ -110,5 +110,5 @@ class Params(NamedArrays):
 
 
 def bf16_bits_to_f32(bits: AnyArray, out: AnyArray) -> None:
-    """Widen bfloat16, given as uint16, into float32."""
+    """Widen bfloat16 bits, given as uint16, to float32 in `out`."""
     np.left_shift(bits, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")

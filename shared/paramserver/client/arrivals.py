@@ -1,4 +1,4 @@
-"""What the answers of one pull brought: values copied into the caller's memory, or lent by shards of this machine."""
+"""The values that one pull receives: copied into the caller's memory, or leased from shards on this machine."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,18 @@ from paramserver.wire.frame import PullReply
 
 
 class Arrivals:
-    """The answers of one pull, in their order; a later one for the same partition counts."""
+    """The answers to one pull, in order; for each partition the last one counts."""
 
     def __init__(self, same_host: SameHost, layout: Layout) -> None:
         self._layout = layout
         self._same_host = same_host
         self.held: Held | None = None
-        """What was lent, where that is all there is; set by `gather`."""
+        """The leased values, if every part of the pull was leased; set by `gather`."""
         self._leased: list[Leased] = []
         self._lent: dict[int, Leased | None] = {}
 
     def read(self, sink: Incoming, to: str | None) -> PullReply:
-        """The header of an answer that was read to its end."""
+        """Record an answer that was received whole; return its header."""
         assert sink.reply is not None
         lease = leased_by(sink.reply, to, self._layout)
         if lease is not None:
@@ -32,22 +32,25 @@ class Arrivals:
         return sink.reply
 
     def forgo(self, sinks: Sequence[Incoming], groups: Sequence[tuple[str | None, list[Part]]]) -> None:
-        """Nobody reads these answers, for another one of them was a refusal: what was lent by them is over."""
+        """Release the leases in answers that are discarded because another one was a refusal."""
         came = [(sink.reply, to) for sink, (to, _) in zip(sinks, groups, strict=True) if sink.reply is not None]
         found = [leased_by(reply, to, self._layout) for reply, to in came]
         self._same_host.done([lease for lease in found if lease is not None])
 
     @property
     def lenders(self) -> set[str]:
-        """The addresses of the shards that lent something."""
+        """The addresses of the shards that leased values."""
         return {lease.address for lease in self._leased}
 
     def drop(self) -> None:
-        """None of it is wanted: what was lent is over."""
+        """Release all leases, because the values are not wanted."""
         self._same_host.done(self._leased)
 
     def gather(self, selection: Selection, flat: AnyArray, *, view: bool) -> AnyArray | None:
-        """The values: `flat`, or with `view` a read-only array where all was lent; None if that cannot be mapped."""
+        """Copy the leased values into `flat` and return it; None if they cannot be mapped.
+
+        With `view`, return the mapped, read-only values themselves if all of them are leased.
+        """
         if not self._leased:
             return flat
         held = self._same_host.hold(_used(self._leased, self._lent))
@@ -61,7 +64,7 @@ class Arrivals:
             flat[...] = values
             return flat
         at = 0
-        for part in selection.parts:  # in the order of the partitions, as the window is
+        for part in selection.parts:  # in order of partition, like the mapped window
             if self._lent.get(part.partition) is not None:
                 size = part.stop - part.start
                 flat[part.start : part.stop] = values[at : at + size]
@@ -70,7 +73,7 @@ class Arrivals:
 
 
 def _used(leased: Sequence[Leased], lent: dict[int, Leased | None]) -> list[Leased]:
-    """The leases with only those pieces that no later answer has replaced."""
+    """Return the leases, each with only the pieces that no later answer has replaced."""
     return [
         Leased(lease.address, lease.number, tuple(p for p in lease.pieces if lent[p[0]] is lease)) for lease in leased
     ]

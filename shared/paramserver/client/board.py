@@ -1,4 +1,4 @@
-"""The client's side of the board (`paramserver.wire.board`): whether what it holds is what a pull would bring."""
+"""The client's side of the board (`paramserver.wire.board`): tells whether leased values are still current."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ if sys.platform != "win32":
 
 
 class BoardView:
-    """The board of one shard process, which may have none, or be gone; then it confirms nothing."""
+    """The board of one shard process.  If there is none, or the process is gone, it confirms nothing."""
 
     def __init__(self, folder: str) -> None:
         self._words: Any = None
@@ -33,9 +33,9 @@ class BoardView:
             pass
 
     def confirms(self, number: int) -> bool:
-        """Whether the shard, at this moment, would answer a pull with just the values of that lease of its own.
+        """Whether the shard would answer a pull, at this moment, with exactly the values of its lease `number`.
 
-        The order counts: the number is there first, and the shard may serve and its process lives after that.
+        The order of the reads matters: first the number, then whether the shard may serve and its process lives.
         """
         words = self._words
         if words is None or words[place(number)] != number:
@@ -43,7 +43,7 @@ class BoardView:
         return bool(words[SAID] <= time.monotonic_ns() < words[UNTIL]) and self.lives()
 
     def lives(self) -> bool:
-        """Whether the process that made the folder holds its lock, which the kernel takes from a dead one."""
+        """Whether the shard process still holds the folder's lock; the kernel releases it when the process dies."""
         if self._lock < 0:
             return False
         try:

@@ -1,8 +1,8 @@
-"""What a call is: a generator that yields requests and is sent their outcomes; it does no I/O itself.
+"""Calls: generators that yield requests and are sent their outcomes, and do no I/O themselves.
 
-A `Call[T]` yields a list of `Request` (performed at the same time) or a `Pause`, is sent the list of outcomes in the
-same order (empty after a pause), and returns its result.  An outcome is a `Response` of any status, or the PsError of
-a request that got none.  The blocking and the asyncio client drive the same calls; tests feed them by hand.
+A `Call[T]` yields a list of `Request` (performed concurrently) or a `Pause`, is sent the list of outcomes in the same
+order (empty after a pause), and returns its result.  An outcome is a `Response` of any status, or the PsError of a
+request that got no response.  The blocking and the asyncio client drive the same calls; tests drive them by hand.
 """
 
 import json
@@ -21,24 +21,24 @@ from paramserver.wire.sink import Sink as Place
 T = TypeVar("T")
 
 POLL_S: Final = 2.0
-"""How long one request lets a node wait for something; then it is sent again.  The native client does not hear Ctrl-C
-while it waits, so this bounds how late it is heard."""
+"""How long one request lets a node wait for something before it is sent again.  The native client does not react to
+Ctrl-C while it waits, so this bounds the delay."""
 ATTEMPT_S: Final = 5.0
-"""How long one node may be silent about a request that is answered at once and may be repeated: then it is sent again,
-to another node where there is one."""
+"""Timeout of one attempt, for requests that need no waiting and may be repeated: then the request is sent again, to
+another node if there is one."""
 
 TIMEOUT_S_MAX: Final = 1_000_000_000
-"""Thirty years; what natives can count."""
+"""About thirty years, which the native client's timers can still represent."""
 
 
 class Sink(Place, Protocol):
-    """Where the body of a 200 goes, in place of memory of its own."""
+    """Destination for the body of a 200 response, which otherwise goes into `Response.body`."""
 
     def begin(self) -> None:
-        """A response starts; whatever an earlier attempt had brought is void."""
+        """Start a response; data from an earlier attempt is discarded."""
 
     def end(self) -> None:
-        """The body is complete.  Raises InDoubt if it is too short."""
+        """Finish the body.  Raises InDoubt if it is too short."""
 
 
 class Request(Struct, frozen=True):
@@ -50,33 +50,33 @@ class Request(Struct, frozen=True):
     body: bytes | memoryview | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     to: str | None = None
-    """Base URL of a shard to be asked directly, over HTTP/2; None: the URLs the client was given."""
+    """Base URL of a shard to send to directly, over HTTP/2; None: the URLs the client was given."""
     sink: Sink | None = None
     timeout_s: float = 30.0
-    """Longest time until the whole response is here."""
+    """Timeout until the whole response has arrived."""
     rest: Sequence[memoryview] = ()
-    """What follows `body`, where it lies."""
+    """Rest of the body, after `body`; sent in place, without a copy."""
 
     @property
     def whole(self) -> bytes | memoryview | None:
-        """The body in one piece."""
+        """The whole body in one piece."""
         return self.body if not self.rest else b"".join((self.body or b"", *self.rest))
 
 
 class Response(Struct, frozen=True):
-    """One HTTP response, whole."""
+    """One complete HTTP response."""
 
     status: int
     headers: Mapping[str, str]
     """Names in lower case."""
     body: bytes = b""
-    """Empty where it went into the request's sink."""
+    """Empty if it went into the request's sink."""
     url: str = ""
     """Base URL of the node that answered."""
 
 
 class Pause(Struct, frozen=True):
-    """Nothing to send for a while."""
+    """A wait before the next request."""
 
     seconds: float
 
@@ -88,7 +88,7 @@ Clock: TypeAlias = Callable[[], float]
 
 
 def seconds(value: Any, name: str = "timeout") -> float:
-    """A timeout, or another argument that is seconds, if it is one.  Raises RequestError (`invalid_field`)."""
+    """Return a timeout, or another argument in seconds, as a float.  Raises RequestError (`invalid_field`)."""
     if not isinstance(value, (float, Real)) or not 0 <= float(value) <= TIMEOUT_S_MAX:
         raise problem("invalid_field", f"{name} is seconds, from 0 to {TIMEOUT_S_MAX:,}, not {value!r:.40}")
     return float(value)
@@ -96,14 +96,14 @@ def seconds(value: Any, name: str = "timeout") -> float:
 
 @dataclass(slots=True)
 class Deadline:
-    """When a call gives up, on a monotonic clock."""
+    """The time at which a call gives up, on a monotonic clock."""
 
     at: float
     clock: Clock = time.monotonic
 
     @classmethod
     def after(cls, timeout: float, clock: Clock = time.monotonic) -> "Deadline":
-        """The deadline `timeout` seconds from now."""
+        """Return the deadline `timeout` seconds from now."""
         return cls(clock() + seconds(timeout), clock)
 
     def left_s(self) -> float:
@@ -111,7 +111,7 @@ class Deadline:
         return max(0.0, self.at - self.clock())
 
     def bound(self, request: Request, sink: Sink | None = None) -> Request:
-        """That request, with an end by then and perhaps another sink."""
+        """Return the request with a timeout that ends at this deadline and, if given, another sink."""
         r, left_s = request, max(self.left_s(), 0.001)
         return Request(r.method, r.path, r.body, r.headers, r.to, sink or r.sink, left_s, r.rest)
 
@@ -119,7 +119,7 @@ class Deadline:
 def json_request(
     method: str, path: str, data: Any = None, headers: Mapping[str, str] | None = None, *, timeout_s: float = 30.0
 ) -> Request:
-    """A control request with a JSON body (none where `data` is None)."""
+    """Return a control request with a JSON body; without a body if `data` is None."""
     head = {"accept": "application/json", **(headers or {})}
     if data is None:
         return Request(method, path, None, head, timeout_s=timeout_s)
@@ -128,7 +128,10 @@ def json_request(
 
 
 def json_bytes(data: Any) -> bytes:
-    """`data` as JSON; numpy scalars and arrays are written as numbers and lists, NaN is refused (RequestError)."""
+    """Return `data` as JSON; numpy scalars and arrays become numbers and lists.
+
+    Raises RequestError (`malformed`) for NaN, infinity and what JSON cannot express.
+    """
     try:
         return json.dumps(data, default=_plain, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as e:
@@ -136,7 +139,7 @@ def json_bytes(data: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """`value` as its JSON is read again: numbers of numpy and others as Python's own, sequences as lists."""
+    """Return `value` as a JSON round trip would: numbers of numpy and others as Python's own, sequences as lists."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
@@ -149,7 +152,7 @@ def plain(value: Any) -> Any:
         return float(value)
     try:
         return _plain(value)
-    except TypeError:  # whoever reads it says what it must be
+    except TypeError:  # left as it is: the code that reads it reports what it must be
         return value
 
 
@@ -165,7 +168,7 @@ def _plain(value: Any) -> Any:
 
 
 def json_of(response: Response) -> Any:
-    """The JSON value of a good response, or its error raised."""
+    """Return the JSON value of a 2xx response; raise the error of any other."""
     if not 200 <= response.status < 300:
         raise error_of(response)
     if not response.body:
@@ -177,7 +180,7 @@ def json_of(response: Response) -> Any:
 
 
 def error_of(response: Response) -> PsError:
-    """The error that a response of status 300 or more stands for."""
+    """Return the error for a response of status 300 or above."""
     after = response.headers.get("retry-after", "")
     try:
         doc = json.loads(response.body) if response.body else {}
@@ -193,7 +196,7 @@ def error_of(response: Response) -> PsError:
 
 
 def foreign(response: Response) -> PsError:
-    """What answered is no paramserver, or something between changed its answer."""
+    """Return the error for an answer that is not from a paramserver, or was changed on the way."""
     text = bytes(response.body[:80]).decode("utf-8", "replace")
     hint = "is this address a paramserver, and does the path before it end there?"
     return from_document(

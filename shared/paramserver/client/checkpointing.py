@@ -1,4 +1,4 @@
-"""Checkpoints on the caller's own disk: partitions are read from their owners and written as one folder, and back."""
+"""Checkpoints on the caller's own disk: the partitions of all owners saved to one folder, and restored from it."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
     from paramserver.checkpoint import Checkpoint
 
 AT_ONCE: Final = 8
-"""Partitions fetched or set with one round of requests."""
+"""Partitions fetched or set in one round of concurrent requests."""
 
 
 def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwrite: bool) -> Call[Mapping[str, Any]]:
-    """Write a checkpoint of the model to the folder `path`; its manifest.
+    """Write a checkpoint of the model to the folder `path`; return its manifest.
 
-    In sync all partitions are of one clock; otherwise each is consistent in itself and the manifest lists versions.
+    In sync all partitions are of one clock; otherwise each is consistent in itself and the manifest lists their
+    versions.
     """
     from paramserver import checkpoint
     from paramserver.core.assembly import gather
 
     held = yield from cluster.map_now(model, deadline)
-    cut: int | None = None  # first as it is now; a model that goes on meanwhile is read at its newest stored clock
+    cut: int | None = None  # None: the current state; if the model moves on meanwhile, read its newest cut
     while True:
         states = yield from _states(cluster, held, cut, deadline)
         clocks = {frame.clock for frame, _ in states}
@@ -64,8 +65,9 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
 def restore(
     cluster: Cluster, path: str, as_: str | None, partitions: int | None, deadline: Deadline, *, exist_ok: bool
 ) -> Call[ModelMap]:
-    """Make a model from a checkpoint folder, or with `exist_ok` set the one that is there to its values, whatever its
-    settings are by now.
+    """Create a model from a checkpoint folder; return its map.
+
+    With `exist_ok`, set an existing model to the checkpoint's values instead, whatever its current settings are.
     """
     from paramserver import checkpoint
     from paramserver.core.assembly import scatter, versions
@@ -76,7 +78,7 @@ def restore(
     document["name"] = as_ or found.spec.name
     check_states(found.states_in(document["name"]))
     for p in document["params"].values():
-        p["init"] = {"kind": "zeros"}  # the values come right after
+        p["init"] = {"kind": "zeros"}  # the real values are set below
     if partitions is not None:
         document["partitions"] = partitions
     held = (yield from _there(cluster, document["name"], deadline)) if exist_ok else None
@@ -97,7 +99,7 @@ def restore(
 
 
 def _told(cluster: Cluster, held: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
-    """The scheduler hears that every partition is set, and what workers kept; the model as it is then."""
+    """Tell the scheduler that every partition is set, and the workers' states; return the model's map after that."""
     path = f"/internal{model_path(held.name, 'restored')}"
     bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(held.name))]
     bodies.append({"timeline": held.timeline, "version": found.version})
@@ -109,12 +111,12 @@ def _told(cluster: Cluster, held: ModelMap, found: "Checkpoint", deadline: Deadl
     except NotFoundError as e:
         if e.code != "not_found":
             raise
-        return held  # an older scheduler, which is told nothing
+        return held  # an older scheduler, which lacks this route
     return (yield from cluster.learn(document, deadline))
 
 
 def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The states in pieces of which each, but for one that is larger by itself, fits a request well."""
+    """Yield the states in pieces of at most 1 MiB of JSON; a single larger state is a piece of its own."""
     piece: dict[str, Any] = {}
     size = 0
     for worker, state in states.items():
@@ -129,7 +131,7 @@ def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
-    """The model of that name as it is now, if there is one."""
+    """Return the current map of the model; None if there is no such model."""
     try:
         return (yield from cluster.map_now(model, deadline))
     except NotFoundError:
@@ -139,7 +141,7 @@ def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | 
 def _states(
     cluster: Cluster, held: ModelMap, cut: int | None, deadline: Deadline
 ) -> Call[list[tuple[StateFrame, PartitionState]]]:
-    """The whole state of every partition, in order."""
+    """Fetch the whole state of every partition, in order of index."""
     found: dict[int, Response] = {}
     pending = list(range(held.spec.partitions))
     backoff = Backoff(deadline)
@@ -174,7 +176,7 @@ def _settled(
     deadline: Deadline,
     into: dict[int, Response],
 ) -> Call[tuple[list[int], ModelMap]]:
-    """Keep the good responses; the partitions to ask for again, and the map to do it by."""
+    """Store good responses in `into`; return the partitions to request again, and the map to use."""
     again: list[int] = []
     failure: PsError | None = None
     for i, outcome in zip(sent, outcomes, strict=True):

@@ -1,4 +1,4 @@
-"""The blocking client: connections, the cluster's map, and what is not about one model."""
+"""The blocking client: connections, the cluster's map, and calls that are not about one model."""
 
 import os
 import threading
@@ -23,7 +23,7 @@ from paramserver.client.transport import BlockingTransport, check
 
 T = TypeVar("T")
 QUICK_CHECK_S = 3.0
-"""How long `connect` waits for a first sign of life."""
+"""How long `connect` waits for a first answer."""
 
 
 class Client:
@@ -32,9 +32,9 @@ class Client:
     def __init__(self, urls: tuple[str, ...], timeout: float, credentials: Credentials) -> None:
         self.urls = urls
         self.timeout = seconds(timeout)
-        """Seconds that a call may take unless it says otherwise."""
+        """Default timeout of a call, in seconds."""
         self.credentials = credentials
-        """What it shows the nodes, and whose certificates it believes."""
+        """The token it sends, and the certificate authorities it trusts."""
         self.cluster = Cluster(urls)
         self.shared = SharedArrays(self.cluster)
         self.transport = BlockingTransport(urls, credentials)
@@ -47,7 +47,7 @@ class Client:
 
     @property
     def url(self) -> str:
-        """The first URL it was given."""
+        """The first of the given URLs."""
         return self.urls[0]
 
     def __enter__(self) -> "Client":
@@ -60,28 +60,28 @@ class Client:
         return f"<Client of {', '.join(self.urls)}>"
 
     def close(self) -> None:
-        """Close all connections, and give back what shards on this machine lent."""
+        """Close all connections, and return slots and leases to shards on this machine."""
         self.shared.drop()
         self.run(self.cluster.leave())
         self.transport.close()
 
     def run(self, call: Call[T]) -> T:
-        """Drive a call to its result."""
+        """Run a call to completion and return its result."""
         return self.transport.run(call)
 
     def deadline(self, timeout: float | None, wait_s: float = 0.0) -> Deadline:
-        """When a call of that timeout ends; without one, waiting that was asked for comes on top."""
+        """Return the deadline `timeout` seconds from now; by default the client's timeout plus `wait_s`."""
         return Deadline.after(self.timeout + seconds(wait_s, "wait_s") if timeout is None else timeout)
 
     def numbers(self, model: str) -> PushNumbers:
-        """The push numbers of this client for a model; a forked child gets its own."""
+        """Return what numbers this client's pushes to a model; a forked child gets its own."""
         with self._lock:
             return self._numbers[model]
 
     def model(self, name: str, *, codec: str | None = None) -> Model:
-        """The model of that name; whether there is one shows at the first call.
+        """Return a handle for the model of that name; the first call fails if there is none.
 
-        `codec` is how gradients travel to it unless a push says otherwise: "int8", "bf16+zstd" (docs/codecs.md).
+        `codec` is the default encoding of gradients pushed to it, such as "int8" or "bf16+zstd" (docs/codecs.md).
         """
         return Model(self, name, codec_of(codec, None, None))
 
@@ -99,15 +99,15 @@ class Client:
         exist_ok: bool = False,
         timeout: float | None = None,
     ) -> Model:
-        """Create a model and return it when it can be pulled.
+        """Create a model; return it once it can be pulled.
 
         Args:
-            params: for each name an array (the first values), a shape (zeros), a `Param`, or the JSON object of the
+            params: for each name an array (the initial values), a shape (zeros), a `Param`, or the JSON object of the
                 REST interface.
             optimizer: `ps.SGD(lr=0.1)` and the like; None: SGD with torch's defaults.
             consistency: `ps.Async()`, `ps.SSP(3)`, `ps.Sync()`, `ps.Buffered(8)`; None: async.
-            partitions: into how many it is cut; None: by its size.
-            exist_ok: a model of that name with this very spec is fine, and keeps its values.
+            partitions: number of partitions; None: chosen by the model's size.
+            exist_ok: accept an existing model of that name with exactly this spec; it keeps its values.
 
         Raises RequestError listing what is wrong with the spec, ConflictError (`model_exists`).
         """
@@ -117,11 +117,11 @@ class Client:
         return Model(self, name)
 
     def models(self, *, timeout: float | None = None) -> list[str]:
-        """The names of all models."""
+        """Return the names of all models."""
         return [str(m["name"]) for m in self.run(control.listed("/models", self.deadline(timeout)))]
 
     def status(self, *, timeout: float | None = None) -> dict[str, Any]:
-        """Nodes with heartbeat ages, models with versions, clocks, rates and lag: what `GET /status` answers."""
+        """Return `GET /status`: nodes with heartbeat ages, models with versions, clocks, rates and lag."""
         return dict(self.run(control.fetch("/status", self.deadline(timeout))))
 
     def restore(
@@ -133,13 +133,13 @@ class Client:
         exist_ok: bool = False,
         timeout: float | None = None,
     ) -> Model:
-        """Make a model from a checkpoint folder of this machine, with its optimizer state.
+        """Create a model from a checkpoint folder on this machine, including its optimizer state.
 
         Args:
-            as_: the model's name; None: the one it had.
-            partitions: into how many it is cut; None: as it was.
-            exist_ok: a model of that name with the same parameters is set to the checkpoint's values, partition after
-                partition: a push that comes meanwhile is in some of them only.
+            as_: name of the model; None: the name in the checkpoint.
+            partitions: number of partitions; None: as in the checkpoint.
+            exist_ok: set an existing model with the same parameters to the checkpoint's values, one partition after
+                another: a push that arrives meanwhile survives on some of them only.
 
         Raises NotFoundError (`unknown_checkpoint`), CorruptState, ConflictError (`model_exists`).
         """
@@ -161,16 +161,16 @@ class Client:
         checkpoint_every: int = 0,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Start one training of a model with workers of the pool; the run's document."""
+        """Start a training run of a model with workers of the pool; return the run's document."""
         body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
         return dict(self.run(control.once("/runs", body, self.deadline(timeout))))
 
     def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The runs that are kept, newest first."""
+        """Return the runs that the cluster keeps, newest first."""
         return self.run(control.listed("/runs", self.deadline(timeout)))
 
     def get_run(self, run: str, *, timeout: float | None = None) -> dict[str, Any]:
-        """One run: its state, its places, and why it failed if it did."""
+        """Return one run: its state, its places, and the reason if it failed."""
         return dict(self.run(control.fetch(f"/runs/{run}", self.deadline(timeout))))
 
     def set_run(self, run: str, *, timeout: float | None = None, **changes: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Client:
         return dict(self.run(control.send("PATCH", f"/runs/{run}", changes, self.deadline(timeout))))
 
     def request(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """The JSON answer of any control route, with this client's retries and errors."""
+        """Return the JSON answer of any control route, with this client's retries and errors."""
         return self.run(control.send(method, path, body, self.deadline(timeout)))
 
 
@@ -188,15 +188,15 @@ def connect(
     token: str | None = None,
     ca: str | os.PathLike[str] | None = None,
 ) -> Client:
-    """A client of the cluster at `url`, else PARAMSERVER_URL, else http://127.0.0.1:8700.
+    """Return a client of the cluster at `url`, by default PARAMSERVER_URL, else http://127.0.0.1:8700.
 
     Args:
-        url: the address of any node or gateway; several, comma-separated, are tried in turn.
-        timeout: seconds that a call may take unless it says otherwise.
-        token: sent as a bearer token; None: PARAMSERVER_TOKEN, or what the file PARAMSERVER_TOKEN_FILE holds, if set.
-        ca: file of certificates (PEM) that are trusted besides the system's; None: PARAMSERVER_CA, if set.
+        url: address of any node or gateway; several, comma-separated, are tried in turn.
+        timeout: default timeout of a call, in seconds.
+        token: bearer token; None: PARAMSERVER_TOKEN, or the contents of the file PARAMSERVER_TOKEN_FILE, if set.
+        ca: file of PEM certificates to trust in addition to the system's; None: PARAMSERVER_CA, if set.
 
-    Raises Unreachable if nobody answers there.
+    Raises Unreachable if no URL answers.
     """
     urls = urls_of(url, os.environ)
     client = Client(urls, timeout, Credentials.found(token, ca, os.environ))

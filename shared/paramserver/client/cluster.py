@@ -1,8 +1,8 @@
-"""What a client knows of its cluster: each model's map, and by which way each shard is reached.
+"""What a client knows about its cluster: each model's map, and the route to each shard.
 
-The map of a model is fetched when it is first needed and again when a shard says it is stale.  Each address that a
-shard advertises is tried once with a short timeout; where one answers, that shard is spoken to directly.  Traffic for
-the others goes to the URL the client was given, whose node hands it on.
+The map of a model is fetched when it is first needed, and again when a shard says it is stale.  Each address that a
+shard advertises is probed with a short timeout; if one answers, requests go to that shard directly.  Requests for other
+shards go to the URL the client was given, whose node forwards them.
 """
 
 import logging
@@ -25,20 +25,21 @@ from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 log = logging.getLogger("paramserver")
 
 PROBE_S: Final = 1.0
-"""How long a shard's address may take to answer before it counts as not reachable from here."""
+"""Timeout of a probe; an address that does not answer within it counts as unreachable from here."""
 LEAVE_S: Final = 1.0
-"""How long a client that is closed waits for a shard to take back what it lent."""
+"""How long a closing client waits for each shard to take back its slots and leases."""
 _TRY_AGAIN_S: Final = (5.0, 30.0)
-"""An address that does not answer is tried again after so long, twice: its shard may just be starting."""
+"""Delays after which a silent address is probed again, twice in all: its shard may just be starting."""
 _LOOK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""A lost shard may be back, at a better address, after so long; on a busy machine its start takes many seconds."""
+"""Delays, from the loss of a shard, after which maps are fetched again: it may be back, at a better address.  On a busy
+machine its start takes many seconds."""
 ENV_URL: Final = "PARAMSERVER_URL"
 DEFAULT_URL: Final = "http://127.0.0.1:8700"
 
 
 @dataclass(frozen=True)
 class ModelMap:
-    """One model as the scheduler described it: its layout and who owns what."""
+    """One model as the scheduler described it: its layout, and the owner of each partition."""
 
     name: str
     generation: int
@@ -48,19 +49,19 @@ class ModelMap:
     spec: ModelSpec
     layout: Layout
     owners: tuple[str | None, ...]
-    """Shard of each partition; None while nobody owns it."""
+    """Owning shard of each partition; None while it has no owner."""
     addresses: Mapping[str, tuple[str, ...]]
-    """Base URLs each shard advertises."""
+    """Base URLs that each shard advertises."""
     document: Mapping[str, Any] = field(repr=False)
 
     @cached_property
     def in_use(self) -> tuple[str, ...]:
-        """The shards that own something: every call looks at them, of thousands of partitions only at its own."""
+        """The shards that own a partition.  Cached: every call uses them, and there may be thousands of partitions."""
         return tuple(sorted({owner for owner in self.owners if owner is not None}))
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any]) -> "ModelMap":
-        """The map that `GET /models/{m}` describes."""
+        """Return the map that a document of `GET /models/{m}` describes."""
         spec = ModelSpec.parse(doc["spec"])
         layout = Layout(spec)
         if doc.get("bounds") is not None and tuple(doc["bounds"]) != layout.bounds:
@@ -84,7 +85,7 @@ class ModelMap:
 
 @dataclass(slots=True)
 class _Address:
-    """What trying one address has told."""
+    """What probing one address has shown."""
 
     answers: bool
     tries: int
@@ -92,7 +93,7 @@ class _Address:
 
 
 def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The base URLs that `url`, else PARAMSERVER_URL, else the default names (comma-separated)."""
+    """Return the comma-separated base URLs in `url`, else in PARAMSERVER_URL, else the default."""
     text = url or environment.get(ENV_URL) or DEFAULT_URL
     urls = tuple(u if "://" in u else f"http://{u}" for u in (p.strip().rstrip("/") for p in text.split(",")) if u)
     for u in urls:
@@ -104,12 +105,12 @@ def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def model_path(name: str, *rest: str) -> str:
-    """The path of a model's route; each part is percent-encoded as one component."""
+    """Return the path of a model's route; each part is percent-encoded as one component."""
     return "/".join(["/models", *(quote(p, safe="") for p in (name, *rest))])
 
 
 class Cluster:
-    """Maps and ways, shared by everything that belongs to one client; its fields are replaced, never half changed."""
+    """Maps and routes, shared by all objects and threads of one client; each update is a single atomic operation."""
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self.urls = urls
@@ -121,12 +122,12 @@ class Cluster:
         self._told = False
 
     def map_of(self, model: str, deadline: Deadline, *, newer_than: ModelMap | None = None) -> Call[ModelMap]:
-        """The model's map: the one at hand unless it is `newer_than` itself, else fetched.
+        """Return the model's map: the cached one unless that is `newer_than` itself, else a fetched one.
 
-        Raises NotFoundError (`unknown_model`) and whatever keeps the cluster from answering in time.
+        Raises NotFoundError (`unknown_model`), or the error that kept the cluster from answering in time.
         """
         held = self._maps.get(model)
-        again = self._look_again  # another thread may take the first one away meanwhile
+        again = self._look_again  # another thread may remove the first delay meanwhile
         if again and again[0] <= deadline.clock():
             self._look_again = again[1:]
             held = None
@@ -138,12 +139,12 @@ class Cluster:
         return (yield from self.learn(json_of(response), deadline))
 
     def map_now(self, model: str, deadline: Deadline) -> Call[ModelMap]:
-        """The model's map as a scheduler has it now; raises like `map_of`."""
+        """Return the model's map as the scheduler has it now; raises like `map_of`."""
         held = yield from self.map_of(model, deadline)
         return (yield from self.map_of(model, deadline, newer_than=held))
 
     def learn(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:
-        """Take up a model document that some answer held."""
+        """Store the map in a model document, probe its addresses if due, and return it."""
         try:
             fresh = self._encrypted(ModelMap.from_document(doc))
         except (KeyError, TypeError, ValueError) as e:
@@ -154,14 +155,14 @@ class Cluster:
         return fresh
 
     def _encrypted(self, fresh: ModelMap) -> ModelMap:
-        """Without the addresses to which token and values would go in the clear, where they began under TLS."""
+        """Drop `http:` addresses if all given URLs use TLS: token and values must not be sent in the clear."""
         if not all(u.startswith("https:") for u in self.urls):
             return fresh
         kept = {s: tuple(a for a in found if not a.startswith("http:")) for s, found in fresh.addresses.items()}
         return replace(fresh, addresses=kept)
 
     def leave(self) -> Call[None]:
-        """Give back what shards on this machine lent; without an answer they take it back by themselves later."""
+        """Return slots and leases to shards on this machine; those not returned expire by themselves."""
         self.present.drop()
         give_back(self.same_host)
         slots = self.same_host.returned()
@@ -171,7 +172,7 @@ class Cluster:
             yield told
 
     def _release(self, address: str) -> Request | None:
-        """A pull of one number from the shard there, to tell it of leases that are over; None if it owns none."""
+        """Return a pull of one element that tells the shard which leases are released; None if it owns no partition."""
         for held in list(self._maps.values()):
             for partition, owner in enumerate(held.owners):
                 if address in held.addresses.get(owner or "", ()):
@@ -187,21 +188,21 @@ class Cluster:
         return None
 
     def gradients(self, model: str, deadline: Deadline) -> Call[GradientArrays]:
-        """Arrays to compute gradients of that model in."""
+        """Return arrays to compute gradients of that model in."""
         held = yield from self.map_of(model, deadline)
         return GradientArrays(held.layout, self.same_host)
 
     def generation(self, model: str) -> int | None:
-        """Which creation of the model the map at hand is of; None without one."""
+        """Return the model generation of the cached map; None without one."""
         held = self._maps.get(model)
         return None if held is None else held.generation
 
     def forget(self, model: str) -> None:
-        """The model's map is not to be used again."""
+        """Drop the cached map of the model."""
         self._maps.pop(model, None)
 
     def route(self, held: ModelMap, partition: int) -> str | None:
-        """Base URL of the partition's owner, if it can be asked directly; through shared memory if that can be."""
+        """Return an address of the partition's owner, if possible one with shared memory; None if none answers here."""
         owner = held.owners[partition]
         found = None
         for address in held.addresses.get(owner or "", ()):
@@ -213,17 +214,21 @@ class Cluster:
         return found
 
     def lost(self, address: str, now: float) -> None:
-        """Nobody answered there; a shard that has another address is reached by that from now on.
+        """Stop using a shared-memory address that did not answer; its shard is reached at its other addresses.
 
-        If it has started anew, its old address answers and nothing says that there is a better one: maps are looked
-        at again a few times.
+        If the shard has restarted, those may work again and nothing would tell of its new shared-memory address, so
+        maps are fetched again a few times.  Other addresses are left as they are.
         """
         if is_same_host(address):
             self._known[address] = _Address(answers=False, tries=len(_TRY_AGAIN_S), again_at=None)
             self._look_again = tuple(now + s for s in _LOOK_AGAIN_S)
 
     def _due(self, held: ModelMap, now: float) -> bool:
-        """Whether some address is to be tried: a new one, or one that was silent, if none answers or it is nearer."""
+        """Whether some address is due for a probe.
+
+        New ones are; silent ones are when their delay is over, if none of their shard answers or they are on this
+        machine.
+        """
         for owner in held.in_use:
             addresses = held.addresses.get(owner, ())
             for address in addresses:
@@ -237,7 +242,7 @@ class Cluster:
         return False
 
     def _probe(self, held: ModelMap, deadline: Deadline) -> Call[None]:
-        """Try every address of the owners whose way is not known yet, all at once."""
+        """Probe, concurrently, the owners' addresses that are new or due for another try."""
         now = deadline.clock()
         found: dict[str, str] = {}
         for owner in held.in_use:
@@ -264,7 +269,7 @@ class Cluster:
             )
 
     def _forget_unnamed(self) -> None:
-        """What is known of addresses that no map names: those of processes that have ended."""
+        """Forget the addresses that no map names any more: their processes have ended."""
         named = {a for held in list(self._maps.values()) for some in held.addresses.values() for a in some}
         for address in [a for a in list(self._known) if a not in named]:
             self._known.pop(address, None)
@@ -274,6 +279,6 @@ class Cluster:
 
 
 def control(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:
-    """Send a control request until it is answered for good; the JSON value of the answer."""
+    """Send a control request, retrying transient failures; return the JSON value of the answer."""
     response = yield from deliver(request, deadline, backoff)
     return json_of(response)

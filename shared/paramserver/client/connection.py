@@ -1,11 +1,11 @@
 """One blocking HTTP/2 connection to a shard, used by one request at a time.
 
-A body goes from the caller's memory into the socket, an answer from the socket to where it is wanted; nothing else is
-copied, and no second thread is woken.  Against a general client that saves what counts here: a small round trip costs
-two system calls.
+A body goes from the caller's memory to the socket, an answer from the socket to its destination; nothing else is
+copied, and no second thread is woken.  Compared with a general-purpose client this saves what matters here: a small
+round trip costs two system calls.
 
-A shard that stands still keeps its socket open.  So one that is silent for a while is sent a ping; if nothing comes
-of it either, its answer is waited for no longer.
+A stalled shard keeps its socket open.  So a shard that is silent for a while is sent a ping; if that goes unanswered
+too, the request fails.
 """
 
 import socket
@@ -28,56 +28,56 @@ _READ_BYTES: Final = 256 << 10
 
 
 def cut(connected: socket.socket) -> None:
-    """Whoever uses it in another thread reads its end, and can write no more."""
+    """Shut the socket down: a thread that is using it reads end-of-file, and can no longer write."""
     with suppress(OSError):
-        # Not the method of TLS: it ends the encryption first, and what is being written would go on without.
+        # Not SSLSocket.shutdown: it drops TLS first, so that a write in progress would go on unencrypted.
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 class Connection:
-    """An open connection.  Raises OSError, also for what is no HTTP/2."""
+    """An open connection.  Its methods raise OSError, also if the peer does not speak HTTP/2."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket: Final = connected
         self._gathers = type(connected) is socket.socket and hasattr(connected, "sendmsg")
-        """Whether it takes several pieces at once; under TLS it does not."""
+        """Whether the socket supports scatter/gather I/O (`sendmsg`, `recvmsg_into`); not under TLS."""
         self._can_wait = (
             sys.platform == "linux" and type(connected) is socket.socket and connected.family != socket.AF_UNIX
         )
-        """Whether the kernel takes more than a byte for too little; under TLS nobody knows how much it is."""
+        """Whether SO_RCVLOWAT can delay reads until enough is there; not under TLS, where the size is unknown."""
         self._awaited = 1
-        """How many bytes must be here before they are read."""
+        """Bytes that must have arrived before the next read (SO_RCVLOWAT)."""
         self._slow = False
-        """Whether they came far between, so that each counts."""
+        """Whether bytes arrive slowly: from then on, until the next request, each read takes whatever has arrived."""
         self._client = Client()
         self._room = memoryview(bytearray(_READ_BYTES))
         self._give_up_at = 0.0
         self._pinged = False
         self._waits_s = -1.0
-        """The socket's timeout."""
-        # Of a client that was dropped, not closed, nothing is left open.  No __del__: if the client is in a cycle, the
-        # socket may be collected first, and complain.
+        """The socket's current timeout, in seconds."""
+        # Closes the socket of a client that was dropped without close().  Not __del__: if the client is in a reference
+        # cycle, the socket may be collected first, with a ResourceWarning.
         weakref.finalize(self, connected.close).atexit = False
 
     @property
     def usable(self) -> bool:
-        """Whether another request can be sent on it."""
+        """Whether another request can be sent on this connection."""
         return self._client.usable
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self._client.usable = False
         self.socket.close()
 
     def cut(self) -> None:
-        """End, from another thread, what is being asked; nothing is asked on it again."""
+        """Abort, from another thread, the request in flight; the connection takes no more requests."""
         self._client.usable = False
         cut(self.socket)
 
     def ask(self, headers: Sequence[Header], body: Sequence[memoryview], sink: Sink | None, timeout_s: float) -> Answer:
-        """Sends one request and gives its answer, whose body goes to `sink` if it is a 200.
+        """Send one request and return its answer; the body of a 200 goes to `sink`, if given.
 
-        Raises TimeoutError after `timeout_s` or when the shard is dead, Refused, and what the sink raises.
+        Raises TimeoutError after `timeout_s` or when the shard is found dead, Refused, and what the sink raises.
         """
         self._give_up_at = time.monotonic() + timeout_s
         self._wait_at_most(min(http2.SILENCE_S, timeout_s))
@@ -91,13 +91,13 @@ class Connection:
             if answer.failed is not None:
                 raise answer.failed
         except BaseException:
-            self._client.usable = False  # half a request, or an answer that would be taken for the next one's
+            self._client.usable = False  # half a request was sent, or its answer would be taken for the next one's
             raise
         finally:
-            self._client.close(stream)  # an idle connection keeps nobody's sink alive
+            self._client.close(stream)  # an idle connection must not keep a sink alive
         return answer
 
-    # What goes
+    # Sending
 
     def _send(self, stream: int, answer: Answer, body: Sequence[memoryview], left: int) -> None:
         client = self._client
@@ -111,14 +111,14 @@ class Connection:
                 left -= n
                 client.body(stream, n, ends=not left)
                 if left and len(client.unsent) + n <= PAYLOAD_BYTES_MAX:
-                    client.unsent += piece[:n]  # it goes with what follows
+                    client.unsent += piece[:n]  # sent with what follows
                 else:
                     self._flush(piece[:n])
                 piece = piece[n:]
         if client.unsent:
             self._flush()
         if left:
-            client.usable = False  # it has answered before it has heard all
+            client.usable = False  # the shard answered before it had the whole body
 
     def _flush(self, payload: memoryview | None = None) -> None:
         first, self._client.unsent = self._client.unsent, b""
@@ -138,7 +138,11 @@ class Connection:
             data = data[self._patiently(self.socket.send, data) :]
 
     def _patiently(self, send: Callable[[T], int], what: T) -> int:
-        """How much was sent; raises TimeoutError at the request's end, or when the shard has read nothing for long."""
+        """Call `send` and return the number of bytes sent; one socket timeout is tolerated.
+
+        Raises TimeoutError at the request's deadline, and when a second timeout follows (with a ping unanswered, at the
+        first): the shard has read nothing for too long.
+        """
         silent = self._pinged
         while True:
             try:
@@ -146,9 +150,9 @@ class Connection:
             except TimeoutError:
                 if silent or time.monotonic() >= self._give_up_at:
                     raise
-                silent = True  # what it reads after all says that it lives, as a ping would
+                silent = True  # if it reads after all, it lives, as the answer to a ping would show
 
-    # What comes
+    # Receiving
 
     def _read(self) -> None:
         left_s = self._give_up_at - time.monotonic()
@@ -162,7 +166,7 @@ class Connection:
             self._await(1 if place is None or self._slow else min(len(place), WAITED_BYTES))
             if place is None:
                 n = self.socket.recv_into(self._room)
-            elif self._gathers:  # what follows it is another frame's head
+            elif self._gathers:  # the bytes after it are the next frame's header
                 n = self.socket.recvmsg_into((place, self._room[:HEAD_BYTES]))[0]
             else:
                 n = self.socket.recv_into(place)
@@ -194,7 +198,10 @@ class Connection:
             self._waits_s = seconds
 
     def _await(self, size: int) -> None:
-        """So many bytes must be here before any are read; they will be: a frame that has begun has its window."""
+        """Have the next read wait for `size` bytes (SO_RCVLOWAT).
+
+        They will come: a DATA frame that has begun is within the flow-control window.
+        """
         if size != self._awaited and self._can_wait:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
             self._awaited = size

@@ -1,4 +1,4 @@
-"""Consistency modes, as arguments of `create_model` and `set`: when pushes are applied and who waits for whom."""
+"""Consistency modes for `create_model` and `set`: when pushes are applied, and which workers wait."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """What all modes take: how a gradient computed from an old version is treated."""
+    """Settings of all modes: how to treat a gradient computed from an old version."""
 
     mode: ClassVar[str]
     lag: Literal["ignore", "scale", "reject"] = field(default="ignore", kw_only=True)
@@ -14,25 +14,25 @@ class Consistency:
     lag_bound: int = field(default=16, kw_only=True)
 
     def document(self) -> dict[str, Any]:
-        """The JSON object of this mode."""
+        """Return the JSON object of this mode."""
         return {"mode": self.mode, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
 @dataclass(frozen=True, slots=True)
 class Async(Consistency):
-    """Every push is applied at once; nobody waits."""
+    """Every push is applied at once; no worker waits."""
 
     mode: ClassVar[str] = "async"
 
 
 @dataclass(frozen=True, slots=True)
 class SSP(Consistency):
-    """Applied at once; a worker waits while it is more than `staleness` clocks ahead of the slowest live one."""
+    """Pushes are applied at once; a worker waits while more than `staleness` clocks ahead of the slowest live one."""
 
     mode: ClassVar[str] = "ssp"
     staleness: int = 0
     min_workers: int = field(default=1, kw_only=True)
-    """Clock 0 opens when so many have joined."""
+    """Clock 0 opens when this many workers have joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class Sync(Consistency):
     quorum: float = 1.0
     """Fraction of the live workers whose gradients a commit needs, above 0 and at most 1."""
     quorum_count: int | None = field(default=None, kw_only=True)
-    """A number of workers in place of the fraction."""
+    """Number of workers, instead of the fraction."""
     late: Literal["drop", "fold"] = field(default="drop", kw_only=True)
-    """What becomes of a gradient that misses its commit: dropped, or folded into the next one."""
+    """What happens to a gradient that misses its commit: dropped, or folded into the next one."""
     min_workers: int = field(default=1, kw_only=True)
-    """Clock 0 opens when so many have joined."""
+    """Clock 0 opens when this many workers have joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffered(Consistency):
-    """A partition applies the mean of every `count` pushes, or of what it holds after `interval_ms`."""
+    """A partition applies the mean of every `count` pushes, or of those it holds after `interval_ms`."""
 
     mode: ClassVar[str] = "buffered"
     count: int = 8

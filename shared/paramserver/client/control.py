@@ -1,4 +1,4 @@
-"""The calls that are no push and no pull: models and their settings, values, data, metrics, checkpoints, runs."""
+"""Calls other than push and pull: models and their settings, values, data, metrics, checkpoints, runs."""
 
 import io
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ NPY: Final = "application/x-npy"
 
 
 class Point(NamedTuple):
-    """One value of a metric, as a worker reported it."""
+    """One value of a metric, as reported by a worker."""
 
     time_s: float
     """Seconds since the Unix epoch."""
     clock: int | None
-    """Iterations the worker had finished."""
+    """Number of iterations the worker had finished."""
     worker: str
     value: float
 
@@ -35,10 +35,10 @@ class Point(NamedTuple):
 def create_model(
     cluster: Cluster, body: Mapping[str, Any], uploads: Mapping[str, AnyArray], deadline: Deadline, *, exist_ok: bool
 ) -> Call[ModelMap]:
-    """Create a model and upload its first values; returns once it can be pulled.
+    """Create a model and upload its initial values; return its map once it can be pulled.
 
-    Raises ConflictError (`model_exists`) if a model of that name is there with another spec, or with the same one and
-    not `exist_ok`.
+    Raises ConflictError (`model_exists`) if a model of that name exists with another spec, or with the same one and
+    without `exist_ok`.
     """
     backoff = Backoff(deadline)
     maybe_mine = False
@@ -62,7 +62,7 @@ def create_model(
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
             return (yield from cluster.learn(doc, deadline))
-        # Somebody else is uploading; if they give up, the token passes to whoever asks next.
+        # Another client is uploading.  If it gives up, the token goes to the next client that asks.
         maybe_mine = True
         if deadline.left_s() <= 0.2:
             raise problem("initializing", f"the first values of model '{body['name']}' are still being uploaded")
@@ -70,7 +70,7 @@ def create_model(
 
 
 def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap]:
-    """The model's map once its first values are complete.  Raises Unavailable (`initializing`) at the deadline."""
+    """Wait for the initial values; return the model's map.  Raises Unavailable (`initializing`) at the deadline."""
     while True:
         doc = yield from control(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
         if doc.get("state", "ready") == "ready":
@@ -81,7 +81,7 @@ def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMa
 
 
 def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token: str | None = None) -> Call[Any]:
-    """Assign one parameter, or upload its first values under a token."""
+    """Assign one parameter or, with a token, upload its initial values."""
     file = io.BytesIO()
     if values.dtype.name == "bfloat16" or values.dtype.kind != "f" or values.dtype.itemsize > 8:
         values = values.astype(np.float32)
@@ -97,7 +97,7 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
 
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
-    """Give parameters new values; shapes and numbers are checked before anything is sent."""
+    """Assign new values to parameters; shapes and numbers are checked before anything is sent."""
     held = yield from cluster.map_of(model, deadline)
     errors = unknown(held.layout, [name for name in values if name not in held.layout.by_name])
     arrays: dict[str, AnyArray] = {}
@@ -120,7 +120,7 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
 
 
 def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[Mapping[str, Any]]:
-    """Change settings; the model's document afterwards."""
+    """Change settings; return the updated document of the model."""
     doc = yield from control(json_request("PATCH", model_path(model), patch), deadline)
     yield from cluster.learn(doc, deadline)
     found: Mapping[str, Any] = doc
@@ -128,7 +128,7 @@ def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline
 
 
 def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]:
-    """Remove a model; one that is gone already after an attempt in doubt counts as removed."""
+    """Delete a model; if an earlier attempt is in doubt, a model that no longer exists counts as deleted."""
     backoff = Backoff(deadline)
     cluster.forget(model)
     while True:
@@ -142,19 +142,19 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
 
 
 def fetch(path: str, deadline: Deadline) -> Call[Any]:
-    """The JSON value of a GET."""
+    """Return the JSON value of a GET."""
     return (yield from control(json_request("GET", path, timeout_s=ATTEMPT_S), deadline))
 
 
 def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
-    """The JSON value that a control request is answered with, which is sent again until it is."""
+    """Send a control request, retrying transient failures; return the JSON value of the answer."""
     return (yield from control(json_request(method, path, body), deadline))
 
 
 def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
-    """The JSON value of a POST that takes its time and does something anew each time: a checkpoint, a run.
+    """Send a slow POST that is not idempotent (a checkpoint, a run); return the JSON value of the answer.
 
-    Where it may have been done it is not sent again: raises InDoubt.
+    It is not sent again if it may have been executed: raises InDoubt then.
     """
     backoff = Backoff(deadline)
     while True:
@@ -170,7 +170,7 @@ def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
 
 
 def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
-    """All items of a list, page by page."""
+    """Return all items of a paginated list."""
     items: list[Any] = []
     after: str | None = None
     while True:
@@ -183,7 +183,7 @@ def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
 
 
 def metric_points(model: str, name: str, deadline: Deadline) -> Call[list[Point]]:
-    """The points of one metric, oldest first; none if nobody has reported it."""
+    """Return the points of one metric, oldest first; none if no worker has reported it."""
     if not isinstance(name, str):
         raise problem("invalid_field", f"the name of a metric is text, not {name!r:.40}", where="name")
     series = yield from listed(f"{model_path(model, 'metrics')}?name={quote(name, safe='')}", deadline)
@@ -199,7 +199,7 @@ def dataset_document(
     epochs: int | None,
     assignment: str,
 ) -> dict[str, Any]:
-    """The body that registers a dataset.  Raises RequestError (`invalid_field`), in the words of its caller."""
+    """Return the body that registers a dataset.  Raises RequestError (`invalid_field`) naming the caller's argument."""
     passes = None if epochs is None else whole_number("epochs", epochs, 1)
     body: dict[str, Any] = {"dataset": dataset, "passes": passes, "assignment": assignment}
     if ranges is not None:
@@ -230,7 +230,7 @@ def run_document(
     evaluate_every: int,
     checkpoint_every: int,
 ) -> dict[str, Any]:
-    """The body that starts a run."""
+    """Return the body that starts a run."""
     body: dict[str, Any] = {
         "model": model,
         "entry": entry,

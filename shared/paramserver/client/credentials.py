@@ -1,4 +1,4 @@
-"""What a client shows and whom it believes: its token, and the authority of the cluster's certificates."""
+"""A client's credentials: its bearer token, and the certificate authorities it trusts."""
 
 import os
 import re
@@ -19,18 +19,18 @@ _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIF
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A bearer token, and certificates that are trusted besides those of the system."""
+    """A bearer token, and certificates trusted in addition to the system's."""
 
     token: str = field(default="", repr=False)
     """Empty: none is sent."""
     authorities: tuple[str, ...] = field(default=(), repr=False)
-    """Certificates in PEM."""
+    """Certificates in PEM format."""
 
     @classmethod
     def of(cls, token: str | None, ca: str | os.PathLike[str] | None, *, origin: str = "ca") -> "Credentials":
-        """Credentials of a token and a file of certificates, either of which may be missing; `origin` names the file.
+        """Return credentials from a token and a file of certificates, both optional; errors name the file by `origin`.
 
-        Raises RequestError (`invalid_field`) for a file without certificates, or a token that no header can hold.
+        Raises RequestError (`invalid_field`) for a file without certificates, or a token that cannot be a header value.
         """
         token = (token or "").strip()
         if not is_token(token):
@@ -41,7 +41,7 @@ class Credentials:
     def found(
         cls, token: str | None, ca: str | os.PathLike[str] | None, environment: Mapping[str, str]
     ) -> "Credentials":
-        """Those given, else those of PARAMSERVER_TOKEN (or the file PARAMSERVER_TOKEN_FILE) and PARAMSERVER_CA.
+        """Return those given, else those of PARAMSERVER_TOKEN (or the file PARAMSERVER_TOKEN_FILE) and PARAMSERVER_CA.
 
         Raises RequestError (`invalid_field`) like `of`.
         """
@@ -56,8 +56,8 @@ class Credentials:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
     def context(self) -> "ssl.SSLContext":
-        """How a client of the standard library checks certificates."""
-        import ssl  # takes some milliseconds, for those only who use it
+        """Return an SSL context for clients of the standard library that trusts these authorities too."""
+        import ssl  # imported only where used: it takes some milliseconds
 
         context = ssl.create_default_context()
         for certificate in self.authorities:
@@ -66,11 +66,11 @@ class Credentials:
 
 
 NO_CREDENTIALS: Final = Credentials()
-"""No token, and no authorities but those of the system."""
+"""No token, and only the system's authorities."""
 
 
 def is_token(text: str) -> bool:
-    """Whether a header can hold that as a token; so it can none at all."""
+    """Whether `text` can be sent as a token in a header; an empty string, meaning no token, is accepted."""
     return text.isascii() and text.isprintable() and " " not in text
 
 

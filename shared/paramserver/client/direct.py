@@ -1,6 +1,7 @@
-"""Requests straight to shards, over HTTP/2 on TCP, TLS or a Unix socket; see `connection` and `aio_connection`.
+"""Requests sent directly to shards, over HTTP/2 on TCP, TLS or a Unix socket; see `connection` and `aio_connection`.
 
-One that breaks on a kept connection is sent again on another one: whatever changes something carries its id.
+If a kept connection breaks, its request is sent again on another one.  This is safe, because every request that changes
+something carries its id.
 """
 
 import asyncio
@@ -27,27 +28,27 @@ from paramserver.wire.http2 import Header
 
 SCHEME: Final = "unix://"
 CONNECT_S: Final = 3.0
-"""How long a connection may take to come about."""
+"""Timeout for establishing a connection."""
 _KEPT_MAX: Final = 16
-"""Idle connections kept for each address."""
+"""Idle connections kept per address."""
 _BROKEN: Final = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError, Refused)
-"""The connection has ended, or takes no more requests."""
+"""Errors that mean that the connection has ended, or takes no more requests."""
 _CHANGES_NOTHING: Final = ("/pull", "/slots")
-"""What is sent like a change, and may be done in vain."""
+"""Paths of POST requests that may be executed twice or for nothing; an unused slot expires."""
 
 
 def path_of(address: str) -> str:
-    """The file system path of a `unix://` address."""
+    """Return the file system path of a `unix://` address."""
     return unquote(address.removeprefix(SCHEME))
 
 
 def here(address: str) -> bool:
-    """Whether that socket is one of this machine's; another one may advertise it all the same."""
+    """Whether the socket of this address exists on this machine; shards of other machines advertise theirs, too."""
     return hasattr(socket, "AF_UNIX") and os.path.exists(path_of(address))
 
 
 def unreachable(url: str, reason: str) -> PsError:
-    """The error of a URL where nobody answers, or nobody who is trusted."""
+    """Return the error for a URL where no node answers, or one whose certificate is not trusted."""
     if "certificate" in reason:
         hint = "ca= or PARAMSERVER_CA is a file of the authorities to be trusted"
         return problem("unreachable", f"{url} is not trusted ({reason})", hint=hint)
@@ -55,12 +56,12 @@ def unreachable(url: str, reason: str) -> PsError:
 
 
 def changes_nothing(request: Request) -> bool:
-    """Whether it may be done twice, or in vain."""
+    """Whether the request may be executed twice, or for nothing."""
     return request.method == "GET" or request.path in _CHANGES_NOTHING
 
 
 class _Messages:
-    """Requests as they travel, and what their outcomes mean."""
+    """The encoding of requests, common to both transports."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -89,9 +90,9 @@ def _response(answer: Answer, address: str) -> Response:
 
 
 def _failure(error: Exception, request: Request, address: str) -> PsError:
-    """What it means for a request that `error` ended it, where nobody knows what was done."""
+    """Return the outcome of a request that `error` ended when it may have been executed already."""
     if isinstance(error, PsError):
-        return error  # what the sink found wrong
+        return error  # raised by the sink
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
     if isinstance(error, _BROKEN):
@@ -100,14 +101,14 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
 
 
 def _gone(error: OSError, request: Request, address: str, first: Exception | None) -> PsError:
-    """What it means that no connection came about, where `first` had ended the request on a kept one, if any."""
+    """Return the outcome of a request when connecting failed; `first`: how it failed before, on a kept connection."""
     if changes_nothing(request) or first is None or isinstance(first, Refused):
         return _nobody(error, address)
-    return _failure(first, request, address)  # the shard may have heard it, and died then
+    return _failure(first, request, address)  # the shard may have received it before it died
 
 
 def _left_s(deadline: Deadline) -> float:
-    """For another attempt; a socket takes 0 for something else."""
+    """Return the seconds left for another attempt, above 0: a timeout of 0 would make the socket non-blocking."""
     return max(deadline.left_s(), 0.001)
 
 
@@ -115,28 +116,28 @@ def _nobody(error: OSError, address: str) -> PsError:
     if isinstance(error, TimeoutError):
         reason = "timed out"
     elif isinstance(error, ConnectionRefusedError):
-        reason = "connection refused"  # asyncio tells of its own call in its place
+        reason = "connection refused"  # asyncio's strerror tells of its own connect call instead
     else:
         reason = error.strerror or str(error) or type(error).__name__
     return unreachable(address, reason.lower())
 
 
 class DirectTransport(_Messages):
-    """Blocks, with one request at a time on a connection; safe to share between threads, and after a fork."""
+    """The blocking transport: one request at a time per connection; safe to share between threads, and after a fork."""
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
         self._begin()
-        in_child(self._begin)  # the parent's connections are the parent's
+        in_child(self._begin)  # the connections are the parent's
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._idle = defaultdict[str, list[Connection]](list)
 
     def send(self, request: Request, address: str, within: Interruptible | None = None) -> Outcome:
-        """The outcome of one request to the shard at that address.
+        """Send one request to the shard at that address, and return the outcome.
 
-        Raises GivenUp where the call that it is a part of has been interrupted (`within`).
+        Raises GivenUp if the call that it belongs to (`within`) has been interrupted.
         """
         deadline = Deadline(time.monotonic() + request.timeout_s)
         with self._lock:
@@ -146,7 +147,7 @@ class DirectTransport(_Messages):
         if connection is not None:
             try:
                 return self._attempt(connection, request, address, request.timeout_s, within)
-            except _BROKEN as e:  # the shard had closed the idle connection: a fresh one
+            except _BROKEN as e:  # the shard had closed the idle connection: use a fresh one
                 first = e
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
@@ -164,7 +165,7 @@ class DirectTransport(_Messages):
     def _attempt(
         self, connection: Connection, request: Request, address: str, timeout_s: float, within: Interruptible | None
     ) -> Outcome:
-        """The outcome on that connection; raises what says that it has ended."""
+        """Return the outcome on that connection; raises an error of `_BROKEN` if the connection has ended."""
         body = self._body(request)
         try:
             with touching(within, connection.cut):
@@ -204,14 +205,14 @@ class DirectTransport(_Messages):
             raise
 
     def _let_go(self, address: str) -> None:
-        """Nobody is there: of the connections that were kept, the next request need not find out one by one."""
+        """Close the idle connections to an address that is down, so that no later request tries them one by one."""
         with self._lock:
             idle = self._idle.pop(address, [])
         for connection in idle:
             connection.close()
 
     def _forget_gone(self) -> None:
-        """Sockets of this machine that are no more are asked nothing again, so nobody would find out."""
+        """Close idle connections to Unix sockets that are gone: no later request would find them broken."""
         with self._lock:
             gone = [address for address in self._idle if address.startswith(SCHEME) and not here(address)]
         for address in gone:
@@ -226,7 +227,7 @@ class DirectTransport(_Messages):
 
 
 class AsyncDirectTransport(_Messages):
-    """On an event loop, with many requests at a time on a connection."""
+    """The transport for an event loop: many concurrent requests per connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
@@ -235,10 +236,10 @@ class AsyncDirectTransport(_Messages):
         self._connecting = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def send(self, request: Request, address: str) -> Outcome:
-        """The outcome of one request to the shard at that address."""
+        """Send one request to the shard at that address, and return the outcome."""
         if self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
-            self._connections.clear()  # whose loop has ended
+            self._connections.clear()  # they belong to another loop, which has ended
             self._connecting.clear()
         deadline = Deadline(time.monotonic() + request.timeout_s)
         body = self._body(request)
@@ -263,11 +264,11 @@ class AsyncDirectTransport(_Messages):
             return _failure(e, request, address)
 
     def _kept(self, address: str, tried: AsyncConnection | None = None) -> AsyncConnection | None:
-        """One that takes another request, and has not been tried with this one."""
+        """Return a connection, other than `tried`, that takes another request; None if there is none."""
         return next((c for c in self._connections[address] if c.usable and not c.full and c is not tried), None)
 
     async def _another(self, address: str, tried: AsyncConnection | None, timeout_s: float) -> AsyncConnection:
-        """A fresh one, unless another task has made it meanwhile."""
+        """Return a fresh connection, or one that another task has made meanwhile."""
         async with asyncio.timeout(timeout_s), self._connecting[address]:
             if (kept := self._kept(address, tried)) is not None:
                 return kept
@@ -277,7 +278,7 @@ class AsyncDirectTransport(_Messages):
             return connection
 
     def _forget_gone(self) -> None:
-        """Of addresses that nobody is connected or connecting to, nothing is kept."""
+        """Drop the entries of addresses without an open or pending connection."""
         for address in [a for a, some in self._connections.items() if all(c.is_closed for c in some)]:
             del self._connections[address]
         for address in [a for a, lock in self._connecting.items() if not lock.locked()]:
@@ -305,7 +306,7 @@ class AsyncDirectTransport(_Messages):
 
 
 def _host(address: str) -> tuple[str, int, bool]:
-    """Whom an address names: host, port, and whether it is spoken to in TLS."""
+    """Return the host and port of an address, and whether it uses TLS."""
     parts = urlsplit(address)
     secure = parts.scheme == "https"
     return parts.hostname or "", parts.port or (443 if secure else 80), secure
@@ -315,7 +316,7 @@ def _host(address: str) -> tuple[str, int, bool]:
 def _encoded(
     method: str, address: str, path: str, own: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
-    """What a request asks of whom, and its own headers, as they travel."""
+    """Return the encoded pseudo-headers of a request, and its own headers, encoded."""
     authority, prefix = ("localhost", "") if address.startswith(SCHEME) else urlsplit(address)[1:3]
     target = (
         (b":method", method.encode()),

@@ -1,4 +1,4 @@
-"""Gradients in a codec (docs/codecs.md), and the memory of what a lossy codec left out of them."""
+"""Gradients encoded with a codec (docs/codecs.md), and error feedback for the lossy ones."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,10 +17,10 @@ from paramserver.types import F32, AnyArray, DType
 
 
 class Feedback:
-    """What int8 and topk have left out of a worker's pushes so far, partition by partition; it is added to the next.
+    """Error feedback of a worker: the residual that int8 and topk left out of its pushes so far, for each partition.
 
-    A push takes it out (see `Draft`), so of several under way at once only one sends it.  Takes twice the model's size
-    in float32, and more for each push beside another.  Safe between threads.
+    It is added to the next push, which removes it from here (see `Draft`): of several pushes in flight only one sends
+    it.  Uses twice the model's size in float32, and more for each concurrent push.  Safe between threads.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Feedback:
         self._spare: dict[int, F32] = {}
 
     def take(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
-        """(what was left out of that partition so far, which is forgotten here; memory for what is left out now)."""
+        """Remove and return (the partition's residual, if any; a buffer for the residual of the new push)."""
         with self._lock:
             if generation > self._generation:
                 self._generation, self._left, self._spare = generation, {}, {}
@@ -40,7 +40,7 @@ class Feedback:
         return left, np.empty(size, np.float32) if room is None else room
 
     def add(self, generation: int, partition: int, left: F32, room: F32 | None) -> None:
-        """That much is left out of the partition; `room` is memory that nobody reads any more."""
+        """Add `left` to the partition's residual; `room` is a buffer no longer in use, kept for reuse."""
         with self._lock:
             if generation != self._generation:
                 return
@@ -52,16 +52,16 @@ class Feedback:
                 self._spare[partition] = room
 
     def norm(self) -> float:
-        """2-norm of all that is left out."""
+        """Return the 2-norm of all residuals."""
         with self._lock:
             return hypot(*(float(np.linalg.norm(a)) for a in self._left.values()))
 
 
 class Draft:
-    """What one push has taken out of a worker's memory, and what it leaves out itself.
+    """The residuals that one push has taken from a worker's feedback, and the new ones that it leaves.
 
-    Either goes there in the end: what it leaves out where the push was accepted, what it took where it was not, or came
-    too late to be applied.
+    For each partition one of the two goes back to the feedback: the new one if the push was accepted there, the old one
+    if it was not, or came too late to be applied.
     """
 
     def __init__(self, feedback: Feedback) -> None:
@@ -80,17 +80,17 @@ class Draft:
             self.give_back()
 
     def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
-        """(what was left out of that partition so far, where to write what is left out now), float32 of that size."""
+        """Return (the partition's residual so far, if any; where to write its new one), float32 of that size."""
         residual, left = self._feedback.take(generation, partition, size)
         self._parts[partition] = (generation, residual, left)
         return residual, left
 
     def encoded(self, gradient: "Encoded") -> None:
-        """The push is of what an encoder with a memory of its own has made: that is told what was accepted."""
+        """Note that the push sends `gradient`: if its encoder keeps its own residuals, tell it what is accepted."""
         self._theirs, self._kept = set(gradient.parts), gradient.kept
 
     def accepted(self, parts: Collection[int]) -> None:
-        """The push was, on those partitions, whatever becomes of it on others."""
+        """Keep the new residuals of these partitions, where the push was accepted; it may still fail on others."""
         for partition in parts:
             if (taken := self._parts.pop(partition, None)) is not None:
                 generation, residual, left = taken
@@ -101,11 +101,11 @@ class Draft:
             self._kept(theirs)
 
     def keep(self) -> None:
-        """The push was accepted."""
+        """Keep all new residuals: the push was accepted."""
         self.accepted([*self._parts, *self._theirs])
 
     def give_back(self) -> None:
-        """It was not, or is begun anew."""
+        """Put the old residuals back: the push was not accepted, or starts over."""
         for partition, (generation, residual, left) in self._parts.items():
             if residual is not None:
                 self._feedback.add(generation, partition, residual, left)
@@ -113,7 +113,7 @@ class Draft:
 
 
 def drafted(feedback: Feedback | None) -> AbstractContextManager[Draft | None]:
-    """The draft of one push, of a sender that remembers: kept if the block ends well, else given back."""
+    """Return the draft of one push, None without feedback; it is kept if the block succeeds, else given back."""
     return _NOTHING if feedback is None else Draft(feedback)
 
 
@@ -121,30 +121,30 @@ _NOTHING = nullcontext[None]()
 
 
 class Encoded(Struct, frozen=True):
-    """A gradient whose parts are encoded already."""
+    """A gradient whose parts are already encoded."""
 
     selection: Selection
     codec: Codec
     parts: Mapping[int, tuple[AnyArray, int]]
-    """partition -> (its bytes as they travel, uint8; their number before the second stage)."""
+    """partition -> (its bytes as sent, uint8; their number before the second stage)."""
     norm: float | None
     """2-norm of what the parts decode to."""
     generation: int
-    """The creation of the model that it fits."""
+    """The model generation that it was made for."""
     kept: Callable[[Collection[int]], None] | None = None
-    """Told of the partitions on which its push was accepted, of each once: of an encoder with a memory of its own."""
+    """Called with the partitions that accepted the push, each once; set by encoders that keep their own residuals."""
 
     @property
     def dtype(self) -> DType:
-        """What a reader that knows no codecs is told."""
+        """The dtype given in the frame, for readers that know no codecs."""
         return "float32"
 
     def sizes(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
-        """For each part its bytes in the body, and before the second stage."""
+        """Return for each part its bytes in the body, and before the second stage."""
         return [(self.parts[p.partition][0].size, self.parts[p.partition][1]) for p in parts]
 
     def body_bytes(self, parts: Sequence[Part]) -> int:
-        """Length of a body of these parts."""
+        """Return the size, in bytes, of a body of these parts."""
         return sum(self.parts[p.partition][0].size for p in parts)
 
     def write(self, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
@@ -157,7 +157,7 @@ class Encoded(Struct, frozen=True):
         assert at == out.size
 
     def views(self, parts: Sequence[Part], scan: Scan) -> list[memoryview] | None:
-        """The parts where they lie, if they are large."""
+        """Return the parts in place, without a copy; None if they are small."""
         if self.body_bytes(parts) < VIEW_BYTES_MIN * max(1, len(parts)):
             return None
         return [self.parts[p.partition][0].data for p in parts]
@@ -173,10 +173,10 @@ def ready(
     draft: Draft | None,
     partitions: frozenset[int] | None = None,
 ) -> Content:
-    """What a push sends of `grads`: elements of a dtype, or encoded parts; only of `partitions` where that is given.
+    """Return what a push of `grads` sends, elements of a dtype or encoded parts; limited to `partitions` if given.
 
-    Raises what `gradients.prepare` does; RequestError (`invalid_encoding`) where a codec of whole partitions gets less,
-    (`invalid_field`) where it has no memory of what it leaves out, (`non_finite`).
+    Raises what `gradients.prepare` does; RequestError (`invalid_encoding`) if a codec of whole partitions gets only a
+    part of one, (`invalid_field`) if a lossy codec has no error feedback (`draft`), (`non_finite`).
     """
     if isinstance(grads, Encoded):
         if grads.generation != generation:
@@ -197,7 +197,7 @@ def ready(
 
 
 def codec_of(text: str | None, dtype: str | None, default: Codec | None) -> Codec | None:
-    """The codec of one call: what it names, else the default unless it names a dtype.  Raises RequestError."""
+    """Return the codec of one call: the one named, else the default unless a dtype is named.  Raises RequestError."""
     if text is None:
         return default if dtype is None else None
     if dtype is not None:
@@ -213,7 +213,7 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
             raise _partial(codec, part)
     out: dict[int, tuple[AnyArray, int]] = {}
     norms: list[float] = []
-    scan = Scan(exact=False)  # for NaN alone: the norm is that of what is sent
+    scan = Scan(exact=False)  # only to find NaN and infinity: the norm is that of the encoded values
     for part in gradient.selection.parts:
         values = as_it_lies = _as_it_lies(gradient, part)
         if values is None:
@@ -234,7 +234,7 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
 
 
 def _as_it_lies(gradient: Gradient, part: Part) -> F32 | None:
-    """The part's values, where the caller's array has them end to end in float32: the encoder tests them itself."""
+    """Return the part in place if it is contiguous float32 in the caller's array (the encoder checks it), else None."""
     if len(part.pieces) != 1:
         return None
     piece = part.pieces[0]
@@ -254,7 +254,7 @@ def _packed(gradient: Gradient, codec: Codec, generation: int) -> Encoded:
 
 
 def stored(codec: Codec, data: AnyArray) -> tuple[AnyArray, int]:
-    """(a part's bytes as they travel, their number before the second stage)."""
+    """Return (a part's bytes as sent, their number before the second stage)."""
     if codec.stage is None:
         return data, data.size
     from paramserver.codecs.stage import pack

@@ -1,7 +1,7 @@
-"""Requests in binary frames, and what their answers are read into.
+"""Requests as binary frames, and the sinks that their answers are read into.
 
-One request to a shard holds all the partitions it owns that the call touches.  A push's body is sent from where the
-caller's arrays lie, or written once, straight from them; a pull's body goes chunk by chunk into the caller's vector.
+One request to a shard covers all the partitions it owns that the call touches.  A push's body is sent in place from the
+caller's arrays, or copied once, straight from them; a pull's body goes chunk by chunk into the caller's vector.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ _HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
 
 class PushTerms(Struct, frozen=True):
-    """What is said of a push besides its values; the same on every shard and in every attempt."""
+    """Parameters of a push besides its values; the same for every shard and every attempt."""
 
     push_id: PushId
     clock: int | None = None
@@ -48,43 +48,43 @@ class PushTerms(Struct, frozen=True):
     ack: str | None = None
     timeline: int | None = None
     base: Any = None
-    """partition -> (version, incarnation) of the values it was computed from, or None."""
+    """partition -> (version, incarnation) of the values that the gradient was computed from, or None."""
     ends_s: float | None = None
-    """sync: the push ends its worker's iteration, and so long it waits for the others; None: it does not."""
+    """sync: seconds that the shards wait for the commit, if the push ends its worker's iteration; None: it does not."""
 
 
 class PullTerms(Struct, frozen=True):
-    """What is said of a pull besides the partitions."""
+    """Parameters of a pull besides the partitions."""
 
     dtype: DType
-    """In which the values travel."""
+    """Wire dtype of the values."""
     min_version: int = 0
     timeline: int | None = None
     whole: bool = False
-    """The values of the whole model: a shard of this machine may lend them in place of sending them."""
+    """Whether the whole model is pulled; shards on this machine may then lend the values instead of sending them."""
     min_clock: int = 0
-    """sync: commits that they have in them at least."""
+    """sync: number of commits that the values must include."""
 
 
 class Outgoing:
-    """The frames of one push, one for each way its parts take; a norm is known when all have been written."""
+    """The frames of one push, one per route; the norm is known once all have been written."""
 
     def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False) -> None:
-        """`mapped`: the values that the push makes are wanted next."""
+        """`mapped`: ask shards on this machine to lend the values that the push makes, as they will be pulled next."""
         self._mapped = mapped
         self._ends_s = terms.ends_s
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
         self.place: Final = gradient.place if isinstance(gradient, Gradient) else None
-        """Where the gradient lies, if that may be slots."""
+        """The gradient's memory, if slots can be mapped over it; else None."""
 
     def slot_bytes(self, to: str | None, parts: Sequence[Part]) -> int:
-        """Bytes of the slot that these parts are worth writing into; 0 if they are to be sent."""
+        """Return the size of the slot to write these parts into; 0 if they are to be sent over the connection."""
         size = self._gradient.body_bytes(parts) if is_same_host(to) else 0
         return size if SLOT_BYTES_MIN <= size else 0
 
     def lies_in(self, to: str, parts: Sequence[Part]) -> Slot | None:
-        """The slot of that shard in which these parts lie already."""
+        """Return the slot of that shard in which these parts already are, if any."""
         return None if self.place is None else self.place.slot(to, parts)
 
     def requests(
@@ -95,15 +95,15 @@ class Outgoing:
         pull: PullTerms | None,
         wait_s: float,
     ) -> list[Request]:
-        """One request for each (way, parts); raises RequestError (`non_finite`) before any is sent.
+        """Return one request for each (address, parts); raises RequestError (`non_finite`) before any is sent.
 
-        The first call must cover the whole gradient.  With `pull` they are pushpulls, without their sinks yet.
-        One shard alone refuses NaN as a whole, so what is for it is not always looked at: see `explain`.
+        The first call must cover the whole gradient.  With `pull` they are pushpulls, whose sinks are added later.
+        A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
         clips = held.spec.optimizer.clip_norm is not None
         scan = Scan(exact=clips, look=clips or len(groups) > 1)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
-        # Only where one attempt brings all of it do the shards know among them that it is whole.
+        # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
         ends_s, self._ends_s = self._ends_s, None
         ends = None if ends_s is None else (len(groups), ends_s)
         for to, parts in groups:
@@ -111,7 +111,7 @@ class Outgoing:
             header = self._frame(held, to, parts, pull, wait_s, ends, slot)
             size = self._gradient.body_bytes(parts)
             if slot is not None:
-                # One that lies there is only looked at, or written onto itself where views do not tell enough.
+                # A gradient already in its slot is only scanned, or written onto itself where `views` cannot scan it.
                 if not slot.lies or (scan.look and self._gradient.views(parts, scan) is None):
                     self._gradient.write(parts, slot.memory[:size].data, scan)
             prefix, body = encode_header(header), None
@@ -135,7 +135,7 @@ class Outgoing:
         return out
 
     def explain(self, refused: PsError) -> None:
-        """Raise RequestError (`non_finite`) that names the parameters, where a shard refused it for that."""
+        """If a shard refused the push for NaN or infinity, raise RequestError (`non_finite`) naming the parameters."""
         if refused.code == "non_finite" and isinstance(self._gradient, Gradient):
             scan = Scan()
             self._gradient.find_bad(scan)
@@ -164,7 +164,7 @@ class Outgoing:
             parts=[PushPart(p.partition, base.get(p.partition), p.ranges) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
-            norm=None if held.spec.optimizer.clip_norm is None else 0.0,  # until it is known
+            norm=None if held.spec.optimizer.clip_norm is None else 0.0,  # placeholder until the norm is known
             ack=self._terms.ack,
             pull=None
             if pull is None
@@ -198,7 +198,7 @@ def pull_request(
     sink: "Incoming",
     same_host: SameHost,
 ) -> Request:
-    """One pull from one shard, or from the URL given where `to` is None."""
+    """Return one pull request, to one shard or, if `to` is None, to the URLs the client was given."""
     frame = PullFrame(
         model=held.name,
         generation=held.generation,
@@ -216,14 +216,14 @@ def pull_request(
 
 
 def push_reply(response: Response) -> PushReply:
-    """The reply that a good response to a push holds; raises PsError if it is something else."""
+    """Return the reply in a 2xx response to a push; raises PsError if it is something else."""
     if MEDIA_TYPE not in response.headers.get("content-type", ""):
         raise foreign(response)
     return decode_header(response.body, PushReply)[0]
 
 
 def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layout) -> Leased | None:
-    """The lease of whole partitions as float32 that came with an answer of the shard at that address."""
+    """Return the lease (whole partitions, float32) that came with an answer of the shard at `to`, if any."""
     if reply is None or reply.lease is None or to is None or len(reply.lease[1]) != len(reply.parts):
         return None
     number, files = reply.lease
@@ -233,7 +233,7 @@ def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layou
 
 
 class Incoming:
-    """The sink of one pull: reads the header, then copies the body into the caller's packed vector."""
+    """The sink of one pull: reads the header, then puts the body into the caller's packed vector."""
 
     def __init__(self, selection: Selection, parts: Sequence[Part], flat: AnyArray, dtype: DType) -> None:
         self._parts = {p.partition: p for p in parts}
@@ -243,7 +243,7 @@ class Incoming:
         self.begin()
 
     def begin(self) -> None:
-        """Forget an earlier attempt."""
+        """Discard an earlier attempt."""
         self.reply = None
         self._head = bytearray()
         self._places: list[memoryview] = []
@@ -258,24 +258,24 @@ class Incoming:
             raise problem("in_doubt", "the answer to a pull holds more than was asked for")
 
     def room(self) -> memoryview:
-        """Where the next bytes belong, as far as they are of one part; empty before its header and at the end."""
+        """Return the memory for the next bytes, up to the end of one part; empty before the body and after it."""
         return self._places[0] if self._places else memoryview(b"")
 
     def filled(self, size: int) -> None:
-        """So many bytes have been put there."""
+        """Note that `size` bytes were put into `room`."""
         self._places[0] = self._places[0][size:]
         if not self._places[0]:
             del self._places[0]
 
     def end(self) -> None:
-        """Check that all is here; widen bfloat16."""
+        """Check that the answer is complete; widen bfloat16."""
         if self.reply is None or self._places:
             raise problem("in_doubt", "the answer to a pull ended before it was complete")
         for bits, out in self._wide:
             bf16_bits_to_f32(bits, out)
 
     def _feed_head(self, data: memoryview) -> memoryview:
-        """Collect the prefix; what is left of `data` once it is whole."""
+        """Collect the header; return the rest of `data` once it is complete, else nothing."""
         if self._head:
             self._head += data
         head = self._head or data
@@ -291,7 +291,7 @@ class Incoming:
 
     def _place(self, reply: PullReply) -> None:
         if not reply.parts and reply.push is not None:
-            return  # a commit was awaited and did not come: what is pushed is there, and the values are asked for later
+            return  # the commit did not come in time: the push is accepted, and the values are pulled later
         if reply.dtype != self._dtype or sorted([p[0] for p in reply.parts]) != sorted(self._parts):
             raise problem("in_doubt", "the answer to a pull is not what was asked for")
         if reply.lease is not None:

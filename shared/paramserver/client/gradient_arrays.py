@@ -1,9 +1,9 @@
-"""Arrays to compute gradients in, whose memory becomes the slots that shards of this machine have lent.
+"""Arrays to compute gradients in, whose memory becomes the slots that shards on this machine have lent.
 
-The first push copies them into slots, like any gradient.  Then the slots' files are mapped where the arrays lie: what
-is computed there from now on lies where the shards read it, and the next push moves nothing.  A slot that cannot be
-used any more (its shard has kept it, or taken it back, or partitions have moved) gives way to private memory with the
-same contents, and the push after it begins anew.  Elsewhere, and wherever slots cannot be had, these are plain arrays.
+The first push copies them into slots, like any gradient.  Then the slots' files are mapped over the arrays' pages: what
+is computed there from now on is already where the shards read it, and the next push copies nothing.  A slot that can no
+longer be used (its shard has kept it, or taken it back, or partitions have moved) is replaced by private memory with
+the same contents, and the next push starts over.  On other machines, and without slots, these are plain arrays.
 """
 
 import logging
@@ -26,14 +26,14 @@ from paramserver.core.selection import Part, select
 log = logging.getLogger("paramserver")
 
 _ITEM: Final = 4
-"""Bytes of an element."""
+"""Bytes per element."""
 
 
 class GradientArrays(NamedArrays):
-    """Writable float32 arrays under parameter names, each a view of `flat`; zeros at first.
+    """Writable float32 arrays by parameter name, each a view of `flat`; initially zeros.
 
-    They belong to the process that asked for them (in a forked child they are zeros again), and are left alone while
-    a push of them is under way.
+    They belong to the process that asked for them (in a forked child they are zeros again), and must not be changed
+    while a push of them is in flight.
     """
 
     __slots__ = ("place",)
@@ -49,22 +49,22 @@ class GradientArrays(NamedArrays):
 
 @dataclass(slots=True)
 class _Mapped:
-    """A slot that lies in the arrays' place."""
+    """A slot mapped over the arrays' pages."""
 
     slot: Slot
     runs: tuple[Run, ...]
     parts: tuple[tuple[int, int], ...]
-    """(first, last) elements of what it holds, in its order; none once it is to give way."""
+    """Element ranges [start, stop) of the parts in the slot, in its order; empty once it is to be replaced."""
     pushing: bool = False
     ours: bool = True
-    """It is this client's, not the shard's."""
+    """Whether the slot is this client's, not the shard's."""
 
 
 class Place:
-    """Where gradients are computed, and which of its pages are slots; safe between threads.
+    """The memory that gradients are computed in, and which of its pages are slots; safe between threads.
 
-    It lasts as long as the memory, which any view of the arrays keeps: a slot that is lent to another push while
-    somebody can write to it here would change what is pushed.
+    It lives as long as the memory, which any view of the arrays keeps alive: if a slot went to another push while it
+    can still be written to here, those writes would change what is pushed.
     """
 
     def __init__(self, memory: mmap.mmap, same_host: SameHost) -> None:
@@ -78,7 +78,7 @@ class Place:
         weakref.finalize(memory, self._end).atexit = False
 
     def slot(self, address: str, parts: Sequence[Part]) -> Slot | None:
-        """The slot of that shard in which just these parts lie already; the push that is made now has it."""
+        """Return the shard's slot if it holds exactly these parts already, reserved for the current push; else None."""
         with self._lock:
             found = self._mapped.get(address)
             if found is None or found.pushing:
@@ -90,7 +90,7 @@ class Place:
             return found.slot
 
     def settled(self, slot: Slot, parts: Sequence[Part], *, ours: bool) -> None:
-        """A push in that slot is over; `ours`: the slot is this client's again.  Raises nothing for want of memory."""
+        """End a push in that slot; `ours`: the slot is this client's again.  Never raises for lack of memory."""
         with self._lock:
             if ours:
                 self._same_host.touch(slot)
@@ -103,9 +103,9 @@ class Place:
                 self._take(slot, parts)
 
     def _take(self, slot: Slot, parts: Sequence[Part]) -> None:
-        """Put the slot, which holds these very parts, where they lie; it is idle if that cannot be.
+        """Map the slot, which holds exactly these parts, over the arrays; if that is impossible, it becomes idle.
 
-        Of pushes that are made at once the first one's slots lie there, and the others' are as those of any gradient.
+        Of concurrent pushes only the first one's slots are mapped; the others' are used like those of any gradient.
         """
         runs = _runs(parts, self._size)
         if runs is None or slot.address in self._mapped or not self._make_way(runs):
@@ -117,7 +117,7 @@ class Place:
             slot.lies = True
         except OSError as error:
             self._same_host.tell(error)
-            self._give_up(slot.address)  # some of it may lie there
+            self._give_up(slot.address)  # a part of it may be mapped
 
     def _make_way(self, runs: Sequence[Run]) -> bool:
         others = [address for address, other in self._mapped.items() if _overlap(other.runs, runs)]
@@ -126,15 +126,15 @@ class Place:
         return all([self._give_up(address) for address in others])
 
     def _give_up(self, address: str) -> bool:
-        """That slot is no longer the arrays' memory, and idle if no push has it; they keep their contents.
+        """Replace the slot by private memory with the same contents; the slot becomes idle if no push uses it.
 
-        Where there is no memory for that (False) they stay in it, no push uses it, and the next one tries this again.
-        If the shard may be reading it, they cannot be written to until then.
+        If there is no memory for that, return False: the arrays stay in the slot, no push uses it, and the next push
+        tries again.  Until then the arrays are read-only if the shard may be reading the slot.
         """
         found = self._mapped[address]
         found.slot.lies, found.parts = False, ()
         if not found.ours:
-            found.slot.memory = np.empty(0, np.uint8)  # mapped a second time; what is needed now is no more than that
+            found.slot.memory = np.empty(0, np.uint8)  # drops the other mapping: only that in the arrays is needed
         try:
             self._room.keep(found.runs)
         except OSError as error:
@@ -149,13 +149,13 @@ class Place:
         return True
 
     def _end(self) -> None:
-        """No array is left.  Takes no lock: this may come in the middle of whatever a thread does."""
+        """Release the slots when no array is left.  Takes no lock: a finalizer may interrupt any code of any thread."""
         for found in self._mapped.values():
             if found.ours and not found.pushing:
                 self._same_host.dropped(found.slot)
 
     def give_back(self, same_host: SameHost) -> None:
-        """Slots of that client are its to use otherwise, if no push has them."""
+        """Replace the slots, if they are that client's, by private memory; those that no push uses become idle."""
         memory = self._room.held()
         if same_host is not self._same_host or memory is None:
             return
@@ -164,7 +164,7 @@ class Place:
                 self._give_up(address)
 
     def _forget(self) -> None:
-        """In a forked child: the slots are the parent's, which may be writing to them."""
+        """Replace the slots by zeros in a forked child: they are the parent's, which may be writing to them."""
         self._lock = threading.RLock()
         memory = self._room.held()
         for found in self._mapped.values() if memory is not None else ():
@@ -180,7 +180,7 @@ def _spans(parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
 
 
 def _runs(parts: Sequence[Part], size_bytes: int) -> tuple[Run, ...] | None:
-    """(where in the arrays, where in a slot, bytes) of parts that lie in it end to end; None unless they fill pages."""
+    """Return the runs (offset in the arrays, offset in a slot, bytes) of parts; None unless they fill whole pages."""
     if not POSSIBLE:
         return None
     out: list[Run] = []
@@ -202,10 +202,10 @@ def _overlap(these: Sequence[Run], those: Sequence[Run]) -> bool:
 
 
 def give_back(same_host: SameHost) -> None:
-    """What lies in slots of that client is private memory again, and the slots serve otherwise."""
+    """Move all gradient arrays of that client from slots to private memory, so that it can return the slots."""
     for place in [place for found in tuple(_PLACES) if (place := found()) is not None]:
         place.give_back(same_host)
 
 
 _PLACES: Final[set["weakref.ref[Place]"]] = set()
-"""Of this process; unlike a WeakSet it can be listed while another thread adds to it."""
+"""All places of this process.  Unlike a WeakSet, it can be copied while another thread adds to it."""

@@ -1,9 +1,9 @@
 """Gradients on their way out: checked against the model, and written into frame bodies in one pass.
 
-The pass converts each piece to the dtype it travels in, tests it for NaN and infinity and adds up its squares, block by
-block while the block is in the cache.  NumPy copies float32 as fast as a compiled loop does; where it is to be rounded,
-or its squares added up in float64, large gradients take a compiled loop.  float32 for one shard alone is not looked at:
-the shard does that, and refuses it as a whole.
+The pass converts each piece to its wire dtype, tests it for NaN and infinity and sums its squares, block by block while
+the block is in the cache.  NumPy copies float32 as fast as a compiled loop does; where values are rounded, or squares
+summed in float64, large gradients use a compiled loop.  float32 for a single shard is not scanned: the shard does that,
+and refuses the gradient as a whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,22 +26,22 @@ from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.tensor import f32_to_bf16_bits
 
 Grads: TypeAlias = Mapping[str, Any] | Any
-"""Arrays under parameter names, or one flat vector of the whole model."""
+"""Arrays by parameter name, or one flat vector of the whole model."""
 
 VIEW_BYTES_MIN: Final = 64 << 10
-"""A smaller piece costs less to copy than to send by itself."""
+"""A smaller piece is cheaper to copy than to send by itself."""
 _BLOCK: Final = 1 << 13
-"""Elements converted and measured at a time: they stay in the cache, and BLAS does not start threads for so few."""
+"""Elements converted and scanned at a time: they stay in the cache, and BLAS starts no threads for so few."""
 _BLOCK_F32: Final = 1 << 15
-"""The same where nothing is converted: fewer, larger steps."""
+"""Elements scanned at a time where nothing is converted: fewer, larger steps."""
 _EXPONENT: Final = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
-"""The bits that are all set in infinities and NaNs of the dtypes of two bytes."""
+"""Exponent bits of the 2-byte dtypes, which are all set in infinities and NaNs."""
 _BEYOND_F32: Final = 2.0**128 - 2.0**103
-"""The smallest float64 that is infinite in float32."""
+"""The smallest float64 that becomes infinite in float32."""
 _SQUARES_F64: Final = 2.0**254
-"""Where a sum of squares is below, no float64 of them is beyond float32."""
+"""If a sum of squares is below this, each of the float64 elements fits into float32."""
 _NARROW: Final = {np.dtype(np.float16): "float16"}
-"""What travels as it is, beside float32 and bfloat16."""
+"""Source dtypes that are sent unconverted, besides float32 and bfloat16."""
 _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
@@ -51,28 +51,28 @@ _WIRE: Final[Mapping[str, np.dtype[Any]]] = {
 
 
 class Gradient(Struct, frozen=True):
-    """A gradient that fits its model: names and shapes are right, values are not looked at yet."""
+    """A gradient whose names and shapes fit its model; its values are not checked yet."""
 
     selection: Selection
     sources: tuple[AnyArray, ...]
-    """For each of `selection.params` its share, 1-D and contiguous; bfloat16 as uint16."""
+    """The elements of each of `selection.params`, 1-D and contiguous; bfloat16 as uint16."""
     bf16: tuple[bool, ...]
     """Which of the sources hold bfloat16 bits."""
     dtype: DType
-    """In which it travels."""
+    """Wire dtype."""
     place: Place | None = None
-    """Where it lies, if that may be slots and it travels as it lies."""
+    """Its memory, if slots can be mapped over it and it is sent unconverted; else None."""
 
     def body_bytes(self, parts: Sequence[Part]) -> int:
-        """Length of a body of these parts."""
+        """Return the size, in bytes, of a body of these parts."""
         return sum([p.stop - p.start for p in parts]) * ITEMSIZE[self.dtype]
 
     def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
-        """Write the elements of `parts` end to end into `body`, and scan them."""
+        """Write the elements of `parts` end to end into `body`, scanning them."""
         write(self, parts, body, scan)
 
     def views(self, parts: Sequence[Part], scan: "Scan") -> list[memoryview] | None:
-        """The elements of `parts` where they lie, scanned; None unless it is as they travel, and in large pieces."""
+        """Return the elements of `parts` in place, scanned; None if they need conversion or are in small pieces."""
         size_bytes = self.body_bytes(parts)
         if self.dtype != "float32" or scan.exact or size_bytes < VIEW_BYTES_MIN:
             return None
@@ -95,14 +95,14 @@ class Gradient(Struct, frozen=True):
         return [view.data.cast("B") for view in out]
 
     def find_bad(self, scan: "Scan") -> None:
-        """Find what no scan has looked at and holds NaN or infinity."""
+        """Find NaN and infinity in the float32 sources, which a scan may have skipped."""
         for param, source in zip(self.selection.params, self.sources, strict=True):
             if source.dtype == np.float32 and not _finite(source, "float32"):
                 scan.found_bad(param.name)
 
 
 class Content(Protocol):
-    """What a push carries: a `Gradient`, or one that is encoded already."""
+    """What a push carries: a `Gradient`, or one that is already encoded."""
 
     @property
     def selection(self) -> Selection:
@@ -110,16 +110,16 @@ class Content(Protocol):
 
     @property
     def dtype(self) -> DType:
-        """What the frame says of elements."""
+        """The dtype given in the frame."""
 
     def body_bytes(self, parts: Sequence[Part]) -> int:
-        """Length of a body of these parts."""
+        """Return the size, in bytes, of a body of these parts."""
 
     def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
-        """Write the parts end to end into `body`; what is scanned on the way goes to `scan`."""
+        """Write the parts end to end into `body`; results of scanning them go to `scan`."""
 
     def views(self, parts: Sequence[Part], scan: "Scan") -> list[memoryview] | None:
-        """The parts end to end where they lie, if they lie as they travel and in large pieces."""
+        """Return the parts in place, in order; None if they need conversion or are in small pieces."""
 
 
 def prepare(
@@ -129,11 +129,11 @@ def prepare(
     dtype: str | None = None,
     partitions: frozenset[int] | None = None,
 ) -> Gradient:
-    """The gradient that `grads` is of this model, or one error that lists every difference.
+    """Check `grads` against the model and return them as a gradient; one error lists every mismatch.
 
-    With `partitions` only what lies in these counts.
+    With `partitions`, only the elements in these are included.
 
-    float64 and integers travel as float32, which the server computes in, unless `dtype` says otherwise.
+    float64 and integers are sent as float32, in which the server computes, unless `dtype` says otherwise.
     Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_shape`, `invalid_dtype`, `invalid_range`,
     `empty_push`, or `invalid` if several kinds are wrong).
     """
@@ -163,13 +163,15 @@ def prepare(
     gradient = _made(selection, arrays, dtype)
     whole = partitions is None and not ranges and gradient.dtype == "float32"
     if isinstance(grads, GradientArrays) and whole and list(grads) == list(layout.by_name):
-        return replace(gradient, place=grads.place)  # they lie as the model's vector does
+        return replace(gradient, place=grads.place)  # laid out like the model's flat vector
     return gradient
 
 
 def apart(grads: Grads, out: AnyArray) -> Grads:
-    """The same, copied where they share memory with `out`: values arrive there while a shard may still have to be sent
-    its part once more."""
+    """Return the gradients, with those copied that share memory with `out`.
+
+    Values arrive in `out` while some shard's part of the gradient may still have to be sent again.
+    """
     if isinstance(grads, np.ndarray):
         return grads.copy() if np.may_share_memory(grads, out) else grads
     if isinstance(grads, Mapping) and not isinstance(grads, GradientArrays):
@@ -187,13 +189,13 @@ def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) 
 
 
 def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, bool]:
-    """`value` as a contiguous 1-D array, and whether it holds bfloat16 bits."""
+    """Return `value` as a contiguous 1-D array, and whether it holds bfloat16 bits."""
     try:
         array = np.asarray(value)
-    except Exception as e:  # whatever a foreign __array__ raises: a GPU tensor, a tensor that wants its graph
+    except Exception as e:  # whatever a foreign __array__ raises: that of a GPU tensor, or one that requires grad
         hint = "a torch tensor needs .detach().cpu()"
         raise problem("invalid_dtype", f"'{name}' cannot be made an array: {e}", hint=hint, where=name) from None
-    bf16 = array.dtype.kind == "V" and array.dtype.name == "bfloat16"  # NumPy makes that name up each time
+    bf16 = array.dtype.kind == "V" and array.dtype.name == "bfloat16"  # NumPy builds the name on each access
     if not bf16 and array.dtype.kind not in "fiub":
         raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which is no gradient", where=name)
     if array.shape != shape:
@@ -215,13 +217,13 @@ class Scan:
     """What the pass over a gradient has found so far."""
 
     exact: bool = True
-    """Whether squares are added up in float64 throughout, as clipping wants it; else in float32 within a block."""
+    """Whether squares are summed in float64 throughout, as clipping needs; else in float32 within a block."""
     look: bool = True
-    """Whether float32 that travels as it lies is scanned too."""
+    """Whether float32 that is sent unconverted is scanned too."""
     squares: float = 0.0
-    """Sum of the squares of the elements, before they are narrowed to two bytes."""
+    """Sum of the squares of the elements, before they are rounded to two bytes."""
     bad: dict[str, PsError] = field(default_factory=dict)
-    """Why parameters cannot be sent, by their names."""
+    """Errors of the parameters that cannot be sent, by name."""
 
     @property
     def norm(self) -> float:
@@ -229,7 +231,7 @@ class Scan:
         return sqrt(self.squares)
 
     def found_bad(self, name: str, dtype: str | None = None) -> None:
-        """That parameter holds NaN or infinity, or, with `dtype`, what that cannot hold."""
+        """Record that a parameter holds NaN or infinity or, with `dtype`, numbers too large for that."""
         self.bad.setdefault(name, not_held(name, dtype))
 
     def raise_for_bad(self) -> None:
@@ -239,7 +241,7 @@ class Scan:
 
 
 def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
-    """Write the elements of `parts` end to end into `body`, and scan them."""
+    """Write the elements of `parts` end to end into `body`, scanning them."""
     out = np.frombuffer(body, dtype=_WIRE[gradient.dtype])
     fast, at = _of_f32(gradient, scan), 0
     for part in parts:
@@ -253,20 +255,20 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
             scan.squares += squares
             if not squares < _SQUARES_F64 and not _finite(target, gradient.dtype):
                 held = _finite(source, "bfloat16" if gradient.bf16[piece.param] else "float32")
-                narrow = "float32" if gradient.dtype == "float64" else gradient.dtype  # in which the server computes
+                narrow = "float32" if gradient.dtype == "float64" else gradient.dtype  # the server computes in float32
                 scan.found_bad(gradient.selection.params[piece.param].name, narrow if held else None)
     assert at == out.size
 
 
 def _of_f32(gradient: Gradient, scan: Scan) -> Encoder | None:
-    """The fast way of a float32 source, where there is one; what it does not say is finite is looked at again."""
+    """Return the fast path for float32 sources, if any; where its result is not finite, they are checked again."""
     if gradient.dtype == "float32" and not scan.exact:
         return _squares if scan.look else _unseen
     return encoder(gradient.dtype, gradient.selection.size)
 
 
 def _squares(source: AnyArray, out: AnyArray | None = None) -> float:
-    """The sum of the squares of float32, not finite where an element is not, or is very large; copied to `out`."""
+    """Copy float32 to `out`; return its sum of squares, not finite if an element is not, or is very large."""
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, source.size, _BLOCK_F32):
@@ -278,13 +280,13 @@ def _squares(source: AnyArray, out: AnyArray | None = None) -> float:
 
 
 def _unseen(source: AnyArray, out: AnyArray) -> float:
-    """Copies without a look, so that nothing counts as found."""
+    """Copy without scanning; the 0 returned counts as finite."""
     out[...] = source
     return 0.0
 
 
 def _copy(source: AnyArray, source_bf16: bool, out: AnyArray, dtype: str) -> float:
-    """Convert `source` into `out`; the sum of squares of the source, infinite where `out` would not be finite."""
+    """Convert `source` into `out`; return the source's sum of squares, not finite if `out` is not."""
     total = 0.0
     wide = np.empty(min(_BLOCK, out.size), np.float64)
     narrow = np.empty(min(_BLOCK, out.size), np.float32)
@@ -305,7 +307,7 @@ def _copy(source: AnyArray, source_bf16: bool, out: AnyArray, dtype: str) -> flo
                 dst[...] = f32 if source_bf16 else src
             f64[...] = dst if exponent is None else f32
             total += float(f64.dot(f64))
-            # Two bytes hold less: what is finite in float32 may be infinite there.
+            # What is finite in float32 may be infinite in two bytes.
             if exponent is not None and bool(((dst.view(np.uint16) & exponent) == exponent).any()):
                 total = inf
     return total

@@ -1,7 +1,8 @@
-"""The client's side of an HTTP/2 connection to a shard, without any I/O: what is to be sent, and what came of it.
+"""The client's side of an HTTP/2 connection to a shard, sans I/O: bytes to send, and the answers to the requests.
 
-Two drivers move the bytes: `connection` blocks and has one request at a time, `aio_connection` has many on an event
-loop.  A body goes from the caller's memory, an answer to where it is wanted; nothing else is copied.
+Two drivers move the bytes: `connection` blocks, with one request at a time; `aio_connection` runs many concurrent
+requests on an event loop.  Request bodies do not pass through here: the driver sends them after the heads of their
+frames.  Large response bodies are read straight into the memory that their sink provides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,14 @@ from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
 
 SILENCE_S: Final = 5.0
-"""How long a shard may be silent before it is asked whether it lives, and how long it has for saying so."""
+"""How long a shard may be silent before it is sent a PING, and how long it has to react to that."""
 FRAME_BYTES: Final = 2 << 20
 WINDOW_BYTES: Final = wire.WINDOW_MAX
-"""What a shard may send ahead: its answer goes straight to where it is wanted."""
+"""Receive window of the connection and of each stream: the maximum, because a body goes straight to its destination."""
 DIRECT_BYTES_MIN: Final = 16 << 10
-"""What is worth a read to where it belongs."""
+"""At least this much of a body must be due for a read straight into the sink's memory."""
 STREAMS_MAX: Final = 100
-"""Requests that may be open at once until the shard says how many."""
+"""Limit on concurrent streams until the shard's SETTINGS give one."""
 _NOWHERE: Final = memoryview(b"")
 _HEADER_BYTES_MAX: Final = 64 << 10
 _PING: Final = wire.frame(wire.PING, 0, 0, bytes(8))
@@ -34,7 +35,7 @@ _HELLO: Final = (
 
 
 class Refused(OSError):
-    """Raised where the shard has not looked at the request: it can be sent again on another connection."""
+    """Raised when the shard has not processed the request: it can be sent again on another connection."""
 
 
 class Answer:
@@ -42,23 +43,23 @@ class Answer:
 
     def __init__(self, sink: Sink | None) -> None:
         self.status = 0
-        """0 until its headers are here."""
+        """0 until the headers have arrived."""
         self.headers: Mapping[str, str] = {}
         self.body = bytearray()
         self.ended = False
         self.failed: Exception | None = None
-        """Why it ended, if not well: OSError, or what the sink raised."""
+        """Why it ended, if it failed: an OSError, or what the sink raised."""
         self.credit = 0
-        """What may be sent of the request's body."""
+        """Send window of the stream: bytes of the request's body that may be sent now."""
         self.received = 0
-        """Of its stream's window, since that was widened."""
+        """Bytes of the stream's receive window used since the last window update."""
         self.asked = self.heard = False
-        """Whether all of the request has been said, and whether the shard has said all that it will."""
+        """Whether the request has been sent completely, and whether the shard has ended its side of the stream."""
         self._sink = sink
         self._to_sink = False
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Its headers, or what follows its body."""
+        """Take the headers.  Trailers, which follow the body, are ignored."""
         if self.status >= 200:
             return
         self.status, self.headers = status, headers
@@ -67,11 +68,11 @@ class Answer:
             self._sink.begin()
 
     def room(self) -> memoryview:
-        """Where the next bytes of its body belong, as far as that is known."""
+        """Return the sink's memory for the next bytes of the body; empty if there is none."""
         return self._sink.room() if self._to_sink and self._sink is not None else _NOWHERE
 
     def feed(self, data: memoryview, *, there: bool) -> None:
-        """The next bytes of its body; `there`: they have been put where `room` said."""
+        """Take the next bytes of the body; `there`: they are already in the memory that `room` returned."""
         if not self._to_sink:
             self.body += data
             return
@@ -85,7 +86,7 @@ class Answer:
             self.fail(e)
 
     def end(self) -> None:
-        """All is here."""
+        """Finish the answer: it is complete."""
         if self._to_sink:
             assert self._sink is not None
             try:
@@ -95,48 +96,48 @@ class Answer:
         self.over()
 
     def fail(self, error: Exception) -> None:
-        """There is no more to come."""
+        """End the answer with an error, unless it has already ended."""
         if not self.ended:
             self.failed = error
             self.over()
 
     def over(self) -> None:
-        """It has ended; whoever waits may be told."""
+        """Mark the answer as ended.  A driver overrides this to wake the task that waits for it."""
         self.ended = True
 
 
 def _said(headers: Sequence[Header]) -> tuple[int, Mapping[str, str]]:
-    """The status, 0 where there is none, and the headers."""
+    """Return the status (0 if there is none, as in trailers) and the headers."""
     texts = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     return int(texts.pop(":status", "0")), texts
 
 
 class Client:
-    """What is said on one connection."""
+    """The state of one connection; the driver sends `unsent` and passes on what it reads."""
 
     def __init__(self) -> None:
         self.unsent = _HELLO
-        """Goes next."""
+        """Bytes to send next."""
         self.usable = True
-        """Whether another request can be sent on it."""
+        """Whether another request can be sent on this connection."""
         self.streams_max = STREAMS_MAX
         self.open: dict[int, Answer] = {}
-        """By their streams."""
+        """stream -> its answer."""
         self._scanner = wire.Scanner(FRAME_BYTES, _HEADER_BYTES_MAX)
         self._decoder = wire.HeaderDecoder(_HEADER_BYTES_MAX, _said)
         self._block: bytearray | None = None
         self._block_ends = False
         self._newest = -1
         self._credit = self._new_credit = wire.WINDOW_BYTES
-        """What may be sent of all bodies, and of a new one."""
+        """Send windows, in bytes: the connection's, and that of a new stream."""
         self._frame_bytes = wire.PAYLOAD_BYTES_MAX
         self._received = 0
-        """Of the window of the connection, since it was widened."""
+        """Bytes of the connection's receive window used since the last window update."""
 
-    # What goes
+    # Sending
 
     def begin(self, headers: Sequence[Header], answer: Answer, *, bodyless: bool) -> int:
-        """A request whose answer is to go there; its stream."""
+        """Begin a request and return its stream; `answer` receives the response."""
         self._newest = stream = self._newest + 2
         if stream > wire.WINDOW_MAX - 2:
             self.usable = False
@@ -147,11 +148,11 @@ class Client:
         return stream
 
     def allowed(self, answer: Answer, size: int) -> int:
-        """How many of so many bytes the next frame of that request's body may hold."""
+        """Return how many of `size` bytes of the request's body fit into a DATA frame and the send windows now."""
         return min(size, self._frame_bytes, self._credit, answer.credit)
 
     def body(self, stream: int, size: int, *, ends: bool) -> None:
-        """A frame of a request's body; so many bytes must follow `unsent`."""
+        """Append the head of a DATA frame; the driver must send `size` bytes of the body after `unsent`."""
         self.unsent += wire.head(size, wire.DATA, wire.END_STREAM if ends else 0, stream)
         self._credit -= size
         answer = self.open[stream]
@@ -159,19 +160,19 @@ class Client:
         answer.asked = ends
 
     def ping(self) -> None:
-        """Asks whether the shard lives."""
+        """Send a PING, to find out whether the shard is alive."""
         self.unsent += _PING
 
     def close(self, stream: int) -> None:
-        """Nobody waits for that answer; if there is more to come of it, or of the request, the shard is told so."""
+        """Forget the stream; reset it (RST_STREAM) if the request or the answer is not complete."""
         answer = self.open.pop(stream)
         if not (answer.asked and answer.heard):
             self.unsent += wire.word(stream, wire.RST_STREAM, wire.CANCEL)
 
-    # What comes
+    # Receiving
 
     def place(self) -> memoryview | None:
-        """Where what is read next belongs, if it is of a body and not little."""
+        """Return the memory for the next read if enough of a body is due (`DIRECT_BYTES_MIN`), else None."""
         due = self._scanner.due
         if due < DIRECT_BYTES_MIN or (answer := self.open.get(self._scanner.due_stream)) is None or answer.ended:
             return None
@@ -179,12 +180,12 @@ class Client:
         return room[:due] if len(room) >= DIRECT_BYTES_MIN else None
 
     def filled(self, data: memoryview) -> None:
-        """Those bytes have been put in `place`."""
+        """Process bytes that were read into the memory that `place` returned."""
         stream = self._scanner.due_stream
         self._data(self._scanner.passed(len(data)), stream, data, len(data), there=True)
 
     def feed(self, data: memoryview) -> None:
-        """The next bytes; raises OSError for what is no HTTP/2."""
+        """Process the next bytes.  Raises OSError if they are not valid HTTP/2."""
         try:
             for kind, flags, stream, payload, cost in self._scanner.scan(data):
                 if kind == wire.DATA and self._block is None:

@@ -1,8 +1,9 @@
-"""The iterations of one worker: a push, its clock, and the values that the next one begins with.
+"""The iterations of one worker: a push, the report of its clock, and the values for the next iteration.
 
-In sync one request to each shard does all three.  The last push of an iteration says so; the shards that have it tell
-the scheduler, and answer when the commit is there.  What that cannot settle (a straggler, a shard that is lost,
-something that the scheduler wants to say) is left to `advance`, which asks the scheduler for as long as it takes.
+In sync mode one request to each shard does all three.  The last push of an iteration is marked as such; the shards that
+accept it report the clock to the scheduler, and answer once the commit has arrived.  If that does not work out (a
+straggler, a lost shard, or the scheduler has something to tell the worker), `advance` reports the clock itself and
+polls the scheduler for as long as it takes.
 """
 
 import logging
@@ -33,17 +34,17 @@ class Iterations:
         self._session: Final = session
 
     def advance(self, deadline: Deadline, patience_s: float | None, began_s: float | None = None) -> Call[int]:
-        """Report the present iteration finished and wait until the next may begin; its number.
+        """Report the current iteration finished, wait until the next may begin, and return its number.
 
-        Waiting for other workers has no end of its own unless `patience_s` is given, counted from `began_s` or from
-        now; only a silent cluster makes it raise before.  Raises Unavailable (`unavailable`) naming whom it waited for,
-        or that the run is paused.
+        Waiting for other workers has no limit unless `patience_s` is given, counted from `began_s` or from now; without
+        it only a silent cluster ends the wait.  Raises Unavailable (`unavailable`) naming the workers it waited for, or
+        saying that the run is paused.
         """
         s = self._session
         yield from s.mend(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
         if s.mode == "sync" and s.pushed is not None and s.pushed != (epoch, timeline):
-            # What was pushed for this clock went with a rollback or the worker's lease, as the heartbeat has noticed.
+            # The heartbeat has followed a rollback or joined again: what was pushed for this clock is gone.
             log.warning("clock.kept worker=%s clock=%d reason=its push was dropped", s.worker, s.clock)
             s.pushed = None
             return s.clock
@@ -73,7 +74,7 @@ class Iterations:
     def step(
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
     ) -> Call[Pushed]:
-        """Push, clock, report; the clock does not advance over a gradient that was dropped."""
+        """Push, report the metrics and the clock; if the gradient was dropped, the clock does not advance."""
         s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
         yield from s.mend(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
@@ -95,11 +96,11 @@ class Iterations:
         view: bool = False,
         **options: Any,
     ) -> Call[Params]:
-        """Push, clock, report, and the values to go on from."""
+        """Like `step`, but return the values for the next iteration, if possible from the same round trip."""
         s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
         if view and out is not None:
             raise problem("invalid_field", "out= and copy=False exclude each other")
-        if s.mode == "ssp":  # the values are wanted as they are when the others have come so far
+        if s.mode == "ssp":  # the values are pulled once the clock is released: the other workers are far enough then
             yield from s.check_out(out, deadline)
             done = yield from self.step(grads, told, deadline, patience_s, **options)
             return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
@@ -120,9 +121,9 @@ class Iterations:
     def _pull(
         self, deadline: Deadline, patience_s: float | None, out: Params | None, view: bool, *, done: bool
     ) -> Call[Params]:
-        """The values after an iteration; where waiting for the others had no end, with a deadline of their own.
+        """Pull the values after an iteration, with a deadline of its own if waiting for the others had no limit.
 
-        An error says whether the iteration is `done`, for then the caller may not push its gradient again.
+        If the iteration is `done`, the hint of an error says so, because the caller must not push its gradient again.
         """
         s = self._session
         if patience_s is None:
@@ -138,9 +139,9 @@ class Iterations:
     def _finish(
         self, deadline: Deadline, patience_s: float | None, released: tuple[int, int, int] | None, began_s: float
     ) -> Call[None]:
-        """End an iteration whose push is there: by `advance`, or as the shards have `released` it.
+        """End an iteration whose push was accepted, by `advance` unless the shards have `released` its clock already.
 
-        An error says that the gradient counts, for the caller may not push it again.
+        The hint of an error says that the gradient counts, because the caller must not push it again.
         """
         try:
             if released is None:
@@ -178,12 +179,12 @@ class Iterations:
         return found
 
     def _ends_s(self, deadline: Deadline, patience_s: float | None) -> float | None:
-        """How long the push that ends an iteration waits at the shards; None where no commit is to be waited for."""
+        """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""
         if self._session.mode != "sync":
             return None
         return max(0.0, min(POLL_S, deadline.left_s() / 2, POLL_S if patience_s is None else patience_s / 2))
 
 
 def _hinting(error: PsError, hint: str) -> PsError:
-    """The same error with that hint besides its own."""
+    """Return the error with `hint` appended to its own hint."""
     return from_document({**error.document(), "hint": f"{error.hint}; {hint}" if error.hint else hint})

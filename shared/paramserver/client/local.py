@@ -1,4 +1,4 @@
-"""A private real cluster for notebooks, tests and teaching: processes of this machine, gone afterwards."""
+"""A private cluster of real processes on this machine, for notebooks, tests and teaching; stopped afterwards."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from paramserver.client.client import Client, connect
 from paramserver.errors import PsError, problem
 
 START_S = 90.0
-"""How long the cluster may take to be ready; the first time on a machine kernels are compiled."""
+"""How long the cluster may take to become ready; on a machine's first start the kernels are compiled."""
 STOP_S = 30.0
 
 
@@ -27,15 +27,15 @@ def local(
     state_dir: str | os.PathLike[str] | None = None,
     timeout: float = limits.CLIENT_TIMEOUT_S,
 ) -> Iterator[Client]:
-    """A client of a cluster of its own: one scheduler, `shards` shards and a Redis, on free ports.
+    """Start a cluster (a scheduler, `shards` shards and a Redis, on free ports) and yield a client of it.
 
     Args:
         shards: number of shard processes.
         workers: number of pool workers that wait for runs.
-        state_dir: where it keeps its files; None: a temporary folder that is removed at the end.
-        timeout: of the client's calls, in seconds.
+        state_dir: folder for the cluster's files; None: a temporary one that is removed at the end.
+        timeout: timeout of the client's calls, in seconds.
 
-    Raises Unavailable with the last lines that it printed if the cluster does not come up.
+    Raises Unavailable if the cluster does not come up, with the last lines of its output.
     """
     folder = os.fspath(state_dir) if state_dir is not None else tempfile.mkdtemp(prefix="paramserver-")
     try:
@@ -56,7 +56,7 @@ def local(
 
 
 def _psctl(arguments: Sequence[str], timeout_s: float) -> str:
-    """What psctl prints; raises Unavailable if it fails."""
+    """Run psctl and return what it prints.  Raises Unavailable if it fails."""
     command = [sys.executable, "-P", "-m", "paramserver_cli", *arguments]
     try:
         done = subprocess.run(

@@ -1,12 +1,12 @@
-"""A worker's membership: epoch, clock and mode of one worker of one model, and what the scheduler asks of it.
+"""A worker's membership: epoch, clock and mode of one worker of one model, and the status the scheduler asks for.
 
-Every method that talks to the cluster is a call (see `calls`).  The heartbeat runs beside the worker's own calls, so
-what both change is changed in single steps.  Three things may happen to a worker, and it follows all of them:
+Every method that talks to the cluster is a call (see `calls`).  The heartbeat runs concurrently with the worker's own
+calls, so state that both change is changed under a lock or by a single assignment.  A worker reacts to these events:
 
-- *rolled back*: a shard died and the synchronous model is at an earlier clock again, under a higher timeline.  The
-  worker goes to that clock; a gradient of the old timeline is dropped; the next pull has the older values.
-- *fenced*: the worker's lease ran out.  It joins again under the same id with a higher epoch.  Where another one has
-  joined under that id meanwhile, this one gives way: two would fence each other for ever.
+- *rolled back*: a shard died, and the synchronous model is back at an earlier clock, under a higher timeline.  The
+  worker goes back to that clock; a gradient of the old timeline is dropped; the next pull has the older values.
+- *fenced*: the worker's lease expired.  It joins again under the same id with a higher epoch.  If another worker has
+  joined under that id meanwhile, this one stops, because the two would fence each other forever.
 - *draining*, *stop*, *paused*: what the scheduler asks for in its answers.
 """
 
@@ -29,7 +29,7 @@ from paramserver.errors import PsError, problem
 log = logging.getLogger("paramserver")
 
 MAP_AGE_S: Final = 5.0
-"""How often a heartbeat looks for changed settings."""
+"""How often a heartbeat fetches the model's document, in case its mode has changed."""
 
 
 class Membership:
@@ -45,29 +45,30 @@ class Membership:
     ) -> None:
         self.cluster, self.model = cluster, model
         self.silence_s = silence_s
-        """How long the cluster may be silent before waiting for other workers or for a task is given up."""
+        """How long the cluster may leave a request unanswered before waiting for workers or tasks gives up."""
         self._name, self._rank = name, rank
         self._lock = threading.Lock()
         self._joining = False
         self._join_in_doubt = False
-        """Whether the last join was asked for several times, so that a later epoch may be this worker's own."""
+        """Whether an attempt of the last join may have been done without our knowing: a higher epoch may be our own."""
         self._looked_at = 0.0
         self._base: Mapping[int, tuple[int, int]] | None = None
-        """(version, incarnation) of each partition of the values that gradients are now computed from."""
+        """partition -> (version, incarnation) of the values that gradients are currently computed from."""
         self._min_clock = 0
-        """sync: the clock that let this worker go on; no version tells it, for assignments raise them as well."""
+        """sync: the committed clock that released this worker, which pulls ask for.  A version cannot express it,
+        because assignments raise versions, too."""
         self.numbers = PushNumbers("", 0)
         self.worker = ""
         self.rank = -1
         self.lease_s = limits.LEASE_S
         self.timeline = 0
         self.clock = 0
-        """Iterations finished, which is also the number of the one to work on."""
+        """Iterations finished, which is also the number of the current one."""
         self.since = 0
-        """The first clock of those up to now of which this worker has left none out."""
+        """The clock from which on this worker has skipped none."""
         self.mode = "async"
         self.status = "active"
-        """What the scheduler wants: `active`, `paused`, `draining` or `stop`."""
+        """What the scheduler asks for: `active`, `paused`, `draining` or `stop`."""
         self._evaluation_waits = False
         self.reports: Final = Reports()
         self.holding: Final = Holding()
@@ -75,7 +76,7 @@ class Membership:
 
     @property
     def evaluation_waits(self) -> bool:
-        """Whether an evaluation may be asked for: one that nobody has taken, or that failed here."""
+        """Whether an evaluation may be pending: one that no worker has taken, or that failed here."""
         return self._evaluation_waits or self.holding.evaluation_failed
 
     def join(self, deadline: Deadline) -> Call[None]:
@@ -87,7 +88,7 @@ class Membership:
         if name:
             body["name"] = name
         else:
-            body["attempt"] = token_hex(16)  # sent again because its answer was lost, it is no second worker
+            body["attempt"] = token_hex(16)  # makes the join idempotent: a retry does not add a second worker
         rank = self.rank if self.joined else self._rank
         if rank is not None:
             body["rank"] = rank
@@ -99,7 +100,7 @@ class Membership:
         except PsError as e:
             if not self.joined or e.code != "conflict" or "rank" not in body:
                 raise
-            del body["rank"]  # somebody else has taken it meanwhile
+            del body["rank"]  # another worker has taken it meanwhile
             doc = yield from control(_request("POST", path, body), deadline, backoff)
         with self._lock:
             self._join_in_doubt = backoff.in_doubt
@@ -118,7 +119,7 @@ class Membership:
         log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
 
     def leave(self, deadline: Deadline) -> Call[None]:
-        """Stop being a worker, after a last heartbeat; what the scheduler does not hear, the lease tells it."""
+        """Leave the model, after a last heartbeat.  Errors are only logged: the lease then expires by itself."""
         try:
             yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}"
@@ -128,7 +129,7 @@ class Membership:
             log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
 
     def beat(self, deadline: Deadline) -> Call[None]:
-        """One heartbeat: say that the worker lives and how far it is, take up what the scheduler wants."""
+        """Send one heartbeat with clock, state and metrics, and adopt what the scheduler asks for."""
         with self._lock:
             epoch, timeline = self.numbers.epoch, self.timeline
             body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "since": self.since, "timeline": timeline}
@@ -136,7 +137,7 @@ class Membership:
         try:
             yield from self.reports.pass_on(self.model, self.worker, points, deadline, but=1)
             doc = yield from self._beat(body, document(state, points), deadline)
-        except BaseException as e:  # also where whoever beats is cancelled: the last heartbeat says them
+        except BaseException as e:  # also if this task is cancelled: the last heartbeat, on leaving, sends the points
             self.reports.put_back(points)
             if not isinstance(e, PsError) or not self._follows(e):
                 raise
@@ -151,7 +152,10 @@ class Membership:
             yield from self.look(deadline)
 
     def _beat(self, body: Mapping[str, Any], said: dict[str, Any], deadline: Deadline) -> Call[Any]:
-        """The answer to a heartbeat; what the scheduler refuses of `said` is left out, for the lease must go on."""
+        """Send a heartbeat and return its answer.
+
+        A part of `said` that the scheduler refuses is left out and the rest sent again, because the lease must be kept.
+        """
         wrong: dict[str, PsError] = {}
         while True:
             try:
@@ -169,12 +173,12 @@ class Membership:
         return doc
 
     def look(self, deadline: Deadline) -> Call[None]:
-        """Fetch the model's document anew: its mode may have been changed."""
+        """Fetch the model's document and adopt its mode, which may have changed."""
         fresh = yield from self.cluster.map_now(self.model, deadline)
         self.mode = fresh.spec.consistency.mode
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
-        """Send a report now, after what is kept for the next heartbeat."""
+        """Send metrics now, after those that are queued for the next heartbeat."""
         values, kept = numbers_of(metrics), self.reports.take()
         try:
             yield from self.reports.pass_on(self.model, self.worker, kept, deadline)
@@ -186,9 +190,10 @@ class Membership:
     def ask(
         self, path: str, body: Mapping[str, Any], epoch: int, timeline: int, wait_s: float, clock: Clock
     ) -> Call[Any]:
-        """The scheduler's answer, for which it may take `wait_s`; what it asks for in it is taken up.
+        """Send a request to the scheduler, which may hold it for `wait_s`, and return the answer.
 
-        None: the worker is not what it was in that epoch and timeline any more, which was taken up instead.
+        What the answer asks of the worker is adopted.  Returns None if the worker of this epoch and timeline was rolled
+        back or lost its membership; that has been followed (`_follow`).
         """
         now = clock()
         request = _request("POST", path, {"worker": self.worker, "epoch": epoch, **body, "wait_s": wait_s}, wait_s)
@@ -203,12 +208,15 @@ class Membership:
         return doc
 
     def _follows(self, error: PsError) -> bool:
-        """Whether `_follow` can take up what has happened."""
-        # Who joined a model that was created anew since has never joined this one.
+        """Whether `_follow` handles this error."""
+        # A model that was deleted and created again does not know its former workers: they have never joined it.
         return error.code in ("rolled_back", "fenced", "unknown_worker", "reserved_worker")
 
     def _follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
-        """Take up a rollback or join again, unless another call of this session has done so already."""
+        """Adopt a rollback, or join again, unless another call of this session has already done so.
+
+        Raises ConflictError (`fenced`) if another worker has joined under this id, and at the deadline `error` itself.
+        """
         if error.code == "rolled_back":
             with self._lock:
                 new = int(error.members.get("timeline") or 0)
@@ -218,7 +226,7 @@ class Membership:
                     self._min_clock = 0
                     self._base = None
                     log.warning("worker.rolled_back worker=%s timeline=%d clock=%d", self.worker, new, self.clock)
-            if new <= timeline:  # nothing newer was told: wait for the shard to learn what we know
+            if new <= timeline:  # we know that timeline already: wait until the shard has learned of ours
                 yield Pause(0.1)
                 if deadline.left_s() <= 0:
                     raise error
@@ -237,7 +245,7 @@ class Membership:
         yield from self._join_again(epoch, deadline)
 
     def _join_again(self, epoch: int, deadline: Deadline) -> Call[None]:
-        """End that epoch, unless another call of this session does so."""
+        """Join under a new epoch if `epoch` is still current; if another call is doing so, wait for it."""
         with self._lock:
             if self.numbers.epoch != epoch:
                 return
@@ -252,7 +260,7 @@ class Membership:
             self._joining = False
 
     def _heed(self, doc: Mapping[str, Any]) -> None:
-        """Take up what the scheduler asks for in one of its answers."""
+        """Adopt the status and the pending evaluation that an answer of the scheduler names."""
         status = doc.get("state")
         if status in ("active", "paused", "draining", "stop") and status != self.status:
             self.status = str(status)
@@ -261,7 +269,7 @@ class Membership:
             self._evaluation_waits = bool(doc["evaluate"])
 
     def while_paused(self, until: Deadline | None = None) -> Call[None]:
-        """Returns once the worker is not asked to pause, or raises Unavailable (`unavailable`) at `until`."""
+        """Wait while the worker is asked to pause.  Raises Unavailable (`unavailable`) at `until`, if given."""
         while self.status == "paused":
             if until is not None and until.left_s() <= 0:
                 raise problem(
@@ -274,5 +282,5 @@ class Membership:
 
 
 def _request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
-    """A request that the scheduler answers at once or after `wait_s`, and that may be repeated."""
+    """Return an idempotent request that the scheduler answers at once or after `wait_s`."""
     return json_request(method, path, body, timeout_s=ATTEMPT_S + wait_s)

@@ -1,4 +1,4 @@
-"""Push numbers of one sender: handed out in order, at most 64 of them in doubt."""
+"""Push ids of one sender, with consecutive sequence numbers; at most 64 are in doubt at a time."""
 
 import secrets
 import threading
@@ -11,12 +11,12 @@ from paramserver.types import PushId
 
 
 class PushNumbers:
-    """Gives each push its (worker, epoch, seq); safe between threads.
+    """Allocates each push its id (worker, epoch, seq).  Safe between threads.
 
-    A number is in doubt from `take` until `settle`, or until nobody holds its id any more: an interrupt may come
-    between the two, wherever a call settles it, and who has no id delivers nothing.  A new one is handed out only while
-    it lies less than 64 above the oldest in doubt, so the windows of the shards still know every number that may be
-    delivered again.
+    An id is in doubt from `take` until `settle`, or until it is garbage-collected: an interrupt may prevent a call from
+    settling it, but a push whose id no code refers to cannot be sent again.  A new seq is allocated only while it is
+    less than 64 above the oldest in doubt, so the shards' anti-replay windows still cover every push that may be sent
+    again.
     """
 
     def __init__(self, worker: str, epoch: int) -> None:
@@ -24,10 +24,13 @@ class PushNumbers:
         self._lock = threading.Lock()
         self._next = 1
         self._in_doubt: dict[int, weakref.ref[PushId]] = {}
-        """Oldest first."""
+        """seq -> id, oldest first."""
 
     def take(self, deadline: Deadline) -> Call[PushId]:
-        """The next push id; waits while too many are in doubt.  Raises Unavailable at the deadline."""
+        """Allocate the next push id, waiting while too many are in doubt.
+
+        Raises Unavailable (`queue_full`) at the deadline.
+        """
         while (push_id := self._try()) is None:
             if deadline.left_s() <= 0:
                 raise problem("queue_full", f"{limits.WINDOW} pushes of '{self.worker}' are in flight already")
@@ -35,13 +38,13 @@ class PushNumbers:
         return push_id
 
     def settle(self, push_id: PushId) -> None:
-        """That push will not be delivered again."""
+        """Release the id: its push will not be sent again."""
         with self._lock:
             if push_id.epoch == self.epoch:
                 self._in_doubt.pop(push_id.seq, None)
 
     def renew(self, epoch: int) -> None:
-        """Begin a new epoch; what was in doubt is given up."""
+        """Begin a new epoch; the ids in doubt are dropped."""
         with self._lock:
             self.epoch, self._next = epoch, 1
             self._in_doubt.clear()
@@ -63,5 +66,5 @@ class PushNumbers:
 
 
 def private_numbers() -> PushNumbers:
-    """Numbers of a sender that joined nothing; its id holds no '/', which only the scheduler gives out."""
+    """Return the push ids of a sender that has not joined; only ids issued by the scheduler contain a '/'."""
     return PushNumbers(f"c-{secrets.token_hex(8)}", 1)

@@ -1,6 +1,6 @@
-"""A worker's session, without I/O of its own: values pulled, gradients pushed, clocks ended.
+"""A worker's session, sans I/O: it pulls values, pushes gradients and advances the clock.
 
-What may happen to the worker meanwhile is in `membership`.
+How it reacts to rollbacks, fencing and requests of the scheduler is in `membership`.
 """
 
 import logging
@@ -25,7 +25,7 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 NOTHING: Final = (-1, -1)
-"""No epoch and no timeline: what stands in their place where a push was dropped."""
+"""Stands for epoch and timeline of a push that was dropped."""
 
 
 class Session(Membership):
@@ -43,11 +43,11 @@ class Session(Membership):
         super().__init__(cluster, model, name, rank, silence_s)
         self.codec, self.feedback = codec, Feedback()
         self._pulled: tuple[int, int, int] | None = None
-        """Epoch, timeline and creation of the values that gradients are now computed from."""
+        """(epoch, timeline, model generation) of the values that gradients are currently computed from."""
         self.pushed: tuple[int, int] | None = None
-        """Epoch and timeline under which the present iteration's last push was accepted; `NOTHING`: it was dropped."""
+        """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: its pushes were dropped."""
         self._torn = 0
-        """sync: the epoch in which a push reached some shards and not, or not for sure, all: see `mend`."""
+        """sync: the epoch in which a push may have reached some shards but not all; see `mend`."""
 
     # -------------------------------------------------------------------------------------------- values
 
@@ -63,7 +63,7 @@ class Session(Membership):
         wait_s: float | None = None,
         view: bool = False,
     ) -> Call[Params]:
-        """The present values; in sync at least those of the commit that released this worker's clock."""
+        """Pull the current values; in sync they include at least the commit that released this worker's clock."""
         if names is not None or ranges is not None:
             names, ranges = listed(names, ranges)
         while True:
@@ -95,12 +95,12 @@ class Session(Membership):
             return p
 
     def check_out(self, out: Params | None, deadline: Deadline) -> Call[None]:
-        """Raise RequestError where values cannot be pulled into `out`, which is too late to learn after a push."""
+        """Raise RequestError if values cannot be pulled into `out`.  After a push it would be too late to find out."""
         if out is not None:
             transfer.check_out((yield from self.cluster.map_of(self.model, deadline)), out)
 
     def goes_on_from(self, values: Params, epoch: int, timeline: int) -> None:
-        """Gradients are computed from these values from now on."""
+        """Record that gradients are computed from these values from now on."""
         generation = values.origin.generation
         same = self._pulled is not None and self._pulled[2] == generation
         self._pulled = (epoch, timeline, generation)
@@ -119,9 +119,10 @@ class Session(Membership):
         codec: str | None = None,
         ends_s: float | None = None,
     ) -> Call[Pushed]:
-        """Push for the present clock; `dropped` if the model or the worker is no longer what it was computed for.
+        """Push a gradient for the current clock.
 
-        `ends_s`: it is the last push of this clock; see `PushTerms`.
+        The result is `dropped` if a rollback, a new epoch or a new creation of the model has made the gradient
+        obsolete.  `ends_s`: this is the last push of the clock; see `PushTerms`.
         """
         _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack, ends_s=ends_s)
         if terms is None:
@@ -141,10 +142,10 @@ class Session(Membership):
         streamed: bool = False,
         ends_s: float | None = None,
     ) -> Call[tuple[Layout, PushTerms | None]]:
-        """The model's layout, and the terms of a push for the present clock, whose number the caller settles.
+        """Return the model's layout, and the terms of a push for the current clock, whose push id the caller settles.
 
-        No terms: the values that its gradient comes from were rolled back.  Raises RequestError (`invalid_field`) for a
-        push in pieces (`streamed`) to an optimizer that clips by the norm of the whole.
+        The terms are None if the gradient is obsolete (see `_outlived`).  Raises RequestError (`invalid_field`) for a
+        `streamed` push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
         """
         yield from self.mend(deadline)
         held = yield from self.cluster.map_of(self.model, deadline)
@@ -153,7 +154,7 @@ class Session(Membership):
             raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
         if not self._outlived(self.numbers.epoch, self.timeline, held.generation):
             push_id = yield from self.numbers.take(deadline)
-            with self._lock:  # the heartbeat may have followed a rollback while a number was waited for
+            with self._lock:  # the heartbeat may have followed a rollback while we waited for a push id
                 timeline, clock = self.timeline, self.clock
             if not self._outlived(push_id.epoch, timeline, held.generation):
                 chosen = base if base is not None else self._base
@@ -174,7 +175,7 @@ class Session(Membership):
         codec: str | None = None,
         partitions: frozenset[int] | None = None,
     ) -> Call[Pushed]:
-        """Push on these terms, all of it or its share of some partitions; `dropped` as `push` says."""
+        """Push a gradient under these terms, whole or only its part in `partitions`; `dropped` as in `push`."""
         how = codec_of(codec, dtype, self.codec)
         options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": how, "feedback": self.feedback}
         pushing = transfer.push(self.cluster, self.model, deadline, grads, terms, partitions=partitions, **options)
@@ -185,7 +186,7 @@ class Session(Membership):
         return done
 
     def settled(self, pushing: Call[T], terms: PushTerms, deadline: Deadline) -> Call[T | None]:
-        """What `pushing` gives; None where the model or the worker is no longer what it was computed for."""
+        """Run the call and return its result; None if the push was dropped, as in `push`."""
         epoch, timeline = terms.push_id.epoch, terms.timeline or 0
         try:
             done = yield from pushing
@@ -198,22 +199,22 @@ class Session(Membership):
             yield from self._follow(e, epoch, timeline, deadline)
             self._dropped()
             return None
-        except BaseException:  # an interrupt: what has been sent is with the shards
+        except BaseException:  # an interrupt: some shards may have received their parts
             self.tear(terms)
             raise
         self.pushed = (epoch, timeline)
         return done
 
     def tear(self, terms: PushTerms) -> None:
-        """Some shards may have that push, and others not: in sync its iteration must not end with it."""
+        """Record that only some shards may have the push: in sync its iteration must not end with it."""
         if self.mode == "sync":
             self._torn = terms.push_id.epoch
 
     def mend(self, deadline: Deadline) -> Call[None]:
-        """Join anew where a push of this epoch is torn: what is staged under an epoch that is over is in no commit.
+        """Join under a new epoch if a push of this one is torn.
 
-        So a synchronous push counts on all partitions or on none, and its iteration begins anew; if its commit was made
-        meanwhile, this worker is after it.
+        What is staged under an ended epoch is in no commit, so a synchronous push counts on all partitions or on none,
+        and its iteration starts again.  If its clock was committed meanwhile, the worker continues after it.
         """
         epoch = self.numbers.epoch
         if self._torn != epoch:
@@ -224,23 +225,23 @@ class Session(Membership):
         with self._lock:
             self.pushed = NOTHING
             if self._pulled is not None and (self.clock, self.timeline) == (clock, timeline):
-                self._pulled = (self.numbers.epoch, *self._pulled[1:])  # the same values still
+                self._pulled = (self.numbers.epoch, *self._pulled[1:])  # the values pulled are still current
 
     def _dropped(self) -> None:
-        """Nothing of a push counts; its iteration ends only where another one does."""
+        """Record a dropped push: unless another push of its iteration is accepted, the clock does not advance."""
         self._pulled = None
         self.pushed = self.pushed or NOTHING
 
     def check_mode(self, done: Pushed, deadline: Deadline) -> Call[None]:
-        """Look which mode the model is in where a push was not treated as it would be in the one known."""
+        """Fetch the model's mode if the state of a push does not fit the mode we know."""
         if (done.state == "staged") != (self.mode == "sync"):
             try:
                 yield from self.look(deadline)  # the mode was changed a moment ago
-            except Unavailable as e:  # the push is there all the same; the heartbeat looks again
+            except Unavailable as e:  # the push was accepted all the same; the heartbeat tries again
                 log.info("worker.mode_unknown worker=%s error=%s", self.worker, e.code)
 
     def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
-        """A push and then the values; the clock stays."""
+        """Push, then pull; the clock does not advance."""
         yield from self.check_out(out, deadline)
         done = yield from self.push(grads, deadline, **options)
         pulling = self.pull(deadline, out=out)
@@ -251,10 +252,10 @@ class Session(Membership):
     def go_on(
         self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None
     ) -> Call[None]:
-        """So many iterations are finished, if the session is still what it was when the last of them began.
+        """Go on to `clock` once the worker is not paused, if its epoch and timeline are still these.
 
-        Pulls from now on have at least `min_clock` commits.  While the worker is asked to pause it waits first,
-        without an end or `until` then, and raises Unavailable (`unavailable`): the clock is to be reported again.
+        Pulls from now on ask for at least `min_clock` commits.  A pause is waited out without limit, or up to `until`;
+        then Unavailable (`unavailable`) is raised, and the clock must be reported again.
         """
         yield from self.while_paused(until)
         with self._lock:
@@ -264,20 +265,23 @@ class Session(Membership):
                 self._min_clock = max(self._min_clock, min_clock)
 
     def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
-        """The model has reached that clock while this worker held nobody up, if it is still what it was then."""
+        """Adopt the clock that the model reached while this worker held nobody up, unless epoch or timeline changed."""
         with self._lock:
             if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
                 self._at(max(self.clock, clock))
 
     def _at(self, clock: int) -> None:
-        """So many iterations are finished: one more, or the others have gone on without this worker."""
+        """Set the clock.  If it skips any, the others have gone on without this worker, and `since` starts anew."""
         if clock > self.clock + 1:
             self.since = clock
         self.clock = clock
 
     def _outlived(self, epoch: int, timeline: int, generation: int) -> bool:
-        """Whether the gradient at hand was computed before a rollback, in sync before a new join, or of a model that
-        was created anew since."""
+        """Whether the gradient at hand is obsolete.
+
+        It is if, since its values were pulled, the model was rolled back or created again or, in sync, the worker
+        joined again.
+        """
         if self._pulled is None:
             return False
         sync = self.mode == "sync"
