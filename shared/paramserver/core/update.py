@@ -91,7 +91,7 @@ def single_task(
 
 
 def mean_task(basis: Basis, parts: Sequence[tuple[HeldPart, float]], divisor: float, rate: float) -> UpdateTask:
-    """Return the task that applies the weighted sum of the parts, in the order given, divided by `divisor`."""
+    """Return the task of one update, at `rate`, by the weighted sum of the parts, in order, over `divisor`."""
     pieces = summed([(h.ranges or ((0, basis.size),), h.data, h.dtype, weight) for h, weight in parts])
     steps, counts = basis.steps(_joined((p.start, p.stop) for p in pieces), 1.0, rate)
     return UpdateTask(

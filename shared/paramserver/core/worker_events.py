@@ -58,7 +58,7 @@ class LeaveWorker(Struct, frozen=True):
 
 
 class DrainWorker(Struct, frozen=True):
-    """Ask one worker to finish: its heartbeats answer `draining`.  Answer 200 with the worker's document."""
+    """Ask one worker to finish: its heartbeats answer `draining`.  Answer 200 {"worker","state"}."""
 
     request: int
     model: str
@@ -140,7 +140,8 @@ class LeaseTask(Struct, frozen=True):
 
     Answer 200 {"task": {...}|null, "finished": bool, "clock", "timeline"}; a task is {"id","kind":"range","dataset",
     "uri","pass","index","start","stop"} or, for the dataset named `evaluate`, {"id","kind":"evaluate","clock"}.
-    Waits up to `wait_s` for a task as long as there may be one; meanwhile barriers do not wait for the worker.
+    Waits up to `wait_s` for a task as long as there may be one; meanwhile barriers do not wait for the worker, except
+    with `evaluate`.
     """
 
     request: int
