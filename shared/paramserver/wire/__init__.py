@@ -1,1 +1,1 @@
-"""What travels: frames, tensors, and the bounded reading of both."""
+"""Wire formats: frames, tensors, HTTP/2, and parsers whose allocations are bounded."""

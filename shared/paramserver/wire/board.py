@@ -1,20 +1,20 @@
-"""The board: a page of a shard's shared folder on which clients read whether what they hold is still the present.
+"""The board: a file in a shard's shared folder that tells clients whether the values they hold are still current.
 
-It is a file `board` of `WORDS` little-endian 64-bit words, written by the shard alone, each in one store:
+The file `board` has `WORDS` little-endian 64-bit words, written by the shard alone, each in one store:
 
-word 0            when the shard wrote word 1, in ns of the machine's monotonic clock
-word 1            until when it may serve; 0: it serves nothing
-word 2 onwards    in `place(n)` stands n as long as a pull would be answered with just the values that lease n covers
+word 0            from when the shard may serve: its last confirmation, in ns of the machine's monotonic clock
+word 1            until when it may serve, likewise; 0: it serves nothing
+word 2 onwards    word `place(n)` is n as long as a pull would be answered with exactly the values that lease n covers
 
-So a reader who finds its lease's number there, at a time between the first two words, while the shard's process lives
-(the folder's `lock` is locked), knows what a pull would say at that moment, without one.
+So a client that finds its lease's number there, at a time between the first two words, while the shard's process is
+alive (the folder's `lock` is locked), knows what a pull would return at that moment without making one.
 """
 
 from typing import Final
 
 FILE: Final = "board"
 LOCK: Final = "lock"
-"""The file beside it that the shard's process holds locked."""
+"""A file next to the board that the shard's process keeps locked."""
 WORDS: Final = 8192
 SAID: Final = 0
 UNTIL: Final = 1
@@ -22,5 +22,5 @@ _FIRST: Final = 2
 
 
 def place(number: int) -> int:
-    """The word that tells of that lease; a later one may have it by then, which is as good as an end."""
+    """Return the index of that lease's word; a later lease may take it over, which supersedes the earlier one."""
     return _FIRST + number % (WORDS - _FIRST)

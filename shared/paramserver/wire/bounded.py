@@ -1,8 +1,8 @@
-"""msgpack and JSON, read with every length checked before it allocates.
+"""Parsers for msgpack and JSON that check every length before they allocate.
 
-`msgpack.unpackb` bounds a container by the length of its input only: nested headers that claim long arrays cost seconds
-and hundreds of megabytes.  So the structure is walked first (`_measure`), without building anything.  JSON grows only
-by what it spells out, but its depth is measured first too, so that nothing that recurses over it later can run out.
+`msgpack.unpackb` bounds a container only by the length of its input: nested headers that claim long arrays cost seconds
+and hundreds of megabytes.  So the structure is walked first (`_measure`), without building anything.  JSON cannot claim
+more than it spells out, but its depth is measured first too, so that code that recurses over it later is safe.
 """
 
 import json
@@ -29,7 +29,7 @@ _LONG: Final = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def _measure(buf: memoryview, container_max: int, depth_max: int) -> None:
-    """Walk one msgpack value; raises RequestError if it is cut short, too deep, too wide, or of an extension type."""
+    """Walk one msgpack value; raises RequestError if it is truncated, too deep, too wide, or of an extension type."""
     at, end, total = 0, len(buf), 0
     open_items = [1]  # values still to come at each depth
     while open_items:
@@ -88,7 +88,7 @@ def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 def unpack(
     buf: Buffer, *, container_max: int = limits.MSGPACK_CONTAINER_MAX, depth_max: int = limits.MSGPACK_DEPTH_MAX
 ) -> Any:
-    """The value of a msgpack body; map keys are strings, none twice.
+    """Return the value of a msgpack body; map keys must be unique strings.
 
     Raises RequestError: `malformed`, or `too_large` past `container_max` items in a container, `depth_max` levels or
     `limits.MSGPACK_ITEMS_MAX` values in all.
@@ -109,10 +109,10 @@ def unpack(
 
 
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""One JSON string, or the unfinished last one; possessive, so it never looks at a byte twice."""
+"""One JSON string, or an unterminated one at the end; possessive, so that it never looks at a byte twice."""
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _ODD_NUMBER: Final = re.compile(rb"[0-9]{19}|[eE]\+?[0-9]{3}")
-"""What a number beyond 64 bits, or beyond float64, cannot do without."""
+"""Found in every number beyond 64 bits or beyond float64 (and in others: it only decides whether to look closer)."""
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -120,7 +120,7 @@ def _check_depth(text: bytes) -> None:
     if text.count(b"[") + text.count(b"{") <= limits.JSON_DEPTH_MAX:
         return
     brackets = np.frombuffer(_STRING.sub(b"", text).translate(None, _NOT_BRACKETS), np.uint8)
-    steps = np.where(brackets & 2, 1, -1)  # the bit that tells [ and { from ] and }
+    steps = np.where(brackets & 2, 1, -1)  # the bit that is set in [ and {, and clear in ] and }
     if brackets.size and int(np.cumsum(steps).max()) > limits.JSON_DEPTH_MAX:
         raise problem("too_large", f"the JSON body is nested deeper than {limits.JSON_DEPTH_MAX}")
 
@@ -130,7 +130,7 @@ def _no_constant(name: str) -> float:
 
 
 def _settled(value: Any) -> Any:
-    """The value with integers beyond 64 bits as floats; raises RequestError (`malformed`, `non_finite`)."""
+    """Return the value with integers beyond 64 bits as floats; raises RequestError (`malformed`, `non_finite`)."""
     if isinstance(value, dict):
         return {_settled(k): _settled(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -151,10 +151,10 @@ def _settled(value: Any) -> Any:
 
 
 def parse_json(buf: Buffer) -> Any:
-    """The value of a JSON body (RFC 8259 in UTF-8: no NaN, no Infinity, no key twice, no half surrogate pair).
+    """Return the value of a JSON body (RFC 8259 in UTF-8: no NaN or Infinity, no duplicate key, no lone surrogate).
 
-    Integers beyond 64 bits come as floats.  Bodies above `limits.CONTROL_BODY_BYTES_MAX` hold tensors, whose reader
-    tests every number itself; there such integers and infinities (1e999) come as they are.
+    Integers beyond 64 bits become floats.  Bodies above `limits.CONTROL_BODY_BYTES_MAX` hold tensors, whose reader
+    checks every number itself; there such integers and infinities (1e999) are passed through.
     Raises RequestError: `malformed`, `too_large` when nested deeper than `limits.JSON_DEPTH_MAX`, or `non_finite`.
     """
     text = bytes(buf)

@@ -5,12 +5,12 @@ offset  bytes
 2       1      format version, 1
 3       1      flags, 0
 4       4      length H of the header, little-endian
-8       H      header: one msgpack map; unknown keys are ignored, what has its default is left out
+8       H      header: one msgpack map; unknown keys are ignored, fields with their default value are left out
 8+H            zeros up to a multiple of 64, so that the body can be viewed as aligned numbers
                body: elements, little-endian, end to end, in the order of the header's `parts`
 
-A header is a `Header` with its fields' types and bounds; msgspec reads it, and refuses what does not fit before it
-allocates (docs/decisions/0020-structs.md).
+Each kind of header is a subclass of `Header` that declares the types and bounds of its fields; msgspec decodes it and
+refuses what does not fit before it allocates (docs/decisions/0020-structs.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,32 +41,32 @@ ModelName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{MODEL_NAME.pattern})
 FileName: TypeAlias = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
 Ranges: TypeAlias = Annotated[Sequence[tuple[Count, Count]], Meta(max_length=limits.RANGES_PER_PUSH_MAX)]
 PullPart: TypeAlias = tuple[Count, Ranges | None]
-"""(partition, ranges relative to it; None: all of it)."""
+"""(partition, ranges relative to it; None: the whole partition)."""
 PullParts: TypeAlias = Annotated[Sequence[PullPart], Meta(max_length=limits.PARTITIONS_MAX)]
 Leases: TypeAlias = Annotated[Sequence[Count], Meta(max_length=limits.FRAME_HEADER_BYTES_MAX)]
 Lease: TypeAlias = tuple[Count, Annotated[Sequence[FileName], Meta(max_length=limits.PARTITIONS_MAX)]]
-"""Its number, and the file that begins with each part's elements."""
+"""(number, for each part the file that begins with its elements)."""
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a frame says before its body."""
+    """Base class of the frame headers."""
 
     def check(self) -> None:
-        """Looks at what types do not say; raises RequestError."""
+        """Check what the types do not express; raises RequestError."""
 
 
 H = TypeVar("H", bound=Header)
 
 
 def encode_header(header: Header | Mapping[str, Any]) -> bytes:
-    """Everything of a frame before its body: prefix, header, padding."""
+    """Return everything of a frame before its body: prefix, header, padding."""
     packed = _ENCODER.encode(header)
     head = _BEGINNING + len(packed).to_bytes(4, "little") + packed
     return head + bytes(-len(head) % ALIGN)
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy as one of Python's."""
+    """Convert a NumPy scalar to a Python number."""
     if isinstance(value, np.generic):
         return value.item()
     raise problem("malformed", f"a {type(value).__name__} cannot be sent in a frame", hint="use numbers and text")
@@ -77,7 +77,7 @@ _BEGINNING: Final = MAGIC + bytes((FORMAT, 0))
 
 
 def header_end(prefix: Buffer) -> int:
-    """Offset of the body, from a frame's first 8 bytes; raises RequestError (`malformed`, `too_large`, `not_built`)."""
+    """Return the body's offset, given the prefix; raises RequestError (`malformed`, `too_large`, `not_built`)."""
     if len(prefix) < PREFIX_BYTES or bytes(prefix[:2]) != MAGIC:
         raise problem("malformed", "this is not a paramserver frame", hint=f"a frame starts with {MAGIC!r}")
     if prefix[2] != FORMAT:
@@ -90,7 +90,7 @@ def header_end(prefix: Buffer) -> int:
 
 
 def decode_header(buf: Buffer, of: type[H]) -> tuple[H, int]:
-    """(header, offset of the body) of a frame that holds at least its whole header.
+    """Return (header, offset of the body) of a frame; `buf` must hold at least the whole header.
 
     Raises RequestError: `malformed`, `too_large`, `not_built`, or what the header's own `check` raises.
     """
@@ -114,7 +114,7 @@ def _decoder(of: type[H]) -> msgspec.msgpack.Decoder[H]:
 
 
 def _check_parts(parts: Iterable[tuple[int, Sequence[Range] | None]]) -> None:
-    """Each partition once; its ranges sorted, disjoint, not empty."""
+    """Check that each partition comes once, with sorted, disjoint ranges that are not empty."""
     seen: set[int] = set()
     total = 0
     for partition, ranges in parts:
@@ -144,7 +144,7 @@ class PushPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     base: tuple[Count, Count] | None
     """(version, incarnation) the gradient was computed from."""
     ranges: Ranges | None
-    """Relative to the partition; None: all of it."""
+    """Relative to the partition; None: the whole partition."""
 
 
 class PullSpec(Header, frozen=True):
@@ -153,12 +153,12 @@ class PullSpec(Header, frozen=True):
     parts: PullParts
     min_version: Count = 0
     wait_s: Number = 0.0
-    """Above `limits.WAIT_S_MAX` is that."""
+    """Longest wait for `min_version` and `min_clock`; the shard caps it at `limits.WAIT_S_MAX`."""
     dtype: str = "float32"
     mapped: bool = msgspec.field(default=False, name="map")
-    """The client can map the shard's memory: it takes a lease in place of a body."""
+    """The client can map the shard's memory and accepts a lease in place of a body."""
     min_clock: Count = 0
-    """sync: commits that each partition has taken at least."""
+    """sync: commits that each partition must have applied at least."""
 
     def check(self) -> None:
         """Raises RequestError (`malformed`, `invalid_range`, `invalid_dtype`, `too_large`)."""
@@ -175,7 +175,7 @@ class PullFrame(PullSpec, frozen=True, kw_only=True):
     timeline: Count | None = None
     forwarded: bool = False
     release: Leases = ()
-    """Leases of shared memory that the client holds no longer."""
+    """Shared-memory leases that the client no longer holds."""
 
 
 class PushFrame(Header, frozen=True):
@@ -188,11 +188,11 @@ class PushFrame(Header, frozen=True):
     """A frame that names one is never forwarded: a wrong owner answers 421."""
     timeline: Count | None = None
     worker: Annotated[str, Meta(min_length=1, max_length=limits.WORKER_NAME_BYTES_MAX)] | None = None
-    """Of the push id, as `epoch` and `seq` are."""
+    """Part of the push id, as are `epoch` and `seq`."""
     epoch: Count | None = None
     seq: Count | None = None
     key: Annotated[str, Meta(min_length=1, max_length=limits.IDEMPOTENCY_KEY_BYTES_MAX)] | None = None
-    """`Idempotency-Key` of a plain client, handed on by the shard that received it."""
+    """`Idempotency-Key` of a plain client, passed on by the shard that received it."""
     clock: Count | None = None
     dtype: str = "float32"
     weight: Number = 1.0
@@ -201,41 +201,47 @@ class PushFrame(Header, frozen=True):
     ack: Annotated[str, Meta(min_length=1, max_length=16)] | None = None
     forwarded: bool = False
     pull: PullSpec | None = None
-    """Answer with these values too, after the push (pushpull)."""
+    """pushpull: after the push, answer with these values too."""
     encoding: Annotated[str, Meta(min_length=1, max_length=32)] | None = msgspec.field(default=None, name="codec")
     """How the parts are encoded; None: as elements of `dtype`."""
     sizes: Annotated[Sequence[tuple[Count, Count]], Meta(max_length=limits.PARTITIONS_MAX)] = ()
-    """Encoded: for each part its bytes in the body, and its bytes when the second stage is undone."""
+    """Encoded parts: for each, its bytes in the body, and its bytes once the second stage is undone."""
     slot: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    """The body is in this slot of the shard's shared memory, and none follows."""
+    """The body is in this slot of the shard's shared memory; none follows the header."""
     release: Leases = ()
-    """Leases of shared memory that the client holds no longer."""
+    """Shared-memory leases that the client no longer holds."""
     mapped: bool = msgspec.field(default=False, name="map")
-    """The client will read what this push makes: it takes a lease of it with the answer."""
+    """The client will read the values that this push results in and accepts a lease of them with the answer."""
     ends: (
         tuple[
             Annotated[int, Meta(ge=1, le=limits.PARTITIONS_MAX)], Annotated[float, Meta(ge=0.0, le=limits.WAIT_S_MAX)]
         ]
         | None
     ) = None
-    """sync: the push ends its worker's iteration, on so many shards; each reports that to the scheduler and answers
-    once the clock is committed, after so many seconds at the latest."""
+    """sync: (shards, seconds) of a push that ends its worker's iteration.
+
+    The push goes to that many shards.  Each reports the clock to the scheduler and answers once it is committed, after
+    that many seconds at the latest.
+    """
 
     @property
     def push_id(self) -> PushId | None:
-        """What makes it the same push however often it comes."""
+        """The id by which repeated deliveries are the same push; None if the frame has none."""
         if self.worker is None or self.epoch is None or self.seq is None:
             return None
         return PushId(self.worker, self.epoch, self.seq)
 
     @property
     def codec(self) -> Codec | None:
-        """How the parts are encoded; raises RequestError (`unknown_codec`)."""
+        """The codec of the parts; None: elements of `dtype`.  Raises RequestError (`unknown_codec`)."""
         return None if self.encoding is None else Codec.of_frame(self.encoding)
 
     def check(self) -> None:
-        """Raises RequestError (`malformed`, `invalid_range`, `invalid_field`, `empty_push`, `invalid_dtype`,
-        `unknown_codec`, `invalid_encoding`, `too_large`)."""
+        """Check what the types do not express.
+
+        Raises RequestError (`malformed`, `invalid_range`, `invalid_field`, `empty_push`, `invalid_dtype`,
+        `unknown_codec`, `invalid_encoding`, `too_large`).
+        """
         if not (self.worker is None) == (self.epoch is None) == (self.seq is None):
             raise problem("invalid_field", "worker, epoch and seq come together or not at all")
         _check_parts([(p.partition, p.ranges) for p in self.parts])
@@ -245,7 +251,7 @@ class PushFrame(Header, frozen=True):
         if self.pull is not None:
             self.pull.check()
         codec = self.codec
-        # Whether the sizes fit their partitions is for the shard to say.
+        # The shard checks whether the sizes fit their partitions.
         if codec is not None and len(self.sizes) != len(self.parts):
             raise problem("invalid_encoding", f"the frame has {len(self.parts)} parts and {len(self.sizes)} sizes")
         if codec is not None and codec.whole and any(p.ranges is not None for p in self.parts):
@@ -265,10 +271,12 @@ class PushReply(Header, frozen=True):
     """(partition, version, incarnation, durable version)."""
     late: bool = False
     lease: Lease | None = None
-    """Of the values of `parts`, if the push asked for it and nothing has changed them since."""
+    """A lease of the values of `parts`, if the push asked for one and they have not changed since."""
     released: bool = False
-    """The clock that the push ended is committed and its worker may go on; then `version` and `parts` are after that.
-    Otherwise the worker asks the scheduler."""
+    """Whether the clock that the push ended is committed, so that its worker may go on.
+
+    If so, `version` and `parts` are those after the commit; otherwise the worker asks the scheduler.
+    """
 
 
 class PullReply(Header, frozen=True):
@@ -284,7 +292,7 @@ class PullReply(Header, frozen=True):
     """(partition, version, incarnation)."""
     push: PushReply | None = None
     lease: Lease | None = None
-    """In place of a body."""
+    """A lease of the values, in place of a body."""
 
     def check(self) -> None:
         """Raises RequestError (`invalid_dtype`)."""

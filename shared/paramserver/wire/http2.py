@@ -1,8 +1,8 @@
-"""HTTP/2 as it travels (RFC 9113): frames, and header blocks (RFC 7541).
+"""The HTTP/2 wire format (RFC 9113): frames, and header blocks (RFC 7541).
 
-Both sides send header blocks that leave the other's table as it is, so the same headers are always the same bytes: what
-has been decoded once is looked up, and the rest is quickly read.  What else a peer sends may use the table: `hpack`
-decodes it.
+Our clients and servers send header blocks that leave the peer's dynamic table unchanged, so the same headers are always
+the same bytes: a block decoded before is looked up, and a new one is quick to parse.  Blocks of other peers may use the
+table; `hpack` decodes those.
 """
 
 import struct
@@ -14,12 +14,12 @@ import hpack
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES: Final = 9
-"""Before the payload of each frame."""
+"""Size of the frame header, which precedes each payload."""
 WINDOW_MAX: Final = (1 << 31) - 1
 WINDOW_BYTES: Final = 65_535
-"""Of a stream and of a connection until something else is said."""
+"""Initial flow-control window of a stream and of the connection."""
 PAYLOAD_BYTES_MAX: Final = 16_384
-"""The same for a frame."""
+"""Initial maximum payload of a frame, and the lowest that SETTINGS may set."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 
@@ -53,48 +53,48 @@ _HEAD: Final = struct.Struct(">HBBBI")
 _SETTING: Final = struct.Struct(">HI")
 _WORD: Final = struct.Struct(">I")
 _KNOWN_MAX: Final = 64
-"""Header blocks that are remembered for each connection ..."""
+"""Header blocks cached per connection."""
 _KNOWN_BYTES_MAX: Final = 2048
-"""... and how long each may be, as it came and as it is counted once unpacked: a connection may rest for hours."""
+"""Largest block that is cached, both encoded and decoded (at RFC 7541's count): connections may be idle for hours."""
 _STREAM_MASK: Final = (1 << 31) - 1
 
 _INDEXED: Final[dict[Header, bytes]] = {
     (b":method", b"GET"): b"\x82", (b":method", b"POST"): b"\x83", (b":scheme", b"http"): b"\x86",
     (b":scheme", b"https"): b"\x87", (b":status", b"200"): b"\x88", (b":status", b"304"): b"\x8b",
 }  # fmt: skip
-"""Headers that are one byte: their place in the static table."""
+"""Header fields encoded in one byte: their index in the static table."""
 _NAMED: Final = {b":authority": b"\x01", b":method": b"\x02", b":path": b"\x04", b":status": b"\x08"}
-"""Names that are one byte there."""
+"""Names encoded in one byte, by their index in the static table, before a literal value."""
 _HEADER_OF: Final = {code[0]: header for header, code in _INDEXED.items()}
 _NAME_OF: Final = {code[0]: name for name, code in _NAMED.items()}
 
 
 class Http2Error(Exception):
-    """Raised for what a peer may not send; the connection cannot go on."""
+    """Raised when a peer violates the protocol; the connection cannot go on."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code: Final = code
-        """For GOAWAY."""
+        """Error code for GOAWAY."""
 
 
 def head(size: int, kind: int, flags: int, stream: int) -> bytes:
-    """What stands before a payload of `size` bytes."""
+    """Return the frame header for a payload of `size` bytes."""
     return _HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
+    """Return a whole frame."""
     return head(len(payload), kind, flags, stream) + payload
 
 
 def settings(values: dict[int, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Return a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(key, value) for key, value in values.items()))
 
 
 def settings_in(payload: memoryview) -> dict[int, int]:
-    """What a SETTINGS frame says; raises Http2Error."""
+    """Return the values in the payload of a SETTINGS frame; raises Http2Error."""
     if len(payload) % _SETTING.size:
         raise Http2Error(FRAME_SIZE_ERROR, "a setting that is not six bytes")
     values = dict(_SETTING.iter_unpack(payload))
@@ -106,12 +106,12 @@ def settings_in(payload: memoryview) -> dict[int, int]:
 
 
 def word(stream: int, kind: int, value: int) -> bytes:
-    """A frame of one number: WINDOW_UPDATE or RST_STREAM."""
+    """Return a frame whose payload is one 32-bit number: WINDOW_UPDATE or RST_STREAM."""
     return frame(kind, 0, stream, _WORD.pack(value))
 
 
 def word_in(payload: memoryview) -> int:
-    """The number of such a frame; raises Http2Error."""
+    """Return the number in the payload of such a frame; raises Http2Error."""
     if len(payload) != _WORD.size:
         raise Http2Error(FRAME_SIZE_ERROR, "a number that is not four bytes")
     (value,) = _WORD.unpack(payload)
@@ -119,12 +119,12 @@ def word_in(payload: memoryview) -> int:
 
 
 def goaway(last_stream: int, code: int) -> bytes:
-    """The end of a connection: streams up to that one are still answered."""
+    """Return a GOAWAY frame: streams up to `last_stream` are still answered."""
     return frame(GOAWAY, 0, 0, _WORD.pack(last_stream) + _WORD.pack(code))
 
 
 def block_in(flags: int, payload: memoryview) -> bytes:
-    """The piece of a header block in a HEADERS frame, without padding and priority; raises Http2Error."""
+    """Return the header block fragment of a HEADERS frame, without padding and priority; raises Http2Error."""
     begin, end = 0, len(payload)
     if flags & PADDED:
         begin, end = 1, end - payload[0] if end else -1
@@ -136,44 +136,49 @@ def block_in(flags: int, payload: memoryview) -> bytes:
 
 
 class Scanner:
-    """Finds the frames in what one peer sends, from wherever its bytes begin and end."""
+    """Splits the byte stream of one peer into frames, however it is chunked."""
 
     def __init__(self, payload_bytes_max: int, other_bytes_max: int) -> None:
-        """The longest payload of a DATA frame, and of any other."""
+        """Bound the payload of a DATA frame, and of any other frame."""
         self._data_bytes_max, self._other_bytes_max = payload_bytes_max, other_bytes_max
         self._rest = b""
-        """Of a frame that has begun."""
+        """Bytes of a frame that cannot be interpreted yet."""
         self.due = 0
-        """How many bytes of a DATA frame's payload come next."""
+        """Bytes of the current DATA frame's payload that are still to come."""
         self.due_stream = 0
-        """The stream that they are of."""
+        """The stream of that frame."""
         self._flags = self._padding = 0
 
     def ends(self, stream: int) -> bool:
-        """Whether what is due is the last of that stream."""
+        """Whether the bytes due are the last of that stream."""
         return self.due > 0 and self.due_stream == stream and bool(self._flags & END_STREAM)
 
     def passed(self, size: int) -> int:
-        """So many bytes of what was due have been read past this scanner; the flags of the piece that they are."""
+        """Note that `size` of the bytes due were read without this scanner; return the flags of that piece."""
         self.due -= size
         return 0 if self.due else self._flags
 
     def between(self, stream: int) -> tuple[int, int] | None:
-        """What is due of a frame of that stream, and its flags; (0, 0) where a frame begins, None in the midst of
-        another's or of padding."""
+        """Return (bytes due, flags) within a DATA frame of that stream, (0, 0) between frames, else None.
+
+        None: within another stream's DATA frame, within padding, or after a part of another frame.
+        """
         if self._rest or self._padding or (self.due and self.due_stream != stream):
             return None
         return (self.due, self._flags) if self.due else (0, 0)
 
     def skipped(self, stream: int, due: int, flags: int, rest: bytes) -> None:
-        """Frames of that stream have been read past this scanner: what is due now, and what is here of a next one."""
+        """Go on after DATA of that stream was read without this scanner.
+
+        `due` and `flags` are those of the last frame read; `rest` is the beginning of the next one.
+        """
         self.due_stream, self.due, self._flags, self._rest = stream, due, flags & END_STREAM, rest
 
     def scan(self, data: memoryview) -> Iterator[tuple[int, int, int, memoryview, int]]:
-        """(type, flags, stream, payload, bytes that count against the windows) of each frame; raises Http2Error.
+        """Yield (type, flags, stream, payload, bytes that count against the windows) of each frame; raises Http2Error.
 
-        The payload of a DATA frame comes in as many pieces as it arrives in, without its padding, END_STREAM with the
-        last of them.  Payloads are good until the next one.
+        The payload of a DATA frame is yielded in the pieces in which it arrives, without padding; the last piece has
+        END_STREAM if the frame has.  A payload is valid until the next one is yielded.
         """
         if self._rest:
             data, self._rest = memoryview(self._rest + data), b""
@@ -207,7 +212,7 @@ class Scanner:
                 if size == 0 or end - at == HEAD_BYTES:
                     if size == 0:
                         raise Http2Error(FRAME_SIZE_ERROR, "padding that is longer than its frame")
-                    break  # how much of it is padding comes next
+                    break  # the length of the padding has not arrived yet
                 padding = data[at + HEAD_BYTES] + 1
                 if padding > size:
                     raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
@@ -220,7 +225,7 @@ class Scanner:
 
 
 def encoded(headers: Iterable[Header]) -> bytes:
-    """A header block that no table is needed for.  Names are lower case, pseudo-headers first."""
+    """Return a header block that needs no dynamic table.  Names must be lower case, pseudo-headers first."""
     return b"".join([_field(name, value) for name, value in headers])
 
 
@@ -233,7 +238,7 @@ def _field(name: bytes, value: bytes) -> bytes:
 
 
 def _text(data: bytes) -> bytes:
-    """A string as it is: its length in 7 bits, or 127 and the rest in groups of 7 bits."""
+    """Encode a string without Huffman coding: its length in 7 bits, or 127 and the rest in groups of 7 bits."""
     if len(data) < 127:
         return bytes((len(data),)) + data
     left, length = len(data) - 127, bytearray(b"\x7f")
@@ -245,7 +250,7 @@ def _text(data: bytes) -> bytes:
 
 
 def plain(block: bytes, bytes_max: int) -> list[Header] | None:
-    """The headers of a block like those that `encoded` writes; None for any other, and for what is long."""
+    """Decode a block of the kind that `encoded` writes; None for others, and for long strings or blocks."""
     out: list[Header] = []
     at = size = 0
     try:
@@ -268,7 +273,10 @@ def plain(block: bytes, bytes_max: int) -> list[Header] | None:
 
 
 def _short(block: bytes, at: int) -> tuple[bytes, int]:
-    """The string there and where it ends; raises ValueError, IndexError unless it is short, as it is, and all here."""
+    """Return the string at that offset, and its end.
+
+    Raises ValueError or IndexError unless it is shorter than 127 bytes, not Huffman-coded and complete.
+    """
     size = block[at]
     end = at + 1 + size
     if size >= 127 or end > len(block):
@@ -277,17 +285,17 @@ def _short(block: bytes, at: int) -> tuple[bytes, int]:
 
 
 class HeaderDecoder(Generic[T]):
-    """Decodes the header blocks of one peer, in the order in which they come."""
+    """Decodes the header blocks of one peer, in the order in which they arrive."""
 
     def __init__(self, bytes_max: int, read: Callable[[Sequence[Header]], T]) -> None:
-        """`bytes_max` bounds the headers of a block, unpacked; `read` makes of them what is given back."""
+        """`bytes_max` bounds the decoded headers of a block; `read` converts them to what `decode` returns."""
         self._read, self._bytes_max = read, bytes_max
         self._hpack = hpack.Decoder(max_header_list_size=bytes_max)
         self._known: dict[bytes, T] = {}
-        """What has been read before while the table was what it is."""
+        """Results by block, valid while the dynamic table does not change."""
 
     def decode(self, block: bytes) -> T:
-        """What the headers say, which others may be given as well; raises Http2Error."""
+        """Return what `read` makes of the headers, an object that may be shared; raises Http2Error."""
         if block in self._known:
             return self._known[block]
         if (own := plain(block, self._bytes_max)) is not None:
@@ -313,5 +321,5 @@ class HeaderDecoder(Generic[T]):
 
 
 def _newest(table: Any) -> object:
-    """The entry that was put into a table last: another one whenever a block has changed it."""
+    """Return the table's newest entry, which is a different object once a block has changed the table."""
     return table.dynamic_entries[0] if table.dynamic_entries else None

@@ -1,31 +1,31 @@
-"""Where a body goes as it arrives: read straight to its place where that is known, else copied there."""
+"""Sinks for bodies as they arrive: bytes are read straight into place where it is known, else copied there."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Sink(Protocol):
-    """Takes a body, on either side of a connection."""
+    """Receives a body, on either side of a connection."""
 
     def room(self) -> memoryview:
-        """Where its next bytes belong, as far as that is known; may be empty."""
+        """Return the memory for the next bytes, as far as it is known; may be empty."""
 
     def filled(self, size: int) -> None:
-        """So many bytes have been put there.  May raise."""
+        """Note that `size` bytes have been written to `room`.  May raise."""
 
     def feed(self, data: memoryview) -> None:
-        """Its next bytes, which lie elsewhere and are only good until this returns.  May raise."""
+        """Take the next bytes from `data`, which is valid only during this call.  May raise."""
 
 
 class Destination(Sink, Protocol):
-    """A sink that may know where all the rest of a body belongs."""
+    """A sink that may know the place of the whole rest of a body."""
 
     def rest(self) -> Sequence[memoryview]:
-        """All of it in order; empty where that is not known.  `filled` then takes more than `room` at once."""
+        """Return memory for the whole rest, in order; empty if unknown.  `filled` may then exceed what `room` gave."""
 
 
 def pour(data: memoryview, sink: Sink) -> memoryview:
-    """Copies `data` to where `sink` says that it belongs; what is left when it knows of no more room."""
+    """Copy `data` into the sink's room; return what is left when there is no more room."""
     while data and (place := sink.room()):
         size = min(len(data), len(place))
         place[:size] = data[:size]

@@ -1,4 +1,4 @@
-"""Frames between nodes that carry whole partitions: reading one for a checkpoint, assigning values to several.
+"""Frames between nodes that carry whole partitions: to read one for a checkpoint, to assign values to several.
 
 `GET /internal/state/{model}/{index}` answers a `StateFrame` header and the body: values, then each slot, float32.
 `POST /internal/set/{model}` takes a `SetFrame` header and the body: for each part its ranges' elements end to end in
@@ -33,14 +33,14 @@ class StateFrame(Header, frozen=True, tag_field="kind", tag="state", omit_defaul
     """Elements of the values and of each slot."""
     slots: Count
     steps: tuple[Count, ...]
-    """Updates of each segment."""
+    """Step count of each segment."""
 
     def body_bytes(self) -> int:
         """Length of the body."""
         return 4 * self.size * (1 + self.slots)
 
     def read(self, body: bytes | bytearray | memoryview) -> PartitionState:
-        """The state in a body, as views of it; raises RequestError (`malformed`) when the length is wrong."""
+        """Return the state in a body, as views of it; raises RequestError (`malformed`) if the length is wrong."""
         if len(body) != self.body_bytes():
             raise problem("malformed", f"the body has {len(body)} bytes, not {self.body_bytes()}")
         arrays = np.frombuffer(body, np.float32).reshape(1 + self.slots, self.size)
@@ -52,20 +52,20 @@ class SetPart(msgspec.Struct, frozen=True):
 
     partition: Count
     count: Count
-    """Elements assigned: of all ranges, or of the whole partition."""
+    """Elements assigned: of all ranges together, or of the whole partition."""
     ranges: tuple[tuple[Count, Count], ...] | None = None
     """Relative to the partition; None: the whole partition."""
     dtype: DType = "float32"
     size: Count = 0
-    """Elements of each slot, where there are slots."""
+    """Elements of each slot, if there are slots."""
     slots: Count = 0
-    """Number of slots that follow; 0 keeps the ones that are there, unless `steps` is given."""
+    """Number of slots that follow; 0 keeps the existing ones, unless `steps` is given."""
     steps: tuple[Count, ...] | None = None
-    """Step counts of each segment; None keeps optimizer state and counts as they are."""
+    """Step count of each segment; None keeps optimizer state and counts as they are."""
     expected: tuple[Count, Count] | None = None
-    """(version, owner token) that the partition must have, or nothing is assigned; None: whichever it has."""
+    """(version, owner token) that the partition must have, else nothing is assigned; None: any."""
     version: Version = 0
-    """The version that the partition has afterwards at least."""
+    """Lowest version that the partition may have afterwards."""
 
     def body_bytes(self) -> int:
         """Length of this part of the body."""
@@ -79,9 +79,9 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
     generation: Count
     parts: tuple[SetPart, ...]
     restore: bool = False
-    """Drops staged and buffered gradients."""
+    """Whether staged and buffered gradients are dropped."""
     timeline: Count | None = None
-    """Refused where the model is on another one by then; None: it goes with any."""
+    """The assignment is refused if the model is on another timeline by then; None: any."""
 
     def body_bytes(self) -> int:
         """Length of the body."""
@@ -91,9 +91,9 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
 def restore_frame(
     model: str, generation: int, index: int, state: PartitionState, version: int, timeline: int | None = None
 ) -> tuple[SetFrame, Sequence[AnyArray]]:
-    """The frame that puts this whole state in place of what the partition holds, with its body as arrays.
+    """Return the frame that replaces all that a partition holds by this state, and its body as arrays.
 
-    The partition has that version afterwards, or the next one of its own if that is greater.
+    Afterwards the partition has this version, or its own next one if that is greater.
     """
     size = state.values.size
     part = SetPart(index, size, None, "float32", size, len(state.slots), state.steps, version=version)

@@ -1,4 +1,4 @@
-"""What the socket of a connection that carries bodies is told, at either end."""
+"""Socket options for connections that carry bodies, at either end."""
 
 import socket
 
@@ -6,10 +6,11 @@ from paramserver.limits import SEND_BUFFER_BYTES
 
 
 def prepare(connected: socket.socket) -> None:
-    """Sets the options of a TCP connection: nothing small waits, and little is unread between ends on one machine.
+    """Set the options of a TCP connection: no Nagle delay, and a small send buffer if both ends have the same address.
 
-    A sender that is megabytes ahead of its reader writes into memory that neither processor has in its cache.  To
-    another machine the kernel finds the size itself: there it is what the line holds.  A Unix socket is left alone.
+    On one machine, a sender that is megabytes ahead of its reader writes into memory that is in neither processor's
+    cache.  To another machine the kernel sizes the buffer itself, to what the network path holds.  Unix sockets are
+    left alone.
     """
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -17,6 +18,6 @@ def prepare(connected: socket.socket) -> None:
     try:
         here = connected.getpeername()[0] == connected.getsockname()[0]
     except OSError:
-        return  # it has ended already
+        return  # the connection is closed already
     if here:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

@@ -1,6 +1,6 @@
 """Tensors on the wire: JSON lists, msgpack maps and raw little-endian bytes, to NumPy and back.
 
-bfloat16, which NumPy lacks, is a uint16 array beside its dtype name.
+NumPy lacks bfloat16, so such an array is uint16 bits together with its dtype name.
 """
 
 import struct
@@ -29,20 +29,20 @@ NUMPY_DTYPE: Final[Mapping[str, np.dtype[Any]]] = {
 
 _RANGE: Final = struct.Struct("<QQ")
 _BLOCK: Final = 1 << 13
-"""Elements rounded at a time: they stay in the cache."""
+"""Elements rounded at a time, few enough to stay in the cache."""
 _SHORT_MAX: Final = 1 << 16
-"""Elements that JSON shows in their shortest form; it costs a microsecond each, in the server's event loop."""
+"""Larger arrays are not written in shortest form in JSON, which costs a microsecond per element on the event loop."""
 
 
 def bf16_to_f32(a: AnyArray) -> F32:
-    """Float32 values of bfloat16 bits (uint16, any shape); exact."""
+    """Return the float32 values of bfloat16 bits (uint16, any shape); exact."""
     wide = np.asarray(a).astype(np.uint32)
     wide <<= np.uint32(16)
     return wide.view(np.float32)
 
 
 def f32_to_bf16(a: F32) -> AnyArray:
-    """bfloat16 bits (uint16, same shape) nearest to float32 values, ties to even; a NaN stays one."""
+    """Return float32 values rounded to bfloat16 bits (uint16, same shape): nearest, ties to even; NaN stays NaN."""
     values = np.asarray(a, np.float32, order="C")  # ascontiguousarray would make shape [] into [1]
     out = np.empty(values.shape, np.uint16)
     f32_to_bf16_bits(values.reshape(-1), out.reshape(-1))
@@ -50,7 +50,7 @@ def f32_to_bf16(a: F32) -> AnyArray:
 
 
 def f32_to_bf16_bits(values: F32, out: AnyArray) -> None:
-    """The same of 1-D values into `out` (uint16), block by block while the block is in the cache."""
+    """Like `f32_to_bf16`, from 1-D values into `out` (uint16), in blocks that stay in the cache."""
     scratch = np.empty(min(values.size, _BLOCK), np.uint32)
     for start in range(0, values.size, _BLOCK):
         block = values[start : start + _BLOCK]
@@ -67,7 +67,7 @@ def f32_to_bf16_bits(values: F32, out: AnyArray) -> None:
 
 
 def to_f32(a: AnyArray, dtype: str) -> F32:
-    """Float32 values of an array of a wire dtype; the array itself if it is float32 already."""
+    """Return the float32 values of an array of a wire dtype; the array itself if it is float32 already."""
     if dtype == "bfloat16":
         return bf16_to_f32(a)
     with np.errstate(over="ignore"):
@@ -75,7 +75,7 @@ def to_f32(a: AnyArray, dtype: str) -> F32:
 
 
 def from_f32(a: F32, dtype: str) -> AnyArray:
-    """An array of a wire dtype (bfloat16 as uint16) from float32 values; the array itself for float32."""
+    """Return float32 values as an array of a wire dtype (bfloat16 as uint16); the array itself for float32."""
     if dtype == "bfloat16":
         return f32_to_bf16(a)
     if dtype == "float32":
@@ -85,7 +85,7 @@ def from_f32(a: F32, dtype: str) -> AnyArray:
 
 
 def slice_crc(dtype: str, ranges: Iterable[tuple[int, int]], data: AnyArray | memoryview | bytes) -> int:
-    """CRC-32 (zlib's) of a partition's slice: dtype name, ranges as little-endian u64 pairs, elements."""
+    """Return the CRC-32 (zlib's) of a partition's slice: dtype name, ranges as little-endian u64 pairs, elements."""
     spans = tuple(ranges)
     return crc_after(_known_head_crc(dtype, spans) if len(spans) == 1 else _head_crc(dtype, spans), data)
 
@@ -95,11 +95,11 @@ def _head_crc(dtype: str, ranges: tuple[tuple[int, int], ...]) -> int:
 
 
 _known_head_crc: Final = lru_cache(1024)(_head_crc)
-"""A whole partition's is the same in push after push."""
+"""Cached, because a whole partition has the same one in every push."""
 
 
 def crc_after(crc: int, data: AnyArray | memoryview | bytes) -> int:
-    """CRC-32 of what had `crc` and then `data`: a slice's checksum, block by block."""
+    """Return the CRC-32 `crc` extended by `data`, to compute a slice's checksum block by block."""
     raw = data.view(np.uint8) if isinstance(data, np.ndarray) else data
     return int(zlib_ng.crc32(raw, crc))
 
@@ -109,12 +109,12 @@ def _wrong(where: str, detail: str, code: str = "invalid_shape") -> PsError:
 
 
 def fits(shape: Sequence[int]) -> bool:
-    """Whether an array may have such a shape; a size of 0 lets the others be what NumPy cannot multiply."""
+    """Whether an array may have this shape; zeros are skipped, as NumPy can still overflow on the other sizes."""
     return len(shape) <= limits.RANK_MAX and prod(n for n in shape if n) <= limits.MODEL_ELEMENTS_MAX
 
 
 def from_msgpack(value: Any, where: str) -> tuple[AnyArray, str]:
-    """(array of its shape, dtype name) of a msgpack tensor `{"dtype", "shape", "data"}`.
+    """Return (array in its shape, dtype name) of a msgpack tensor `{"dtype", "shape", "data"}`.
 
     Raises RequestError (`invalid_dtype`, `invalid_shape`, `malformed`), naming `where`.
     """
@@ -139,12 +139,12 @@ def from_msgpack(value: Any, where: str) -> tuple[AnyArray, str]:
 
 
 def from_json(value: Any, where: str) -> tuple[F32, str]:
-    """(float32 array, "float32") of a number or nested lists of numbers; null stands for nothing and is refused.
+    """Return (float32 array, "float32") of a number or nested lists of numbers; null is refused.
 
     Raises RequestError (`invalid_shape` when ragged, `malformed` for anything but numbers, `non_finite` past float32).
     """
 
-    numbers = {int, float}  # and no bool; whole lists are looked at in C, because nothing else is done meanwhile
+    numbers = {int, float}  # not bool; lists are checked as a whole, in C, because this blocks the event loop
     probe, rank = value, 0
     while isinstance(probe, list):
         rank += 1
@@ -181,12 +181,12 @@ def from_json(value: Any, where: str) -> tuple[F32, str]:
 
 
 def to_msgpack(a: AnyArray, dtype: str) -> dict[str, Any]:
-    """The msgpack tensor of an array of a wire dtype."""
+    """Return the msgpack tensor of an array of a wire dtype."""
     return {"dtype": dtype, "shape": list(a.shape), "data": np.ascontiguousarray(a).tobytes()}
 
 
 def to_json(a: AnyArray, dtype: str) -> Any:
-    """Nested lists (shape [] is a plain number) that give the same float32 values when read back."""
+    """Return nested lists (a plain number for shape []) that read back as the same float32 values."""
     if dtype == "float64":
         return a.tolist()
     if a.size > _SHORT_MAX:
