@@ -3,7 +3,7 @@
 >>> import paramserver as ps
 >>> client = ps.connect()                      # PARAMSERVER_URL, default http://127.0.0.1:8700
 
-Names are loaded when they are first used, so that `import paramserver` costs nothing; docs/sdk.md shows them at work.
+Names are imported when first used, so `import paramserver` is cheap; docs/sdk.md shows how to use them.
 """
 
 from importlib import import_module
@@ -78,7 +78,7 @@ _HOMES = {
     "RequestError StaleMapError Unavailable Unreachable",
 }
 _PACKAGES = ("codecs", "torch")
-"""Loaded by their names too; torch says what to install where PyTorch is missing."""
+"""Subpackages, imported when first used too; `torch` says what to install if PyTorch is missing."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [

@@ -1,15 +1,15 @@
-"""Checkpoints on disk: what people keep, copy and load with other tools.
+"""Checkpoints on disk, to be kept, copied and loaded with other tools.
 
 A checkpoint is a folder:
 
     manifest.json           format version, spec, versions, step counts, sha256 of every other file
     model.safetensors       every parameter under the user's name, in its shape and dtype
-    optimizer.safetensors   optimizer state as `SLOT:NAME`, and `master:NAME` where the dtype is narrower than float32
+    optimizer.safetensors   optimizer state as `SLOT:NAME`, float32 values of float16 parameters as `master:NAME`
     workers.json            each worker's own state
 
 `safetensors.numpy.load_file("model.safetensors")` opens the parameters.  NumPy has no bfloat16, so bfloat16 parameters
-are stored as float32, which is exact.  The folder is written under a temporary name, synced, then renamed: a
-checkpoint that is there is whole.
+are stored as float32, which is exact.  The folder is written under a temporary name, synced, then renamed, so an
+existing checkpoint is always complete.
 """
 
 import errno
@@ -46,34 +46,34 @@ _FILE_DTYPE: Final[Mapping[str, Any]] = {
     "float64": np.float64,
 }
 _RESERVED: Final = "__metadata__"
-"""The one key that a safetensors file cannot hold; a parameter of that name gets a '~' behind it."""
+"""The one key that a safetensors file cannot hold; a parameter of that name is stored with a '~' appended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint, read and checked."""
+    """One checkpoint, read and verified."""
 
     spec: ModelSpec
     params: dict[str, F32]
-    """Values in float32 in each parameter's shape: exactly what the shards held."""
+    """float32 values in each parameter's shape, exactly as the shards held them."""
     slots: dict[str, list[F32]]
     """Optimizer state of each parameter, each array in the parameter's shape; empty for plain SGD."""
     steps: dict[str, int]
-    """Updates each parameter has had, which Adam's bias correction counts from."""
+    """Updates that each parameter has had, from which Adam's bias correction goes on."""
     versions: list[int]
-    """Version of each partition when it was taken; all equal in sync."""
+    """Version of each partition when the checkpoint was taken; all equal in sync."""
     worker_states: dict[str, Any]
-    """What each worker kept in `w.state`, under its id."""
+    """Each worker's `w.state`, by worker id."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Free members of the manifest, such as `clock`, `timeline`, `created_at` (seconds since the epoch)."""
+    """Additional members of the manifest, such as `clock`, `timeline`, `created_at` (seconds since the epoch)."""
 
     @property
     def version(self) -> int:
-        """The greatest of its versions."""
+        """The highest version over the partitions."""
         return max(self.versions, default=0)
 
     def states_in(self, model: str) -> dict[str, Any]:
-        """What workers kept, under their ids in a model of that name."""
+        """Return the workers' states by the ids that they have in a model of that name, without those that are null."""
         own = f"{self.spec.name}/"
         named = {f"{model}/{w.removeprefix(own)}" if w.startswith(own) else w: s for w, s in self.worker_states.items()}
         return {w: s for w, s in named.items() if s is not None}
@@ -94,18 +94,18 @@ def write(
     """Write a checkpoint to the folder `path` and return its manifest.
 
     Args:
-        path: the folder to make; its parent is made if it is missing.
+        path: the folder to create; a missing parent is created too.
         spec_document: the model's spec as `ModelSpec.document()` gives it.
         params: every parameter of the spec in its shape; any float dtype, float32 loses nothing.
         slots: for each parameter its optimizer state, each array float32 in the parameter's shape.
-        steps: for each parameter the updates it has had (default 0).
-        versions: version of each partition.
-        worker_states: JSON values under worker ids.
-        meta: JSON members for the manifest.
-        overwrite: replace a folder that is there; only one that holds a manifest.
+        steps: for each parameter the number of updates it has had (default 0).
+        versions: the version of each partition.
+        worker_states: JSON values by worker id.
+        meta: additional JSON members of the manifest.
+        overwrite: replace an existing folder, if it holds a manifest.
 
     Raises ConflictError (`conflict`) if `path` exists and may not be replaced, RequestError if the parameters do not
-    fit the spec, OSError with the name of a file if the disk refuses.
+    fit the spec, OSError with a file name if writing fails.
     """
     target = Path(path)
     spec = ModelSpec.parse(dict(spec_document))
@@ -155,16 +155,16 @@ def write(
         _rename(part, target)
     except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
-        if isinstance(e, OSError):  # a write or a sync names no file, the others one that is gone
+        if isinstance(e, OSError):  # write and fsync name no file, other calls one in the removed folder
             e.filename = str(e.filename or target).replace(str(part), str(target))
         raise
     return manifest
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a checkpoint, without its arrays.
+    """Read the manifest of a checkpoint, without its arrays.
 
-    Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState if it cannot be read or is of a newer
+    Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState if it cannot be read or has another
     format.
     """
     file = Path(path) / MANIFEST
@@ -182,7 +182,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint and check every file against its checksum.
+    """Read a checkpoint and verify every file against its checksum.
 
     Raises NotFoundError (`unknown_checkpoint`) if there is none, CorruptState (`corrupt_state`) naming the file that
     does not match.
@@ -232,7 +232,7 @@ def _save(tensors: dict[str, AnyArray], file: Path, metadata: dict[str, str]) ->
     try:
         save_file(tensors, file, metadata=metadata)
     except SafetensorError as e:
-        # That is how safetensors tells of a full disk: its number is in the text alone.
+        # safetensors reports I/O errors such as a full disk this way, with the errno only in the text.
         found = re.search(r"\(os error (\d+)\)", str(e))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number) if found else str(e), str(file)) from e
@@ -249,7 +249,7 @@ def _describe(file: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
+    """Flush a file, or the directory entries of a folder, to disk."""
     if os.name == "nt" and path.is_dir():
         return
     fd = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
@@ -260,7 +260,7 @@ def _sync(path: Path) -> None:
 
 
 def _rename(part: Path, target: Path) -> None:
-    """Put `part` in the place of `target`; whatever was there is gone once the new one stands."""
+    """Rename `part` to `target`; a previous `target` is deleted once the new one is in place."""
     old = None
     if target.exists():
         old = part.with_suffix(".old")

@@ -1,19 +1,19 @@
-"""Every error of the project: one tree, by whose fault it is and whether to retry.
+"""All errors of the project, in one tree by whose fault it is and whether to retry.
 
 PsError
 ├── RequestError      the caller's request is wrong; sending it again changes nothing
-│   ├── NotFoundError     it names something that is not there
-│   └── ConflictError     it is well formed, but the state forbids it
-│       └── FencedError       a newer epoch, generation or timeline has taken this one's place
-├── StaleMapError     another shard owns that partition now; fetch the map and send it there
-├── Unavailable       nobody's fault; send the same request again after `retry_after_s`
+│   ├── NotFoundError     it names something that does not exist
+│   └── ConflictError     it is well formed, but the current state forbids it
+│       └── FencedError       a newer epoch, generation or timeline has replaced the sender's
+├── StaleMapError     another shard owns the partition now; fetch the map and resend there
+├── Unavailable       nobody's fault; retry the same request after `retry_after_s`
 │   ├── Unreachable       no node answered at all
 │   └── InDoubt           the deadline passed without an answer: it may or may not have been done
-├── AuthError         the token is missing, unknown, or of too low a role
-├── CorruptState      stored bytes do not match their checksum; a person has to look
+├── AuthError         the token is missing, unknown, or its role does not suffice
+├── CorruptState      stored bytes do not match their checksum; an operator must intervene
 └── InternalError     our bug
 
-A node answers a PsError as RFC 9457 problem details and a client raises the same class again from them.
+A node sends a PsError as RFC 9457 problem details, and the client raises the same class from them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from paramserver import limits
 class PsError(Exception):
     """Raised when anything in paramserver fails; catch a subclass where you can act on it.
 
-    Make one with :func:`problem`, which fills in what the code implies.
+    Create one with :func:`problem`, which chooses the class that belongs to the code.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class PsError(Exception):
         self.detail: Final = detail
         self.hint: Final = hint
         self.errors: Final = errors
-        """One entry for each wrong part: {"where", "code", "detail"}."""
+        """One entry per wrong part of the request: {"where", "code", "detail"}."""
         self.members: Final[Mapping[str, Any]] = members
-        """Further members of the problem document, such as `map_epoch` or `timeline`."""
+        """Additional members of the problem document, such as `map_epoch` or `timeline`."""
         info = CODES[code]
         self.status: Final = info.status
         self.retryable: Final = info.retryable
         self.retry_after_s: Final = retry_after_s if retry_after_s is not None else info.retry_after_s
 
     def document(self, request_id: str = "") -> dict[str, Any]:
-        """The problem details object (RFC 9457) of this error."""
+        """Return the problem details object (RFC 9457) of this error."""
         body: dict[str, Any] = {
             "type": f"urn:paramserver:error:{self.code}",
             "title": CODES[self.code].title,
@@ -74,7 +74,7 @@ class PsError(Exception):
         return body | dict(self.members)
 
     def plus(self, **members: Any) -> "PsError":
-        """The same error with these further members."""
+        """Return the same error with these additional members."""
         more = {**self.members, **members}
         return type(self)(
             self.code, self.detail, hint=self.hint, retry_after_s=self.retry_after_s, errors=self.errors, **more
@@ -93,11 +93,11 @@ class NotFoundError(RequestError):
 
 
 class ConflictError(RequestError):
-    """Raised when a well-formed request contradicts the present state."""
+    """Raised when a well-formed request conflicts with the current state."""
 
 
 class FencedError(ConflictError):
-    """Raised when a newer worker epoch, model generation or timeline has taken the sender's place."""
+    """Raised when a newer worker epoch, model generation or timeline has replaced the sender's."""
 
 
 class StaleMapError(PsError):
@@ -121,7 +121,7 @@ class AuthError(PsError):
 
 
 class CorruptState(PsError):
-    """Raised when stored bytes fail their checksum and no older state can stand in."""
+    """Raised when stored bytes fail their checksum and no older state can be used instead."""
 
 
 class InternalError(PsError):
@@ -130,7 +130,7 @@ class InternalError(PsError):
 
 @dataclass(frozen=True, slots=True)
 class CodeInfo:
-    """What a problem code implies."""
+    """Properties of a problem code."""
 
     status: int
     cls: type[PsError]
@@ -201,10 +201,10 @@ CODES: Final[Mapping[str, CodeInfo]] = {
     "storage_unavailable": _later("Redis does not answer"),
     "corrupt_state": CodeInfo(503, CorruptState, "Stored state fails its checksum"),
     "in_doubt": _later("The request may have been done, but its answer is lost", cls=InDoubt),
-    # Raised by clients only; no node answers this.
+    # Raised by clients only, never sent by a node.
     "unreachable": _later("No node of the cluster could be reached", cls=Unreachable),
 }
-"""Every problem code with its HTTP status; `docs/errors.md` lists the same, held by a test."""
+"""Every problem code with its HTTP status; a test keeps `docs/errors.md` in step."""
 
 
 def problem(
@@ -216,12 +216,12 @@ def problem(
     errors: tuple[Mapping[str, Any], ...] = (),
     **members: Any,
 ) -> PsError:
-    """The error of a code, in its class; `raise problem("unknown_model", "...")`."""
+    """Return the error for a code, in the code's class: `raise problem("unknown_model", "...")`."""
     return CODES[code].cls(code, detail, hint=hint, retry_after_s=retry_after_s, errors=errors, **members)
 
 
 def as_problem(error: Exception) -> PsError:
-    """What is told of an exception to who met it: itself if it is a PsError, else that we have a bug, caused by it."""
+    """Return the error to send for an exception: itself if it is a PsError, else `internal`, caused by it."""
     if isinstance(error, PsError):
         return error
     found = problem("internal", "paramserver has a bug; the node's log has more")
@@ -231,7 +231,7 @@ def as_problem(error: Exception) -> PsError:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """A request is only looked at here: what nobody foresaw has changed nothing, and is told to it as a bug of ours."""
+    """Turn unexpected exceptions into `internal` errors, in code that only validates a request and changes nothing."""
     try:
         yield
     except PsError:
@@ -241,9 +241,10 @@ def looking() -> Iterator[None]:
 
 
 def combined(errors: Sequence[PsError], found: int = 0) -> PsError:
-    """One error for several found in one request: itself if there is one, else `invalid` with a list.
+    """Return one error for several found in one request: the error itself if there is one, else one that lists them.
 
-    `found` is their number where not all are given.  The list is bounded; its last line says how many more there are.
+    Its code is the one they share, or `invalid`.  `found` is their number if `errors` does not hold them all.  The list
+    is bounded; its last entry says how many more there are.
     """
     count = max(found, len(errors))
     if count == 1:
@@ -265,7 +266,7 @@ _STANDARD = {
 
 
 def from_document(doc: Mapping[str, Any]) -> PsError:
-    """The error that a problem document describes; a code this version does not know keeps its status' class."""
+    """Return the error that a problem document describes; an unknown code falls back to one of its status' class."""
     code = str(doc.get("code", ""))
     if code not in CODES:
         status = int(doc.get("status", 500))

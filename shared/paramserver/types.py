@@ -1,4 +1,4 @@
-"""The values that every part of paramserver passes around."""
+"""Types that every part of paramserver shares."""
 
 from typing import Any, Final, Literal, TypeAlias
 
@@ -13,7 +13,7 @@ DType: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 """Element types on the wire; values and optimizer state are kept in float32."""
 
 Coding: TypeAlias = Literal["float16", "bfloat16", "float32", "float64", "int8", "topk"]
-"""How the bytes of a gradient are to be read: elements of a dtype, or a whole partition encoded by a codec."""
+"""How the bytes of a gradient are encoded: as elements of a dtype, or a whole partition by a codec."""
 
 ITEMSIZE: Final[dict[str, int]] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -21,7 +21,7 @@ PushState: TypeAlias = Literal["applied", "staged", "buffered"]
 
 
 class PushId(Struct, frozen=True, weakref=True):
-    """What makes a push the same push however often it is delivered: (worker, epoch, seq)."""
+    """The id (worker, epoch, seq) by which repeated deliveries are recognized as the same push."""
 
     worker: str
     epoch: int
@@ -49,9 +49,9 @@ class PartitionKey(Struct, frozen=True):
 
 
 Token: TypeAlias = int
-"""Owner token of one ownership of one partition, also its incarnation: leader term << 32 | counter."""
+"""Owner token of one ownership of one partition, which is also its incarnation: leader term << 32 | counter."""
 
 
 def make_token(term: int, counter: int) -> Token:
-    """The owner token of the `counter`-th ownership given out in leader term `term`."""
+    """Return the owner token of the `counter`-th ownership granted in leader term `term`."""
     return (term << 32) | counter

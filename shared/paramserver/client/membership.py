@@ -215,7 +215,7 @@ class Membership:
     def _follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
         """Adopt a rollback, or join again, unless another call of this session has already done so.
 
-        Raises ConflictError (`fenced`) if another worker has joined under this id, and at the deadline `error` itself.
+        Raises FencedError (`fenced`) if another worker has joined under this id, and at the deadline `error` itself.
         """
         if error.code == "rolled_back":
             with self._lock:

@@ -1,7 +1,8 @@
 """Server-side optimizers and learning rate schedules, as arguments of `create_model` and `set`.
 
 Names and defaults are those of torch.optim (FTRL: McMahan et al. 2013).  `clip_value` clamps each element of a
-gradient, `clip_norm` scales a push down to that 2-norm, `linear_scaling` multiplies the rate by the live workers.
+gradient, `clip_norm` scales a push down to that 2-norm, `linear_scaling` multiplies the learning rate by the number of
+live workers.
 """
 
 from dataclasses import dataclass, field, fields
@@ -10,20 +11,20 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How the learning rate changes with the number of updates a partition has had."""
+    """How the learning rate depends on the number of updates applied to a partition."""
 
     kind: ClassVar[str] = "constant"
     warmup: int = 0
-    """Updates over which the rate first rises linearly."""
+    """Number of updates over which the rate first rises linearly."""
 
     def document(self) -> dict[str, Any]:
-        """The JSON object of this schedule."""
+        """Return the schedule as a JSON object."""
         return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant(Schedule):
-    """The rate stays as it is (after the warm-up)."""
+    """A constant rate (after the warm-up)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Exponential(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(Schedule):
-    """The rate falls to `eta_min` over `t_max` updates, on half a cosine."""
+    """The rate falls to `eta_min` over `t_max` updates, along half a cosine."""
 
     kind: ClassVar[str] = "cosine"
     t_max: int
@@ -54,7 +55,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What all optimizers take besides their own arguments."""
+    """Base class of the optimizers, with the arguments that all of them take."""
 
     name: ClassVar[str]
     schedule: Schedule = field(default_factory=Constant, kw_only=True)
@@ -63,7 +64,7 @@ class Optimizer:
     linear_scaling: bool = field(default=False, kw_only=True)
 
     def document(self) -> dict[str, Any]:
-        """The JSON object of this optimizer."""
+        """Return the optimizer as a JSON object."""
         out: dict[str, Any] = {"name": self.name}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -162,6 +163,6 @@ class FTRL(Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class Sum(Optimizer):
-    """w += g: the server only adds up what is pushed."""
+    """w += g: the server only adds what is pushed."""
 
     name: ClassVar[str] = "sum"

@@ -1,8 +1,8 @@
-"""A transport of the standard library, HTTP/1.1 over `http.client`: for children of a fork.
+"""A fallback transport for forked children: HTTP/1.1 over the standard library's `http.client`.
 
-The native client cannot live in a process that was forked after it had been used; there this one takes its place,
-more slowly.  A connection is used by one request at a time and kept for the next one, unless the node has closed it by
-then.  Where one breaks that seemed open, only what changes nothing is sent again: the node may have done the rest.
+The native client does not work in a process that was forked after the parent had used it; this slower one takes its
+place there.  A connection serves one request at a time and is kept for the next, unless the node closes it.  If a kept
+connection breaks, only a request that changes nothing is sent again, because the node may have carried it out.
 """
 
 import http.client
@@ -34,7 +34,7 @@ class PlainTransport:
         self._closed = False
 
     def close(self) -> None:
-        """Close the idle connections, and each one in use when its answer is in."""
+        """Close the idle connections; one in use is closed once its answer has arrived."""
         with self._lock:
             self._closed = True
             kept = [connection for idle in self._idle.values() for connection in idle]
@@ -43,9 +43,9 @@ class PlainTransport:
             connection.close()
 
     def send(self, request: Request, url: str, within: Interruptible | None = None) -> Outcome:
-        """The outcome of one request to the node at `url`.
+        """Send one request to the node at `url` and return its outcome.
 
-        Raises GivenUp where the call that it is a part of has been interrupted (`within`).
+        Raises GivenUp if the call it belongs to (`within`) has been interrupted.
         """
         ended = problem("in_doubt", f"the connection to {url} broke before it answered")
         if (kept := self._kept(url)) is not None:
@@ -61,7 +61,7 @@ class PlainTransport:
         return self._attempt(fresh, request, url, within) or ended
 
     def _kept(self, url: str) -> http.client.HTTPConnection | None:
-        """An idle connection to that node, which has not closed it meanwhile."""
+        """Take an idle connection that the node has not closed; None if there is none."""
         while True:
             with self._lock:
                 idle = self._idle.get(url)
@@ -75,7 +75,7 @@ class PlainTransport:
     def _attempt(
         self, connection: http.client.HTTPConnection, request: Request, url: str, within: Interruptible | None
     ) -> Outcome | None:
-        """The outcome; None if the connection was closed before a byte of an answer."""
+        """Send the request and return its outcome; None if the node closed the connection before it answered."""
         connected = connection.sock
         connected.settimeout(request.timeout_s)
         try:
@@ -104,7 +104,7 @@ class PlainTransport:
         except (OSError, http.client.HTTPException) as e:
             connection.close()
             return problem("in_doubt", f"the connection to {url} broke before it answered ({e})")
-        except BaseException:  # half a request, or an answer that would be taken for the next one's
+        except BaseException:  # the request is half sent, or its answer would be taken for that of the next request
             connection.close()
             raise
         with self._lock:
@@ -117,10 +117,10 @@ class PlainTransport:
 
 
 def _silent(connected: socket.socket) -> bool:
-    """Whether nothing has come, the end included; what has come unasked is no answer to anything."""
+    """Whether nothing can be read, neither EOF nor unsolicited data, which would be taken for an answer."""
     connected.settimeout(0.0)
     try:
-        socket.socket.recv(connected, 1, socket.MSG_PEEK)  # that of TLS takes no flags
+        socket.socket.recv(connected, 1, socket.MSG_PEEK)  # SSLSocket.recv takes no flags
     except BlockingIOError:
         return True
     except OSError:

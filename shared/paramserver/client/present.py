@@ -1,7 +1,7 @@
-"""Whole models that shards of this machine have lent to this client, for as long as they are the present.
+"""Values of whole models, leased from shards on this machine and reused by pulls for as long as they are current.
 
-A pull brings them, or the answer to a push, where pulls have followed pushes lately.  While the shards' boards confirm
-the leases, the next pull is answered with them and no request is made: nobody could have told it anything else.
+They come with the answer to a pull or, if pulls have followed pushes lately, to a push.  While the shards' boards
+confirm the leases, the next pull returns these values without a request: a shard would answer with the same ones.
 """
 
 import threading
@@ -14,27 +14,29 @@ from paramserver.client.forks import in_child
 from paramserver.client.same_host import Held, SameHost
 
 KEPT_MAX: Final = 8
-"""Models of which something is held; the one used least lately goes first."""
+"""Models with entries; the least recently used one is evicted first."""
 IN_VAIN_MAX: Final = 3
-"""After so many answers to pushes whose values were past before anybody pulled, few are asked for any more."""
+"""After this many pushes in a row whose values were replaced before a pull used them, most pushes ask for none."""
 RARELY: Final = 16
+"""Then only every 16th push asks for values."""
 
 
 @dataclass(slots=True)
 class _Model:
     found: tuple[Held, Origin] | None = None
     clock: int = 0
-    """sync: commits that those values are known to have in them; more where the shards were not asked for any."""
+    """sync: lower bound on the commits that the values include; they may include more than the pull asked for."""
     unused: bool = False
-    """It came with a push and was not pulled yet."""
+    """The values came with a push, and no pull has used them yet."""
     pulled: bool = False
-    """Somebody has pulled since the last push."""
+    """Whether there was a pull since the last push."""
     in_vain: int = 0
+    """Values that came with pushes and were replaced unused, since a pull last used any."""
     pushes: int = 0
 
 
 class Present:
-    """What one client holds; safe between threads.  A forked child holds nothing at first."""
+    """The current values that one client holds.  Safe between threads; empty in a forked child."""
 
     def __init__(self, same_host: SameHost) -> None:
         self._same_host = same_host
@@ -46,14 +48,14 @@ class Present:
         self._models: OrderedDict[str, _Model] = OrderedDict()
 
     def drop(self) -> None:
-        """Nothing is held any more: its client is closed."""
+        """Forget all values, because the client is closed."""
         with self._lock:
             self._models.clear()
 
     def of(
         self, model: str, generation: int, timeline: int | None, min_version: int, min_clock: int = 0
     ) -> tuple[Held, Origin] | None:
-        """What a pull of all of that model would bring now; None where only a request can tell."""
+        """Return what a pull of the whole model would return now; None if that takes a request."""
         with self._lock:
             m = self._models.get(model)
             found = None if m is None else m.found
@@ -61,7 +63,7 @@ class Present:
                 return None
             held, origin = found
             if origin.generation != generation or not self._same_host.confirmed(held.leased):
-                m.found = None  # its lease is over, which the request that follows tells
+                m.found = None  # this releases its leases; the request that follows reports that to the shards
                 return None
             if origin.version < min_version or m.clock < min_clock or timeline not in (None, origin.timeline):
                 return None
@@ -70,11 +72,11 @@ class Present:
             return found
 
     def pulled(self, origin: Origin, held: Held, clock: int = 0) -> None:
-        """A pull has brought these, in which so many commits are at least."""
+        """Keep the values of a pull, which include at least `clock` commits."""
         self._keep(origin, held, clock).pulled = True
 
     def pushed(self, origin: Origin, held: Held, clock: int = 0) -> None:
-        """These came with the answer to a push, and so many commits are in them at least."""
+        """Keep the values that came with the answer to a push, which include at least `clock` commits."""
         self._keep(origin, held, clock).unused = True
 
     def _keep(self, origin: Origin, held: Held, clock: int) -> _Model:
@@ -88,7 +90,7 @@ class Present:
             return m
 
     def wanted(self, model: str) -> bool:
-        """Whether the push that is made now is to bring what it makes; to be asked once for each push."""
+        """Whether the current push should ask for the values it produces.  To be called once per push."""
         with self._lock:
             m = self._models.get(model)
             if m is None:

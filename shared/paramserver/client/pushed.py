@@ -1,4 +1,4 @@
-"""What became of a push."""
+"""The result of a push."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,31 +12,31 @@ State: TypeAlias = Literal["applied", "staged", "buffered", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What became of a push."""
+    """The result of a push."""
 
     state: State
     """`applied`; `staged` until its clock commits (sync); `buffered` until the next flush; `dropped` (workers only):
-    the model went back to an earlier clock, or the worker had been given up, and nothing of it will be applied."""
+    the model went back to an earlier clock, or the worker lost its lease, and nothing of the push will be applied."""
     version: int
-    """The lowest version of the partitions touched; of a staged or buffered push the one before it, or where it was
-    `released` the one after it."""
+    """The lowest version of the partitions touched.  For a staged or buffered push it is the version before it, or the
+    one after its commit if the push was `released`."""
     duplicate: bool
-    """Whether every partition had it already from an earlier attempt."""
+    """Whether every partition had received it in an earlier attempt."""
     durable_version: int
-    """The lowest version among the partitions touched that would survive the loss of its shard."""
+    """The lowest version, over the partitions touched, that would survive the loss of the shard."""
     incarnation: int
-    """The highest incarnation (ownership number) of the partitions touched."""
+    """The highest incarnation (owner token) of the partitions touched."""
     late: bool = False
-    """sync with `late="drop"`: its clock had been committed already, so it was discarded."""
+    """sync with `late="drop"`: its clock had already been committed, so it was discarded."""
     released: bool = False
-    """sync: it ended its worker's iteration, whose clock has been committed."""
+    """sync: it ended its worker's iteration, and the clock has been committed."""
 
 
 DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
 
 
 def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:
-    """What became of a push whose parts were answered one by one."""
+    """Combine the replies to the parts of one push."""
     if not replies:
         raise problem("internal", "the answer to a pushpull does not say what became of the push")
     states = {r.state for r in replies}

@@ -1,7 +1,7 @@
-"""What a worker tells the scheduler besides its clock: the state that it wants kept, and metrics.
+"""What a worker reports to the scheduler besides its clock: metrics, and the state that checkpoints keep.
 
-Both travel with its heartbeats, and neither may cost it one: a heartbeat goes out without what cannot be sent or is
-refused, and one line in the log says why.
+Both travel with the heartbeats, but must not make one fail: state or metrics that cannot be sent or are refused are
+left out, and the reason is logged once.
 """
 
 import json
@@ -20,20 +20,20 @@ from paramserver.errors import ConflictError, NotFoundError, PsError, RequestErr
 log = logging.getLogger("paramserver")
 
 POINTS_PER_BEAT: Final = 4
-"""Metric reports of `step` that one heartbeat passes on; what lies between is thinned out."""
+"""Metric points that one heartbeat sends; of more, evenly spaced ones are chosen, the newest among them."""
 POINTS_MAX: Final = 16 * POINTS_PER_BEAT
-"""Kept for the next one."""
+"""Points kept for the next heartbeat; beyond that, every other one is dropped."""
 
 Noted: TypeAlias = tuple[int, dict[str, float]]
-"""The clock at which metrics were reported, and they."""
+"""(clock at which metrics were reported, metrics)."""
 
 
 class Reports:
-    """What one worker has to tell; safe between the worker's own threads and its heartbeat."""
+    """The state and the unsent metrics of one worker.  Safe between the worker's threads and its heartbeat."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
-        """The worker's own JSON values, kept with checkpoints and given to its next incarnation."""
+        """The worker's own JSON values, saved in checkpoints and given to the next worker of this name."""
         self._lock = threading.Lock()
         self._points: list[Noted] = []
         self._told = b""
@@ -48,14 +48,14 @@ class Reports:
                     del self._points[::2]
 
     def put_back(self, points: list[Noted]) -> None:
-        """These were taken and nobody has heard them; they go before what has come since."""
+        """Put unsent points back, before those that were added since."""
         with self._lock:
             self._points[:0] = points
 
     def pass_on(self, model: str, worker: str, points: list[Noted], deadline: Deadline, but: int = 0) -> Call[None]:
-        """Send these points, the oldest first, all `but` so many; what is sent, or refused, is gone from them.
+        """Send `points`, oldest first, except the last `but`; sent and refused points are removed from the list.
 
-        Whoever reported them does not wait for the answer any more, so a refusal is only told in the log.
+        A refusal is only logged, because the code that reported the metrics no longer waits for an answer.
         """
         while len(points) > but:
             try:
@@ -67,20 +67,20 @@ class Reports:
             del points[0]
 
     def take(self) -> list[Noted]:
-        """The metrics to be sent now, with their clocks, oldest first."""
+        """Take the points to be sent now, oldest first, at most `POINTS_PER_BEAT`."""
         with self._lock:
             points, self._points = self._points, []
         step = -(-len(points) // POINTS_PER_BEAT) or 1
         return points[::-1][::step][::-1]
 
     def fresh_state(self, worker: str) -> bytes | None:
-        """The state as JSON; None where it is as it was told last, or cannot be told."""
+        """Return the state as JSON; None if it has not changed since it was last sent, or cannot be sent."""
         try:
             state = json_bytes(self.state)
             if state == self._told or not (self.state or self._told):
                 return None
             check_document(json.loads(state), "state")
-        except RuntimeError:  # a dict is being changed at this moment
+        except RuntimeError:  # another thread is changing one of the dicts
             return None
         except PsError as e:
             self.left_out(worker, "state", e)
@@ -88,32 +88,32 @@ class Reports:
         return state
 
     def told(self, state: bytes) -> None:
-        """The scheduler has that state, or has refused it: it is not sent again before it has changed."""
+        """Record that the scheduler has this state, or has refused it: it is not sent again until it changes."""
         self._told = state
 
     def joined(self, state: Any) -> None:
-        """The worker is a new incarnation; `state` is that of the last one, if it is to have it."""
+        """Begin after a join; `state` is that of the previous worker of this name, if this one takes it over."""
         if isinstance(state, dict):
             self.state.update(state)
-        # What the scheduler has is not told again: a restore may have given it another one meanwhile.
+        # The state that the scheduler has is not sent back: it could overwrite one that a restore has set meanwhile.
         self._told = json_bytes(state) if state and self.state == state else b""
 
     def left_out(self, worker: str, what: str, why: PsError) -> None:
-        """Say once that the scheduler does not get the worker's `state` or `metrics`."""
+        """Log, once each, that the scheduler does not get the worker's `state` or `metrics`."""
         if what not in self._warned:
             self._warned.add(what)
             log.warning("worker.%s_not_kept worker=%s: %s", what, worker, why)
 
 
 def refused(error: PsError) -> bool:
-    """Whether it is what the request says that is wrong, rather than to whom or when."""
+    """Whether the content of the request was refused, as opposed to its target (404) or its timing (409)."""
     return isinstance(error, RequestError) and not isinstance(error, NotFoundError | ConflictError)
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers; None, NaN and infinity are left out.
+    """Return the metrics as floats; None, NaN and infinity are left out.
 
-    Raises RequestError (`invalid_field`) for what is no number, and for names that the scheduler would refuse.
+    Raises RequestError (`invalid_field`) for values that are not numbers, and for names that the scheduler refuses.
     """
     values: dict[str, float] = {}
     for name, value in metrics.items():
@@ -130,7 +130,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def document(state: bytes | None, points: list[Noted]) -> dict[str, Any]:
-    """What a heartbeat says of them: the state, and the newest metrics."""
+    """Return the part of a heartbeat's body with the state and the newest metrics."""
     said: dict[str, Any] = {}
     if state is not None:
         said["state"] = json.loads(state)
@@ -140,7 +140,7 @@ def document(state: bytes | None, points: list[Noted]) -> dict[str, Any]:
 
 
 def send(model: str, worker: str, point: Noted, deadline: Deadline) -> Call[None]:
-    """Report the metrics of one clock."""
+    """Send the metrics of one clock."""
     clock, values = point
     body = {"metrics": values, "worker": worker, "clock": clock}
     yield from control(json_request("POST", model_path(model, "metrics"), body, timeout_s=ATTEMPT_S), deadline)

@@ -1,4 +1,4 @@
-"""What is spoken at a URL that does not answer: one letter too few or too many in its scheme is seen by nobody else."""
+"""Finds out whether a URL that does not answer has the wrong scheme, http for https or the reverse."""
 
 import socket
 import ssl
@@ -11,7 +11,7 @@ _OTHER: Final = {"http": "https", "https": "http"}
 
 
 def in_scheme_spoken(url: str, timeout_s: float) -> str:
-    """That URL, in the other scheme if that is what is spoken there."""
+    """Return the URL, with the other scheme if that is the one its server speaks."""
     parts = urlsplit(url)
     scheme = parts.scheme
     try:
@@ -29,7 +29,7 @@ def _answers(connected: socket.socket) -> bool:
 
 
 def _shakes_hands(connected: socket.socket, host: str | None) -> bool:
-    """Whoever it is: nothing is told to it, and nothing believed."""
+    """Whether a TLS handshake succeeds.  The certificate is not verified: nothing is sent, and no answer is trusted."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with context.wrap_socket(connected, server_hostname=host):
