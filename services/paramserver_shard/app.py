@@ -1,4 +1,4 @@
-"""The shard's HTTP face: every public route.  What a shard does not serve itself goes to the leading scheduler."""
+"""The shard's HTTP app with all its routes.  Other requests are forwarded to the leading scheduler."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,7 +36,7 @@ ALL_METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Everything that the routes use."""
+    """The services that the routes use."""
 
     membership: Membership
     runtime: Runtime
@@ -48,11 +48,11 @@ class Services:
     forwarder: Forwarder
     telemetry: Telemetry
     access: Access | Neighbours | None = None
-    """None: everyone may do everything."""
+    """None: no access control."""
 
 
 def make_app(services: Services) -> FastAPI:
-    """The ASGI app of one shard."""
+    """Build the ASGI app of one shard."""
     s = services
     short: dict[str, ASGIApp] = {}
     app = ShortApp(
@@ -132,21 +132,21 @@ def _add_arrays(app: FastAPI, s: Services) -> None:
 
 
 def _tags(request: Request, header: str) -> str:
-    """The entity tags of that header, which may come in several lines."""
+    """The entity tags of a header, joined if the header is repeated."""
     return ", ".join(request.headers.getlist(header))
 
 
 def _add_forwarding(app: FastAPI, s: Services) -> None:
     @role("reader")
     async def forward(request: Request) -> Response:
-        """The leading scheduler's answer; it looks at the caller's role once more."""
+        """Forward the request to the leading scheduler, which checks the caller's role again."""
         if MARK in request.headers:
             raise problem("not_found", f"a shard does not serve {unquote(request.url.path)[:200]}")
         return await s.forwarder.forward(request, s.membership.link.urls, mark=True, code="no_leader")
 
     @role("open")
     async def page(request: Request) -> Response:
-        """The status page and the way in, which live with the schedulers and need no token: what they show does."""
+        """Forward the status page and the login, which need no token; the data that the page loads does."""
         return await forward(request)
 
     for path, methods in (("/", ["GET", "HEAD"]), ("/static/{path:path}", ["GET"]), ("/login", ["GET", "POST"])):

@@ -1,7 +1,7 @@
-"""One parameter as a value: `GET|HEAD /pull/{model}/{name}` gives it as .npy, `PUT /models/{m}/params/{name}` sets it.
+"""Single parameters: `GET|HEAD /pull/{model}/{name}` returns one as .npy, `PUT /models/{m}/params/{name}` assigns it.
 
-The ETag is a hash of the model's generation and of owner token and version of each partition touched, so it is the same
-on every shard, and the same as long as the value is.
+The ETag is a hash of the model's generation and of the owner token and version of each partition touched.  So every
+shard returns the same tag, and it stays the same until one of these partitions gets a new version or owner.
 """
 
 import ast
@@ -36,18 +36,15 @@ _DTYPES: Final[dict[str, DType]] = {"<f2": "float16", "<f4": "float32", "<f8": "
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The entity tags, or `*`, of which a request says that it is for these alone, or for all others; "" says nothing.
-
-    The two headers of RFC 9110, sections 13.1.1 and 13.1.2.
-    """
+    """The values of `If-Match` and `If-None-Match` (RFC 9110, 13.1.1 and 13.1.2): entity tags or `*`; "" if absent."""
 
     match: str = ""
     none_match: str = ""
 
     def check(self, tag: str) -> None:
-        """Raises ConflictError (`precondition_failed`) where the present value is not what the request is for.
+        """Check the conditions against the current value's tag, which is "" if there is no value yet.
 
-        `tag` is "" where there is no value yet.
+        Raises ConflictError (`precondition_failed`) if they do not hold.
         """
         if self.match and not (tag and _matches(self.match, tag, weakly=False)):
             raise precondition_failed(
@@ -62,7 +59,7 @@ ANY: Final = Conditions()
 
 @dataclass(frozen=True, slots=True)
 class NpyAnswer:
-    """A parameter ready to be sent; `body` is empty for HEAD and 304."""
+    """A parameter ready to send; `body` is empty for HEAD and 304."""
 
     etag: str
     version: int
@@ -72,11 +69,11 @@ class NpyAnswer:
     body: memoryview
     body_bytes: int
     unchanged: bool
-    """The client's copy is still good (304)."""
+    """The client's copy is still current (304)."""
 
 
 class ArrayService:
-    """Reading and assigning single parameters."""
+    """Reads and assigns single parameters."""
 
     def __init__(self, models: Models, exchange: Exchange, names: NameService, link: SchedulerLink) -> None:
         self._models = models
@@ -85,7 +82,7 @@ class ArrayService:
         self._link = link
 
     async def get(self, model: str, name: str, if_none_match: str, *, head: bool) -> NpyAnswer:
-        """The parameter, or only that it has not changed.  Raises PsError."""
+        """Return the parameter, without its body for HEAD or if its tag matches `if_none_match`.  Raises PsError."""
         known = await self._models.find(model)
         selection = _one(known, name)
         param = selection.params[0]
@@ -108,7 +105,7 @@ class ArrayService:
         return NpyAnswer(tag, pulled.version, pulled.incarnation, header, body, size, _matches(if_none_match, tag))
 
     async def _versions(self, known: KnownModel, selection: Selection) -> list[GotPart]:
-        """Of each partition one element, which is enough to learn its version."""
+        """Pull one element of each partition, which is enough to learn its version."""
         probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
         got = await self._exchange.pull(known, probe, timeline=None, min_version=0, min_clock=0, wait_s=0.0)
         return [got[p.partition] for p in selection.parts]
@@ -116,10 +113,10 @@ class ArrayService:
     async def put(
         self, model: str, name: str, value: Any, upload_token: str | None, conditions: Conditions = ANY
     ) -> PushDone:
-        """Assigns a value (a JSON or msgpack tensor, or an array read from .npy); or uploads a first value.
+        """Assign a value (a JSON or msgpack tensor, or an array read from .npy), or upload an initial value.
 
-        A first value that is asked for again goes only where it was lost; where it was not, the answer is as that to a
-        duplicate, and so it is to an upload that comes again once the model is complete.  Raises PsError.
+        If a complete model has lost values, an upload is written only to the partitions that lost them.  An upload that
+        touches none of these, or is repeated once the model is complete, is answered as a duplicate.  Raises PsError.
         """
         known = await self._models.find(model)
         selection = _one(known, name)
@@ -133,14 +130,14 @@ class ArrayService:
             self._check_upload(known, name, upload_token)
         command = assignment(known, selection, flat, dtype)
         if not uploading and upload_token is not None:
-            # Sent again because its answer was lost: what others have learned since is worth more.
+            # A repeated upload whose answer was lost: it must not overwrite what has been trained since.
             command = replace(command, parts=())
         elif uploading:
             conditions.check("")
         elif conditions != ANY:
             command = await self._conditional(known, selection, command, conditions)
         if uploading and known.lost:
-            # What the others hold was trained, and is worth more than these values.
+            # The other partitions hold trained values, which must not be overwritten.
             command = replace(command, parts=tuple(p for p in command.parts if p.partition in known.lost))
         if command.parts:
             done = await self._exchange.assign(known, command)
@@ -155,7 +152,10 @@ class ArrayService:
     async def _conditional(
         self, known: KnownModel, selection: Selection, command: SetReceived, conditions: Conditions
     ) -> SetReceived:
-        """The assignment, which is not made where the value changes before it; raises ConflictError where it has."""
+        """Check the conditions now, and for `If-Match` have each owner compare its version again when it assigns.
+
+        Raises ConflictError (`precondition_failed`) if they do not hold.
+        """
         parts = await self._versions(known, selection)
         conditions.check(etag(known, parts))
         if conditions.match in ("", "*"):
@@ -166,7 +166,7 @@ class ArrayService:
 
     def _check_upload(self, known: KnownModel, name: str, token: str | None) -> None:
         if known.lost and name in known.missing and name not in known.spec.uploads:
-            return  # values of a complete model that neither its file nor a checkpoint gives back; nobody uploads them
+            return  # lost values of a complete model that came from a file or a checkpoint: no upload, hence no token
         if known.upload_token is None or name not in known.spec.uploads:
             raise problem("initializing", f"model '{known.key.name}' is being initialized", hint="try again when it is")
         if token != known.upload_token:
@@ -178,7 +178,7 @@ class ArrayService:
 
 
 def assignment(known: KnownModel, selection: Selection, flat: AnyArray, dtype: DType) -> SetReceived:
-    """The event that assigns a packed vector, all partitions together; its values have been checked."""
+    """Build the event that assigns a packed vector of checked values, on all its partitions together."""
     parts = tuple(
         AssignPart(p.partition, flat[p.start : p.stop], dtype, finite=True, ranges=p.ranges) for p in selection.parts
     )
@@ -186,14 +186,14 @@ def assignment(known: KnownModel, selection: Selection, flat: AnyArray, dtype: D
 
 
 def etag(known: KnownModel, parts: Sequence[GotPart]) -> str:
-    """The entity tag of a value made of these partitions, in quotes."""
+    """Return the entity tag, in quotes, of a value stored in these partitions."""
     numbers = [known.key.generation, *(n for p in parts for n in (p.partition, p.incarnation, p.version))]
     digest = blake2b(b"".join(n.to_bytes(8, "little") for n in numbers), digest_size=12)
     return f'"{digest.hexdigest()}"'
 
 
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The header of a .npy file, format 1.0, in C order."""
+    """Build the header of a .npy file, format 1.0, in C order."""
     text = repr({"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}).encode()
     size = len(_MAGIC) + 4 + len(text) + 1
     padded = text + b" " * (-size % 64) + b"\n"
@@ -201,7 +201,7 @@ def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def read_npy(body: bytes | memoryview) -> AnyArray:
-    """The array in a .npy file of floats, in C order.  Raises RequestError (`malformed`, `invalid_dtype`)."""
+    """Return the array in a .npy file of floats, in C order.  Raises RequestError (`malformed`, `invalid_dtype`)."""
     view = memoryview(body)
     if len(view) < 12 or bytes(view[:6]) != _MAGIC or view[6] not in (1, 2):
         raise problem("malformed", "this is not a .npy file of format 1 or 2")
@@ -233,14 +233,14 @@ def read_npy(body: bytes | memoryview) -> AnyArray:
 def _checked(name: str, array: AnyArray, shape: tuple[int, ...]) -> tuple[AnyArray, DType]:
     if array.shape != shape:
         raise problem("invalid_shape", f"'{name}' has shape {list(array.shape)}, not {list(shape)}", where=name)
-    flat = np.array(array).reshape(-1)  # a copy, aligned: the body's bytes need not be
+    flat = np.array(array).reshape(-1)  # an aligned copy: the body may be unaligned
     if not kernels.all_finite(flat):
         raise problem("non_finite", f"'{name}' holds NaN or infinity", where=name)
     return flat, _DTYPES[flat.dtype.str]
 
 
 def _one(known: KnownModel, name: str) -> Selection:
-    """A path names one parameter, never a pattern."""
+    """Select one parameter: a path holds a name, never a pattern."""
     if name not in known.layout.by_name:
         raise combined(unknown(known.layout, [name]))
     return select(known.layout, [name])

@@ -1,6 +1,6 @@
-"""One push by frame while it arrives: each part is checked as soon as it is whole, or when it is applied.
+"""A framed push while it arrives: each part is checked as soon as it is complete, or while it is applied.
 
-Where a push is applied at once, its elements are looked at then: one way through the memory in place of two.
+Where pushes are applied at once, applying also checks the elements: one pass over the memory instead of two.
 """
 
 import asyncio
@@ -25,57 +25,58 @@ from paramserver_shard.directory import KnownModel
 from paramserver_shard.receiving import apart
 
 INLINE_BYTES_MAX: Final = 512 << 10
-"""What is larger is checked in a thread, besides the event loop's reading; below, its hand-over costs as much."""
+"""More bytes than this are checked in a thread while the event loop goes on reading; for fewer, handing over costs as
+much as the check."""
 INLINE_UNPACK_BYTES_MAX: Final = 64 << 10
-"""The same where a second stage is undone, which takes about a millisecond for each MiB."""
+"""The same bound where a compression stage is undone, which takes about 1 ms per MiB."""
 BLOCK_BYTES: Final = 2 << 20
-"""What is checked at a time: most parts whole, for between two looks the interpreter's lock is asked for, which costs
-more than it does to look at what is in the third-level cache."""
+"""Bytes checked at a time, so that the CRC finds them in the third-level cache.  Most parts are a single block: smaller
+ones would cost more, because the GIL is reacquired between the two passes over each block."""
 
 
 class Threads(Protocol):
-    """Runs work in compute threads, from now on."""
+    """A pool of compute threads."""
 
     threads: int
-    """How many there are."""
+    """Number of threads."""
 
     def submit(self, work: Callable[[], list[PushPart]]) -> asyncio.Future[list[PushPart]]:
-        """The result to come."""
+        """Start `work` in a compute thread and return a future for its result."""
 
 
 class Arriving:
-    """The parts of one push, made from its body or its slot."""
+    """The parts of one push, built from its body or its shared-memory slot."""
 
     def __init__(self, known: KnownModel, frame: PushFrame, here: bool, sizes: Sequence[int], threads: Threads) -> None:
         self.known: Final = known
         self.frame: Final = frame
         self.here: Final = here
-        """Whether this shard owns all its partitions."""
+        """Whether this shard owns all partitions of the push."""
         self.sizes: Final = sizes
-        """Bytes of each part as it travels."""
+        """Bytes of each part as transmitted."""
         self.size: Final = sum(sizes)
         self.push_id: Final = frame.push_id
         self._codec: Final = frame.codec
-        applied_here = here or frame.forwarded or frame.map_epoch is not None  # by the time its body is here
+        applied_here = here or frame.forwarded or frame.map_epoch is not None  # not forwarded to other owners
         self._with_crc = applied_here and (frame.seq is not None or frame.key is not None)
         self._staged = self._codec is not None and self._codec.stage is not None
         self._later = here and not self._staged and known.spec.consistency.immediate
-        """Whether whole partitions are looked at when they are applied."""
+        """Whether parts that are whole partitions are checked while they are applied."""
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
         self._threads = threads
         self._apart = frame.slot is None and apart(sizes)
         self._made: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
 
     def check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
-        """These parts, each with its index, are here, as uint8; called until all are, in order.
+        """Check the parts that are now complete, as (index, uint8 data); called with all of them, in order.
 
-        Raises RequestError where they are small and bad.
+        Raises RequestError for a bad part that is small enough to be checked here; `parts` raises it for the others.
         """
         for share in shares(pieces, self._threads.threads):
             self._check(share)
 
     def take(self, body: AnyArray) -> None:
-        """All parts are here, end to end."""
+        """Check all parts, which lie end to end in `body`."""
         pieces: list[tuple[int, AnyArray]] = []
         at = 0
         for index, size in enumerate(self.sizes):
@@ -92,7 +93,7 @@ class Arriving:
             self._made.append(work())
             return
         future = self._threads.submit(work)
-        future.add_done_callback(_seen)  # a push that breaks off is never asked for its parts
+        future.add_done_callback(_seen)  # nobody awaits `parts` of a push that is cut off
         self._made.append(future)
 
     def _is_later(self, index: int) -> bool:
@@ -105,9 +106,9 @@ class Arriving:
         return PushPart(part.partition, data, self._coding, None, True, None, part.base, self._apart)
 
     async def parts(self) -> tuple[PushPart, ...]:
-        """The parts, each tested for finite values and, if need be, with its checksum; or `crc` None.
+        """Return the parts, with `finite` and, if the push has an id or a key, `crc`; unchecked ones have `crc` None.
 
-        A second stage is undone; int8 and topk stay as they are, for the kernels to decode.
+        A compression stage is undone; int8 and topk stay encoded, for the kernels to decode.
         Raises RequestError (`invalid_encoding`).
         """
         return tuple([p for made in self._made for p in (await made if isinstance(made, asyncio.Future) else made)])
@@ -131,13 +132,13 @@ class Arriving:
 
 
 def look(part: PushPart) -> PushPart:
-    """A part of a whole partition that nobody has looked at, with its checksum and whether it is finite."""
+    """Check a part that is a whole partition: return it with `finite` and `crc` set."""
     finite, crc = checked(part.data, part.dtype, ((0, part.data.size),))
     return replace(part, finite=finite, crc=crc)
 
 
 def checked(data: AnyArray, coding: Coding, ranges: Sequence[Range] | None) -> tuple[bool, int]:
-    """Whether all elements are finite, and with `ranges` the `slice_crc` (else 0), in one pass through the cache."""
+    """Return whether all elements are finite, and the `slice_crc` (0 without `ranges`), reading memory only once."""
     if data.nbytes <= BLOCK_BYTES or coding not in ITEMSIZE:
         finite = kernels.all_finite(data, coding)
         return finite, 0 if ranges is None else slice_crc(coding, ranges, data)
@@ -157,7 +158,10 @@ def _seen(future: asyncio.Future[list[PushPart]]) -> None:
 
 
 def check_sizes(codec: Codec, sizes: Sequence[tuple[int, int]], elements: Sequence[int]) -> None:
-    """Raises RequestError where an encoded part cannot be of its partition, or all together are too large."""
+    """Check the sizes of encoded parts against their partitions' elements, and their sum against the body limit.
+
+    Raises RequestError (`invalid_encoding`, `too_large`).
+    """
     for (stored, raw), count in zip(sizes, elements, strict=True):
         check_whole(codec, raw, count)
         if not 0 < stored <= (packed_bytes_max(raw) if codec.stage else raw) or (not codec.stage and stored != raw):

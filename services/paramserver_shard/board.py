@@ -1,4 +1,4 @@
-"""The shard's side of the board (`paramserver.wire.board`): what it would say to a pull now, for clients to read."""
+"""The shard's side of the board (`paramserver.wire.board`), where local clients see which leases are current."""
 
 import mmap
 import os
@@ -13,10 +13,10 @@ _NS: Final = 1e9
 
 
 class Board:
-    """The words that clients of this machine look at.  Used by the event loop's thread alone."""
+    """Writer of the board.  Used only by the event loop's thread."""
 
     def __init__(self, folder: SharedFolder) -> None:
-        """Raises OSError where the folder has no room for a page."""
+        """Create the board's file.  Raises OSError if the folder has no room for it."""
         file = os.open(folder.path / FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, 8 * WORDS)
@@ -25,16 +25,16 @@ class Board:
             os.close(file)
 
     def serve(self, said_s: float, until_s: float) -> None:
-        """The shard may serve until then, by the machine's monotonic clock; a time that is past: not now."""
-        self._words[UNTIL] = 0  # never the new end with the old beginning
+        """Publish until when the shard may serve, by the machine's monotonic clock; a past time: it may not."""
+        self._words[UNTIL] = 0  # first, so that no reader sees the new end with the old start
         self._words[SAID] = int(said_s * _NS)
         self._words[UNTIL] = max(0, int(until_s * _NS))
 
     def present(self, number: int) -> None:
-        """A pull would be answered with what that lease covers."""
+        """Mark a lease as current: a pull would be answered with exactly the values it covers."""
         self._words[place(number)] = number
 
     def past(self, number: int) -> None:
-        """It would not any more."""
+        """Clear the mark of a lease, unless a later lease uses its word."""
         if self._words[place(number)] == number:
             self._words[place(number)] = 0

@@ -1,10 +1,10 @@
 """A pool of page-aligned, pre-faulted memory for receive buffers and partition versions.
 
-A buffer is one NumPy array over pooled memory.  It has no `release`: when the array and every view of it are gone, that
-is when the last partition version, reader or snapshot lets go, the memory returns to the pool by itself.  So nothing
-that somebody may still read is ever handed out again.
+A buffer is one NumPy array over pooled memory.  There is no `release`: the memory returns to the pool when the array
+and all its views are gone, that is when no partition version, reader or snapshot refers to it any more.  So memory that
+may still be read is never reused.
 
-With a shared folder, buffers can be files that clients of this machine map; where the folder is full they are private.
+With a shared folder, buffers can be files that clients on this machine map; once the folder is full, they are private.
 """
 
 import logging
@@ -24,38 +24,38 @@ log = logging.getLogger("paramserver.shard")
 
 PAGE_BYTES: Final = 4096
 SMALL_BYTES: Final = 64 * 1024
-"""Below this the allocator is as good as a pool."""
+"""Smaller buffers are not pooled: the allocator is as fast."""
 
 IDLE_TURNS: Final = 8
-"""What nobody took while the pool handed out so many times as much as it keeps, nobody is going to ask for."""
+"""Memory still free after the pool has handed out this many times the bytes it may keep counts as unused."""
 
 U8 = npt.NDArray[np.uint8]
 
 
 class _Memory:
-    """The memory of one buffer, and the file it is, if others can map it."""
+    """The memory of one buffer, and its file name if it is shared."""
 
     __slots__ = ("__weakref__", "address", "array", "file", "idle_since", "kin", "retired", "size")
 
     def __init__(self, array: U8, file: str | None) -> None:
         self.array: Final = array
         self.address: Final = _address(array)
-        """Where it begins."""
+        """Address of the first byte."""
         self.file: Final = file
         self.size: Final = array.size
         self.retired = False
-        """Never to be handed out again: somebody may have it mapped."""
+        """Never to be reused: a client may have it mapped."""
         self.idle_since = 0
-        """How many bytes the pool had handed out when this memory came back."""
+        """`BufferPool._handed_bytes` when this memory was returned."""
         self.kin: list[_Memory] = [self]
-        """The buffers that one partition's values have lain in and will again, the same list for each of them."""
+        """The buffers that one partition's values take turns in; all of them share this list."""
 
 
 class BufferPool:
-    """Hands out arrays and takes their memory back when nobody holds them any more.
+    """Hands out arrays and reclaims their memory once nothing refers to them.
 
     Safe between threads as far as CPython's list and dict operations are atomic: the callback that returns memory may
-    run in any thread.  So a list of kin can change while it is gone through, never by index.
+    run in any thread.  A list of kin may change while it is iterated over, so it is never indexed.
     """
 
     def __init__(self, kept_bytes_max: int = POOL_KEPT_BYTES_MAX, folder: SharedFolder | None = None) -> None:
@@ -65,20 +65,20 @@ class BufferPool:
         self._folder = folder
         self._full_told = False
         self._sizes: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
-        """A buffer of each size that there is."""
+        """One buffer of each size in existence."""
         self.kept_bytes = 0
-        """Free memory held for reuse."""
+        """Bytes of free memory kept for reuse."""
         self.lent_bytes = 0
-        """Memory that somebody holds."""
+        """Bytes of memory in use."""
         self._handed_bytes = 0
-        """All that was ever handed out, by which free memory ages."""
+        """Bytes handed out since the start; the clock by which free memory ages."""
         self._looked_at = 0
-        """The same when old memory was last looked for."""
+        """`_handed_bytes` at the last search for unused memory."""
 
     def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
-        """An uninitialised uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
+        """Return an uninitialized uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
 
-        With `after`, values that it will take the place of, rather memory that has taken their place before.
+        `after` is the array it will replace: memory that the same partition has used before is preferred.
         """
         if size_bytes < SMALL_BYTES:
             return np.empty(size_bytes, np.uint8)
@@ -88,14 +88,14 @@ class BufferPool:
         return self._lend(memory, kin)[:size_bytes]
 
     def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
-        """An uninitialised float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
+        """Return an uninitialized float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
         return self.take_bytes(count * 4, shared=shared, after=after).view(np.float32)
 
     def take_free(self, values: Sequence[F32]) -> list[F32 | None]:
-        """Shared memory, uninitialised, for what will take the place of each of these values; None where none is free.
+        """Return uninitialized shared memory to replace each of these arrays; None where none is free.
 
-        What lay side by side before comes together again, if all of that is free: clients who have mapped a model's
-        buffers side by side then find the same ones in the same order.
+        Buffers that were used together before are used together again if all of them are free: clients that have mapped
+        a model's buffers side by side then find the same ones in the same order.  Small arrays get private memory.
         """
         kin = [self._kin(a) for a in values]
         row = next((row for row in zip(*kin, strict=False) if all(map(self._is_free, row))), None)
@@ -110,10 +110,10 @@ class BufferPool:
         return out
 
     def again(self, array: AnyArray, count: int) -> F32 | None:
-        """The memory of `array`, which nobody needs any more, as a float32 array of `count` elements.
+        """Return the memory of `array`, which is no longer needed, as a float32 array of `count` elements.
 
-        None where it would not fit, or leave much of the memory unused.  The partitions of a model are not all of one
-        size, but of nearly one.
+        None if they do not fit or would leave more than an eighth of it unused.  The partitions of a model differ
+        slightly in size.
         """
         held = self._lent.get(_address(array))
         lease = None if held is None else held[0]()
@@ -125,12 +125,12 @@ class BufferPool:
         return lease[: count * 4].view(np.float32)
 
     def file_of(self, array: AnyArray) -> str | None:
-        """The file in the shared folder that begins with this array's first element; None if there is none."""
+        """Return the file in the shared folder that begins with this array's first element, or None."""
         held = self._lent.get(_address(array))
         return None if held is None or held[1].retired else held[1].file
 
     def retire(self, array: AnyArray) -> None:
-        """Remove the file of that array: its memory is used by those who have it now and never handed out again."""
+        """Remove the file of `array`.  Those who have its memory mapped keep it; it is never reused."""
         held = self._lent.get(_address(array))
         if held is None or held[1].retired or held[1].file is None:
             return
@@ -139,24 +139,24 @@ class BufferPool:
         self._give_up(memory)
 
     def _size(self, size_bytes: int) -> int:
-        """How large a buffer for so many bytes is: one of 128 steps between two powers of two.
+        """Round a size up to a buffer size: one of 128 steps between two powers of two, in whole pages.
 
-        Partitions of a model differ by a page.  Where a step lies between them all take the size above: then the memory
-        of any of them can take what becomes of another.
+        Partitions of a model differ by a page, so a step may lie between them.  If the next larger size exists already,
+        it is used instead: then any buffer of the model fits any of its partitions.
         """
         step = max(PAGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 8))
         size = -(-size_bytes // step) * step
         return size + step if size + step in self._sizes else size
 
     def _kin(self, values: AnyArray) -> "list[_Memory]":
-        """The buffers that have taken turns with that of these values; none for what is not pooled."""
+        """Return the kin of the buffer that holds `values`; an empty list if it is not pooled."""
         held = self._lent.get(_address(values)) if values.nbytes >= SMALL_BYTES else None
         return [] if held is None else held[1].kin
 
     def _free_one(self, size: int, shared: bool, wanted: Sequence[_Memory]) -> _Memory | None:
-        """The first of the `wanted` that is free, else the one that is free since last; None if there is none.
+        """Return the first of `wanted` that is free, else the free buffer returned last; None if there is none.
 
-        Whoever takes it out of the free ones has it.
+        The thread that pops a buffer from the dict of free ones owns it.
         """
         free = self._free.setdefault((size, shared), {})
         memory = next((m for m in tuple(wanted) if free.pop(m.address, None) is not None), None)
@@ -168,15 +168,15 @@ class BufferPool:
         return memory
 
     def _lend(self, memory: _Memory, kin: "list[_Memory]") -> U8:
-        """All of that memory, which becomes one of `kin`, for as long as somebody holds what this returns."""
+        """Add `memory` to `kin` and return an array over all of it; it is in use while any view of that exists."""
         if memory.size not in self._sizes:
             self._sizes[memory.size] = memory
         if kin and memory.kin is not kin:
             memory.kin.remove(memory)
             memory.kin = kin
             kin.append(memory)
-        # Views collapse their base down to this array and no further (its own base is no ndarray), so it lives as long
-        # as any view of it.
+        # NumPy sets the base of every view to this array and no further (its own base is not an ndarray), so it lives
+        # as long as any of its views.
         lease = np.frombuffer(memory.array.data, np.uint8)
         self._lent[memory.address] = (weakref.ref(lease, lambda _: self._returned(memory)), memory)
         self.lent_bytes += memory.size
@@ -200,7 +200,7 @@ class BufferPool:
         if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(memory, np.uint8)
-        array[::PAGE_BYTES] = 0  # fault the pages in now, not under a kernel
+        array[::PAGE_BYTES] = 0  # fault the pages in now, not while a kernel runs
         return _Memory(array, None)
 
     def _returned(self, memory: _Memory) -> None:
@@ -217,11 +217,11 @@ class BufferPool:
         self._free.setdefault((memory.size, memory.file is not None), {})[memory.address] = memory
 
     def _has_room(self, size: int) -> bool:
-        """Whether so much more can be kept; where that is not so, what has been free for long is given up for it."""
+        """Whether `size` more bytes can be kept; if not, memory that has been free for long is given up first."""
         if self.kept_bytes + size <= self._kept_bytes_max:
             return True
         if self._handed_bytes - self._looked_at < self._kept_bytes_max:
-            return False  # going through all of it has its price too
+            return False  # a search is not free: at most one per `_kept_bytes_max` handed out
         self._looked_at = self._handed_bytes
         old = self._handed_bytes - IDLE_TURNS * self._kept_bytes_max
         for free in tuple(self._free.values()):
@@ -232,7 +232,7 @@ class BufferPool:
         return self.kept_bytes + size <= self._kept_bytes_max
 
     def _give_up(self, memory: _Memory) -> None:
-        """Leave that memory to those who have it, if anybody has, and then to the operating system."""
+        """Remove memory from the pool; the operating system reclaims it when its last user is gone."""
         memory.kin.remove(memory)
         if memory.file is not None and self._folder is not None:
             self._folder.remove(memory.file)

@@ -1,6 +1,7 @@
-"""Tells the scheduler which workers have ended their iteration, where it was their push that said so.
+"""Reports to the scheduler which workers have ended their iteration, if their push said so (`ends`).
 
-What cannot be told is let go: its worker waits at the shard for a short time only, then it asks the scheduler itself.
+Reports that cannot be sent are dropped: the worker waits at the shard only briefly, then reports to the scheduler
+itself.
 """
 
 import asyncio
@@ -17,23 +18,23 @@ log = logging.getLogger("paramserver.shard")
 
 
 class ClockReports:
-    """What is to be told.  Used by the event loop's thread alone."""
+    """The queue of reports and its sender.  Used only by the event loop's thread."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=QUEUED_REQUESTS_MAX)
-        """One for each push that waits here; more is let go, the oldest first, and such a worker asks the scheduler."""
+        """One JSON line per push; when full, the oldest is dropped and its worker reports to the scheduler itself."""
         self._news = asyncio.Event()
 
     def report(self, model: ModelKey, push_id: PushId, clock: int, timeline: int, shards: int) -> None:
-        """That push, of which this shard has its part, ended its worker's iteration on so many shards."""
+        """Queue a report: this push, accepted here and sent to `shards` shards in all, ended its worker's iteration."""
         name, epoch, seq = push_id.worker, push_id.epoch, push_id.seq
         told = (model.name, model.generation, name, epoch, seq, clock, timeline, shards)
         self._lines.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
         self._news.set()
 
     async def tell(self, link: SchedulerLink, path: str) -> None:
-        """Sends what comes to that path of the scheduler in use, until cancelled."""
-        self._lines.clear()  # what an earlier membership had is not this one's
+        """Send reports to `path` of the scheduler in use, until cancelled."""
+        self._lines.clear()  # those of an earlier membership are void
         link.turned = self._news.set
         while True:
             await self._news.wait()
@@ -55,9 +56,9 @@ class ClockReports:
             await asyncio.sleep(RETRY_S)
 
     async def _send(self, upload: Upload, link: SchedulerLink, url: str) -> None:
-        """Sends what comes until the request is over, or another scheduler than that one is in use.
+        """Send reports until the request has ended or another scheduler is in use.
 
-        One that stands still keeps its connection for as long as it does.
+        A stalled scheduler keeps its connection open, so the first condition is not enough.
         """
         while not upload.over and link.url == url:
             self._news.clear()

@@ -1,4 +1,4 @@
-"""Computes an `Apply` effect: each task's new partition state, in pooled buffers, off the event loop when it is big."""
+"""Computes an `Apply` effect: each task's new partition state, in pooled buffers."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -15,17 +15,17 @@ from paramserver_shard.buffers import BufferPool
 T = TypeVar("T")
 
 INLINE_ELEMENTS_MAX: Final = 1_000_000
-"""Up to so many elements the event loop computes by itself: a thread's hand-over costs as much (0.1 to 0.2 ms)."""
+"""Jobs of at most this many elements run on the event loop: handing over to a thread costs as much (0.1 to 0.2 ms)."""
 
 
 def shares(items: Sequence[T], threads: int) -> list[Sequence[T]]:
-    """The items in their order, as evenly many for each thread as can be; fewer shares where there are fewer items."""
+    """Split the items, in order, into at most `threads` shares of equal length; the last may be shorter."""
     size = max(1, -(-len(items) // threads))
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def task_elements(task: Task) -> int:
-    """Elements a task reads, which is what its time goes by."""
+    """Elements that a task reads; its run time is proportional to them."""
     size = task.state.values.size
     if isinstance(task, UpdateTask) and task.direct is None:
         size += sum((piece.stop - piece.start) * len(piece.parts) for piece in task.pieces)
@@ -33,19 +33,19 @@ def task_elements(task: Task) -> int:
 
 
 def beyond_cache(tasks: Sequence[Task]) -> bool:
-    """Whether what the tasks make is better written past the caches, for they touch more than stays there."""
+    """Whether the tasks touch more memory than the caches hold, so that nontemporal stores pay off."""
     updates = [task for task in tasks if isinstance(task, UpdateTask)]
     elements = sum([task.state.values.size for task in updates])
     return bool(updates) and kernels.beyond_cache(updates[0].optimizer, elements)
 
 
 def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:
-    """Memory for the values that each task makes; None where that of the gradient spent before it will do, or none is
-    free.
+    """Take an output buffer for each task; None where a consumed gradient's is reused, or none is free.
 
-    It is taken in one moment for all of them: while some compute, clients let go of other memory.
+    A task can reuse the buffer of the gradient that the task before it in its share consumed (`spend`).  All buffers
+    are taken at once, because clients may release other ones while earlier tasks compute.
     """
-    if len(shares) == 1 == len(shares[0]):  # as most of a small model are
+    if len(shares) == 1 == len(shares[0]):  # the common case for small models
         return [pool.take_free([shares[0][0].state.values])]
     spent = [[False, *[_spent(task) is not None for task in tasks]][: len(tasks)] for tasks in shares]
     values = [task.state.values for task, before in zip(chain(*shares), chain(*spent), strict=True) if not before]
@@ -56,11 +56,10 @@ def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 |
 def compute(
     tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None, *, past: bool = False
 ) -> tuple[TaskResult, ...]:
-    """The result of each task, in its one of `places`, which are from `rooms`; taken now where there are none.
-    `past`: written past the caches.
+    """Compute the result of each task into its buffer in `places`, as `rooms` gives them; None: take them now.
 
-    Of what a task refers to, only a gradient that may be spent is written: its memory takes the next task's result, so
-    that a push of a whole model needs no third copy of it.
+    `past`: use nontemporal stores.  Inputs are not modified, except a gradient that may be consumed (`spend`): its
+    memory takes the next task's result, so that a push of a whole model needs no third copy of it.
     """
     results: list[TaskResult] = []
     spare: AnyArray | None = None
@@ -75,7 +74,7 @@ def compute(
 
 
 def _spent(task: Task) -> AnyArray | None:
-    """The gradient that nobody needs once this task is done."""
+    """The gradient that is not needed once this task is done, if there is one."""
     return task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
 
 
@@ -93,14 +92,14 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, past: bool) -> Task
         gradient, dtype = pool.take(size), "float32"
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
-    crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # it is in the cache for what follows
+    crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # brings it into the cache for the update
     if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=past):
         return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)
 
 
 def _alike(task: UpdateTask) -> list[tuple[F32, float]] | None:
-    """The gradients of which the task is the mean, where all are of the whole partition in float32, as most are."""
+    """The (gradient, weight) of each part, if all are whole partitions in float32 (the common case), else None."""
     if task.direct is not None or len(task.pieces) != 1:
         return None
     (piece,) = task.pieces

@@ -1,6 +1,6 @@
-"""What this shard knows of the cluster: every node's addresses, every model with its layout and owners.
+"""This shard's view of the cluster: the addresses of live shards, and every model with its layout and owners.
 
-Filled from the scheduler's feed; read by the routes to decide which partition goes where.
+Updated from the scheduler's feed; the routes read it to find the owner of each partition.
 """
 
 import asyncio
@@ -22,34 +22,35 @@ class KnownModel:
     layout: Layout
     timeline: int
     state: str
-    """`initializing` (first values are being uploaded) or `ready`."""
+    """`initializing` (initial values are awaited) or `ready`."""
     owners: tuple[tuple[str, Token], ...]
-    """(shard, owner token) of each partition; ("", 0) where there is none now."""
+    """(shard, owner token) of each partition; ("", 0) for one without an owner."""
     cut: int | None
-    """sync: clock of the newest cut that all partitions have stored."""
+    """sync: clock of the newest cut stored by all partitions."""
     upload_token: str | None
-    """What uploads of initial values quote, while they are awaited."""
+    """Token that uploads of initial values must quote; None while none are awaited."""
     missing: frozenset[str] = frozenset()
-    """Parameters of which values are awaited."""
+    """Parameters whose values are awaited."""
     lost: frozenset[int] = frozenset()
-    """Partitions that alone lack values, where a complete model has lost some; empty of one that was never complete."""
+    """Partitions of a complete model that have lost their values; empty for a model that was never complete."""
 
     @property
     def spec(self) -> ModelSpec:
-        """Its settings of the present revision."""
+        """Settings of the current revision."""
         return self.layout.spec
 
     @property
     def pinned(self) -> int | None:
-        """The cut whose snapshots stay, because a recovery may go back to it: at level `applied` alone.
+        """Clock of the cut whose snapshots are kept because a recovery may go back to it; only at level `applied`.
 
-        Above that a recovery goes on from the newest snapshot, and a cut that stays would keep all journal after it.
+        At higher levels a recovery continues from the newest snapshot, and keeping a cut would also keep the whole
+        journal after it.
         """
         return self.cut if self.spec.ack == "applied" else None
 
 
 class Directory:
-    """Nodes and models, as the scheduler last told them."""
+    """Shards and models as the feed last described them."""
 
     def __init__(self, shard: str) -> None:
         self.shard = shard
@@ -61,7 +62,7 @@ class Directory:
         self._changed = asyncio.Event()
 
     def update(self, document: Mapping[str, Any]) -> None:
-        """Takes in one document of the feed; kinds that do not concern it are ignored."""
+        """Take in one document of the feed; types other than map, model and gone are ignored."""
         kind = document["type"]
         if kind == "map":
             self.map_epoch = int(document["map_epoch"])
@@ -102,14 +103,14 @@ class Directory:
         )
 
     def address(self, shard: str) -> str:
-        """A base URL of a shard; raises Unavailable when it is not known to be alive."""
+        """Return a base URL of a shard.  Raises Unavailable (`unavailable`) if it is not known to be alive."""
         addresses = self.addresses.get(shard)
         if not addresses:
             raise problem("unavailable", f"shard '{shard}' is not reachable now; its partitions are being placed anew")
         return addresses[0]
 
     async def changed(self, timeout_s: float) -> bool:
-        """Waits for the next change of the map or of a model; False when none came in time."""
+        """Wait for the next change of the map or of a model; return False if none comes in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -118,9 +119,9 @@ class Directory:
         return True
 
     async def newer(self, known: KnownModel, timeout_s: float) -> KnownModel:
-        """The model as it is now, once its owners differ from those in `known` or the time is over.
+        """Wait until the model's owners differ from those in `known`, or for the timeout, and return it as it is then.
 
-        Raises FencedError (`model_replaced`) when it was deleted or created anew.
+        Raises FencedError (`model_replaced`) if it was deleted or created anew.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,7 +1,7 @@
-"""`POST /push`, `/pull` and `/pushpull` as plain ASGI endpoints: frames stream through them without a copy too many.
+"""`POST /push`, `/pull` and `/pushpull` as plain ASGI endpoints, so that frames stream without needless copies.
 
-A body is read to its end before anything is answered, and one that breaks off, or is longer or shorter than its header
-says, is refused without a trace.
+A body is read to its end before the answer begins.  One that is cut off, or longer or shorter than its header says, is
+refused without side effects.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -43,7 +43,7 @@ _FRAME: Final = MEDIA_TYPE.encode()
 
 
 class _Endpoint:
-    """One of the three routes: frames one way, JSON and msgpack the other."""
+    """Base of the three routes: handles frames, and JSON and msgpack bodies by parameter name."""
 
     paramserver_role = "worker"
 
@@ -87,19 +87,19 @@ class _Endpoint:
         await response(scope, receive, send)
 
     def check_still(self) -> None:
-        """Once more before the answer: this process may have been stopped since the request came."""
+        """Check again before the answer: the process may have been paused since the request came."""
         self.check_serving()
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        """Answers a frame with a frame, after `check_still`."""
+        """Answer a frame with a frame, after `check_still`."""
         raise NotImplementedError
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
-        """Answers a JSON or msgpack body."""
+        """Answer a JSON or msgpack body."""
         raise NotImplementedError
 
     def _counted(self, arriving: Arriving, began_s: float) -> Callable[[PushDone], None]:
-        """Counts that push when it is accepted, however long a commit is then waited for."""
+        """Return a callback that counts the push once it is accepted, before any wait for its commit."""
 
         def accepted(done: PushDone) -> None:
             frame = arriving.frame
@@ -113,10 +113,10 @@ class _Endpoint:
 
 
 class _Pushing(_Endpoint):
-    """Of a push, which a shard that stood still may have applied without that it counts: another may own it by then."""
+    """Base of routes that push: a shard that was paused may have applied the push after it lost its partitions."""
 
     def check_still(self) -> None:
-        """Raises InDoubt."""
+        """Raises InDoubt (`in_doubt`) if the shard may no longer serve."""
         try:
             self.check_serving()
         except Unavailable as error:
@@ -125,7 +125,7 @@ class _Pushing(_Endpoint):
 
 
 class Push(_Pushing):
-    """POST /push"""
+    """`POST /push`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
@@ -142,7 +142,7 @@ class Push(_Pushing):
 
 
 class Pull(_Endpoint):
-    """POST /pull"""
+    """`POST /pull`."""
 
     paramserver_role = "reader"
 
@@ -161,7 +161,7 @@ class Pull(_Endpoint):
 
 
 class PushPull(_Pushing):
-    """POST /pushpull"""
+    """`POST /pushpull`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
@@ -181,7 +181,7 @@ class PushPull(_Pushing):
 
 
 async def _while_there(receive: Receive, wait_s: object, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; one that may wait is given up when the client hangs up, and raises Unavailable."""
+    """Await `work`; with `wait_s`, cancel it and raise Unavailable if the client disconnects first."""
     return await (while_there(receive, work) if wait_s else work)
 
 
@@ -216,7 +216,7 @@ def _messages(chunks: Iterable[bytes | memoryview], size: int) -> Iterator[Messa
 
 
 class ChunkedResponse(Response):
-    """A response of one big body, sent in pieces: servers copy what they get, and a piece is a bounded copy."""
+    """A response whose large body is sent in chunks: servers copy what they are given, so chunks bound the copies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -230,19 +230,19 @@ class ChunkedResponse(Response):
 
 
 def check_of(request: Request) -> Callable[[PullRequest], None]:
-    """Refuses what an answer in the client's media type cannot hold; to be asked before anything is done."""
+    """Return the check for pulls too large for an answer in the client's media type, to be made before any work."""
     return check_msgpack if negotiate.accepted(request) == negotiate.MSGPACK else check_json
 
 
 def check_json(asked: PullRequest) -> None:
-    """Raises RequestError (`too_large`)."""
+    """Refuse more numbers than a JSON answer may hold.  Raises RequestError (`too_large`)."""
     if asked.selection.size > JSON_ELEMENTS_MAX:
         detail = f"{asked.selection.size} numbers do not fit in a JSON answer; it holds {JSON_ELEMENTS_MAX}"
         raise problem("too_large", detail, hint="accept application/msgpack, or name fewer parameters or ranges")
 
 
 def check_msgpack(asked: PullRequest) -> None:
-    """Raises RequestError (`too_large`)."""
+    """Refuse more bytes than a msgpack answer may hold.  Raises RequestError (`too_large`)."""
     selection = asked.selection
     sizes = [stop - start for start, stop in pairwise(selection.offsets)]
     total = sum(n * ITEMSIZE[asked.dtype or p.dtype] for n, p in zip(sizes, selection.params, strict=True))
@@ -252,7 +252,7 @@ def check_msgpack(asked: PullRequest) -> None:
 
 
 def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: PushDone | None) -> Response:
-    """The answer to a pull by name, in the media type that the client accepts."""
+    """Build the answer to a pull by name, in the media type that the client accepts."""
     as_msgpack = negotiate.accepted(request) == negotiate.MSGPACK
     encode = to_msgpack if as_msgpack else to_json
     own = pulled.known.layout.by_name
@@ -280,7 +280,7 @@ def pull_response(request: Request, pulled: Pulled, dtype: str | None, push: Pus
 
 
 def idempotency_key(request: Request) -> str | None:
-    """The `Idempotency-Key` of a plain client, in its length checked."""
+    """Return the `Idempotency-Key` header, if any.  Raises RequestError (`invalid_field`) for a wrong length."""
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= 256:
         raise problem("invalid_field", "Idempotency-Key must be of 1 to 256 bytes", where="Idempotency-Key")

@@ -1,6 +1,6 @@
-"""Takes a request's parts to the shards that own them, this one included, and puts the answers together.
+"""Sends a request's parts to the shards that own them, including this one, and merges the answers.
 
-Parts of another shard travel once, as a marked frame.  When an owner has changed (421), the parts that were refused go
+Parts of another shard are forwarded once, as a marked frame.  If an owner has changed (421), the refused parts are sent
 once more after the map has been refreshed; then the answer is 503.
 """
 
@@ -34,14 +34,14 @@ from paramserver_shard.peers import PeerClient
 from paramserver_shard.runtime import Runtime
 
 MAP_REFRESH_S: Final = 1.0
-"""How long a refused request waits for a newer map before it tries once more."""
+"""How long refused parts wait for a newer map before the second attempt."""
 
 Part = TypeVar("Part")
 Answer = TypeVar("Answer")
 
 
 class WantedPart(Struct, frozen=True):
-    """What is asked of one partition."""
+    """What a pull requests of one partition."""
 
     partition: int
     ranges: tuple[Range, ...] | None
@@ -49,13 +49,13 @@ class WantedPart(Struct, frozen=True):
 
 
 class GotPart(Struct, frozen=True):
-    """What one partition gave."""
+    """The values pulled from one partition."""
 
     partition: int
     version: int
     incarnation: int
     pieces: tuple[F32, ...]
-    """The elements of each range asked for; read-only by agreement."""
+    """The elements of each requested range; read-only by convention."""
 
 
 class Exchange:
@@ -67,11 +67,12 @@ class Exchange:
         self._peers = peers
 
     async def push(self, known: KnownModel, command: PushReceived) -> PushDone:
-        """Applies a checked push on every owner.  Several shards are not one unit: see semantics 2."""
+        """Apply a checked push on every owner.  Not atomic across shards: see semantics 2."""
         with_crc = command.push_id is not None or command.key is not None
 
         async def local(now: KnownModel, parts: Sequence[PushPart]) -> PushDone:
-            # Who has lost a partition while it computed refuses what is sent on then, so nothing may be spent here.
+            # If this shard loses a partition while it computes, it answers 421 and the parts are sent to the new owner,
+            # so their memory must not be consumed here.
             parts = [replace(p, owned=False) for p in parts]
             if with_crc:
                 parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
@@ -115,7 +116,7 @@ class Exchange:
         min_clock: int,
         wait_s: float,
     ) -> dict[int, GotPart]:
-        """The present values of these partitions, each by its index."""
+        """Return the current values of these partitions, by partition index."""
 
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
@@ -149,7 +150,7 @@ class Exchange:
         return {part.partition: part for answer in answers for part in answer}
 
     async def assign(self, known: KnownModel, command: SetReceived) -> PushDone:
-        """Assigns values on every owner."""
+        """Assign values on every owner."""
 
         async def local(_: KnownModel, parts: Sequence[AssignPart]) -> PushDone:
             return await self._runtime.push(lambda request: replace(command, request=request, parts=tuple(parts)))
@@ -173,9 +174,10 @@ class Exchange:
         remote: Callable[[KnownModel, str, Sequence[Part]], Awaitable[Answer]],
         taken: Callable[[Answer], Sequence[int]] = lambda _: (),
     ) -> list[Answer]:
-        """The answers of all owners; parts refused with 421 are sent once more by the newer map.
+        """Collect the answers of all owners; parts refused with 421 are sent once more, by the newer map.
 
-        `taken` tells which partitions have been changed for good by what has that answer, which a refusal then names.
+        `taken` returns the partitions that an answer has changed for good; if another owner fails, the error lists
+        them.
         """
         answers: list[Answer] = []
 
@@ -214,7 +216,7 @@ class Exchange:
 
 
 def worst(errors: Sequence[BaseException]) -> BaseException:
-    """The one to tell: what nobody foresaw, then what nobody knows, then what no repetition mends, then the rest."""
+    """Pick the error to report: unexpected ones first, then in doubt, then not retryable, then the rest."""
 
     def order(error: BaseException) -> int:
         if not isinstance(error, PsError):
@@ -227,7 +229,10 @@ def worst(errors: Sequence[BaseException]) -> BaseException:
 
 
 def told_in_part(error: BaseException, taken: Sequence[int]) -> BaseException:
-    """The error, which says so where some shards have done their part: to be sent again under its id alone then."""
+    """Add to an error the partitions that have taken their part already.
+
+    A retryable error becomes `in_doubt` then: the request may be sent again only under its id.
+    """
     if not taken or not isinstance(error, PsError):
         return error
     code = "in_doubt" if error.retryable else error.code
@@ -241,13 +246,13 @@ def _taken(done: PushDone) -> Sequence[int]:
 
 
 def with_checksum(part: PushPart, size: int) -> PushPart:
-    """The part with the checksum of its slice, by which a repeated push id is recognised as the same push."""
+    """Return the part with the checksum of its slice, which shows whether a repeated push id is the same push."""
     ranges = part.ranges if part.ranges is not None else ((0, size),)
     return replace(part, crc=slice_crc(part.dtype, ranges, part.data))
 
 
 def push_done(known: KnownModel, reply: PushReply) -> PushDone:
-    """The outcome that another shard's reply tells."""
+    """Convert another shard's reply into an outcome."""
     return PushDone(
         known.key,
         reply.timeline,
@@ -262,7 +267,7 @@ def push_done(known: KnownModel, reply: PushReply) -> PushDone:
 
 
 def merged_push(known: KnownModel, done: Sequence[PushDone]) -> PushDone:
-    """One outcome for the whole push."""
+    """Merge the outcomes of all owners into one for the whole push."""
     if len(done) == 1:
         return done[0]
     return PushDone(
@@ -280,7 +285,7 @@ def merged_push(known: KnownModel, done: Sequence[PushDone]) -> PushDone:
 
 
 def cut(values: F32, ranges: Sequence[Range] | None) -> tuple[F32, ...]:
-    """The elements of each range, as views; None is one range of all."""
+    """Return a view of the elements of each range; None is one range over all elements."""
     return (values,) if ranges is None else tuple(values[a:b] for a, b in ranges)
 
 

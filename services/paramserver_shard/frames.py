@@ -1,7 +1,8 @@
-"""The binary way of `/push`, `/pull` and `/pushpull`: what the SDK sends straight to the owner of each partition.
+"""`/push`, `/pull` and `/pushpull` by frame, which the SDK sends directly to the owner of each partition.
 
-Values go out in pieces of at most a frame, straight from the immutable version, so a pull never blocks a push.
-A client on this machine names a slot of shared memory in place of a body, and takes a lease in place of values.
+Values are sent in chunks of at most one HTTP/2 frame, directly from the immutable version, so a pull never blocks a
+push.  A client on this machine names a shared-memory slot instead of sending a body, and gets a lease instead of
+values.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,7 @@ from paramserver_shard.runtime import Runtime
 
 
 class FrameService:
-    """Pushes and pulls of whole partitions, or ranges of them, that the client has addressed itself."""
+    """Pushes and pulls whose client names partitions, or ranges of them."""
 
     def __init__(
         self,
@@ -49,15 +50,15 @@ class FrameService:
         self._lending = lending
 
     async def sized_push(self, frame: PushFrame) -> tuple[Arriving, Body]:
-        """The push that a header announces, and where its body goes.  Raises PsError."""
+        """Return the push that a header announces, and where its body is received.  Raises PsError."""
         known = await self._models.find(frame.model, frame.generation)
-        sizes = self._part_bytes(known, frame)  # first: each partition is one of the model's
+        sizes = self._part_bytes(known, frame)  # first: checks that the partitions exist
         here = self._all_here(known, [p.partition for p in frame.parts])
         arriving = Arriving(known, frame, here, sizes, self._runtime)
         return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check)
 
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
-        """Bytes of each part of a push as it travels; raises RequestError where one is not of the model."""
+        """Return the transmitted bytes of each part.  Raises RequestError if one does not fit the model."""
         elements = [self._elements(known, p.partition, p.ranges) for p in frame.parts]
         codec = frame.codec
         if codec is not None:
@@ -66,20 +67,20 @@ class FrameService:
         return [count * ITEMSIZE[frame.dtype] for count in elements]
 
     def lend(self, size_bytes: int) -> str:
-        """A slot of shared memory for a client of this machine; raises Unavailable where there is none."""
+        """Lend a slot of shared memory to a client on this machine.  Raises Unavailable (`queue_full`) if it cannot."""
         if self._lending is None:
             raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
         return self._lending.lend(size_bytes)
 
     def take_back(self, slot: str) -> None:
-        """A client of this machine has no more use for that slot."""
+        """Take back a slot that its client no longer needs."""
         if self._lending is not None:
             self._lending.returned(slot)
 
     async def push(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> tuple[PushDone, PullDone | None]:
-        """Applies a push whose body has arrived whole, or lies in its slot, and tells `accepted` of it.
+        """Apply a push whose body is complete, or in its slot, and call `accepted` with the outcome.
 
-        With the values that the commit made of it, if it ended its worker's iteration and the worker may go on.
+        Also returns the commit's values, if the push ended its worker's iteration and the worker may go on; else None.
         """
         frame = arriving.frame
         if self._lending is not None:
@@ -95,7 +96,7 @@ class FrameService:
             done, made = await self._to_its_end(arriving, accepted)
             again = done.state == "applied" or made is not None
         except PsError as error:
-            # Refused for good; otherwise it may still be on its way, or was accepted before.
+            # The client may reuse the slot only if the push was refused for good, not if it is pending or accepted.
             again = error.status < 500 and "push" not in error.members
             raise
         finally:
@@ -105,7 +106,7 @@ class FrameService:
     async def _to_its_end(
         self, arriving: Arriving, accepted: Callable[[PushDone], None]
     ) -> tuple[PushDone, PullDone | None]:
-        """The push, and where it ends an iteration the commit of that, which is reported for its worker."""
+        """Push; if that ends an iteration, report the clock in the worker's place and wait for its commit."""
         done = await self._push(arriving)
         accepted(done)
         frame, key = arriving.frame, done.model
@@ -127,7 +128,8 @@ class FrameService:
             if error.code == "version_not_reached":
                 return done, None
             raise after_push(error, done) from error
-        # What another commit than the awaited one took, or none, is for the scheduler to explain.
+        # The worker has to ask the scheduler if the commit left the push out, if the model is past that commit already,
+        # or if the scheduler has something to tell.
         return done, made if served.over(indices, push_id.worker, push_id.epoch, clock) else None
 
     async def _push(self, arriving: Arriving) -> PushDone:
@@ -151,17 +153,17 @@ class FrameService:
 
         if arriving.here or frame.forwarded or frame.map_epoch is not None:
             return await self._runtime.push(command)
-        # Sent through some node by a client without a map: this shard splits it.
+        # Sent by a client without a map to any shard: this one splits it among the owners.
         bad = [p.partition for p in parts if not p.finite]
         if bad:
             raise problem("non_finite", f"the gradient holds NaN or infinity in partition {bad[0]}")
         if frame.slot is not None:
-            # The slot is the client's again where one owner refuses, though another one holds its part.
+            # Copied, because the client gets the slot back if one owner refuses, while another may still hold its part.
             parts = tuple([replace(p, data=p.data.copy()) for p in parts])
         return await self._exchange.push(known, command(0))
 
     async def pull(self, frame: PullFrame) -> "FrameBody":
-        """The values that a pull frame asks for.  Raises PsError."""
+        """Return the values that a pull frame asks for.  Raises PsError."""
         known = await self._models.find(frame.model, frame.generation)
         if self._lending is not None:
             self._lending.release(frame.release)
@@ -170,7 +172,7 @@ class FrameService:
         return await self._pull(known, frame, frame.timeline, split=split)
 
     async def pushpull(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> "FrameBody":
-        """A push, then the pull that it carries; no values where it was to wait for a commit that did not come."""
+        """Push, then pull what the frame asks for; no values if the awaited commit did not come."""
         known, frame = arriving.known, arriving.frame
         if frame.pull is None:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
@@ -192,7 +194,7 @@ class FrameService:
         return answer
 
     async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
-        """`split`: partitions of other shards are fetched; otherwise they are refused with 421."""
+        """Pull; `split`: fetch the partitions of other shards, which are otherwise refused with 421."""
         indices = tuple([p for p, _ in spec.parts])
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
         if not split or self._all_here(known, indices):
@@ -221,7 +223,7 @@ class FrameService:
         return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
 
     def _body(self, known: KnownModel, spec: PullSpec, done: PullDone) -> "FrameBody":
-        """What was asked for of these values, lent where it can be."""
+        """Build the answer from these values, lending them if possible."""
         by_index = {p.partition: p for p in done.parts}
         parts = []
         for index, ranges in spec.parts:
@@ -233,7 +235,7 @@ class FrameService:
         return answer
 
     def lease_after(self, frame: PushFrame, done: PushDone, made: PullDone | None) -> Lease | None:
-        """A lease of what a push has made, for a client that will want it next; None if it is past already."""
+        """Lease the values that a push has produced, if its client asked for that and they are still current."""
         if not frame.mapped or (done.state != "applied" and made is None):
             return None
         return self._lease(done.model, [(p.partition, p.version) for p in (made or done).parts])
@@ -241,7 +243,7 @@ class FrameService:
     def _lease(
         self, model: ModelKey, parts: Sequence[tuple[int, int]], values: Sequence[F32] | None = None
     ) -> Lease | None:
-        """A lease of these (partition, version), whose `values` the caller may hold though they are past."""
+        """Lease the values of these (partition, version); if superseded, lease `values` or return None."""
         if self._lending is None:
             return None
         present = self._runtime.core.present(model, parts)
@@ -256,13 +258,13 @@ class FrameService:
             raise problem("malformed", "frame header: the pull names no partition")
 
     def _elements(self, known: KnownModel, partition: int, ranges: Sequence[Range] | None) -> int:
-        """Elements of a part; raises RequestError where it is not within the model."""
+        """Return the elements of a part.  Raises RequestError (`invalid_range`) if it is not within the model."""
         if not 0 <= partition < known.spec.partitions:
             raise problem("invalid_range", f"model '{known.key.name}' has no partition {partition}")
         size = known.layout.partition_size(partition)
         if ranges is None:
             return size
-        if ranges and ranges[-1][1] > size:  # sorted and disjoint: the frame's reader has seen to that
+        if ranges and ranges[-1][1] > size:  # the frame decoder made sure they are sorted and disjoint
             raise problem("invalid_range", f"partition {partition} has {size} elements; {ranges[-1]} lies outside")
         return sum(stop - start for start, stop in ranges)
 
@@ -271,10 +273,10 @@ class FrameService:
 
 
 def push_reply(done: PushDone, made: PullDone | None = None, lease: Lease | None = None) -> PushReply:
-    """The frame that answers a push, with a lease of what it, or the commit that it was waiting for, has made."""
+    """Build the answer to a push; `made` is what its commit produced, if it waited for one."""
     now = made or done
     parts: Sequence[PulledPart | PartVersion] = now.parts
-    pairs = zip(parts, done.parts, strict=True)  # the same partitions: a commit's were asked for in the push's order
+    pairs = zip(parts, done.parts, strict=True)  # `made` was pulled in the order of the push
     return PushReply(
         state=done.state,
         duplicate=done.duplicate,
@@ -299,14 +301,14 @@ class FrameBody:
         self._timeline = timeline
         self._parts = parts
         self.pieces: Final = [piece for part in parts for piece in part.pieces]
-        """The values, part by part."""
+        """The values of all parts, in order."""
         self.values_bytes: Final = ITEMSIZE[dtype] * sum([piece.size for piece in self.pieces])
-        """Length of the values, sent or lent."""
+        """Bytes of the values, sent or lent."""
         self.lease: Lease | None = None
-        """The values are lent by it in place of being sent."""
+        """If set, the values are lent instead of sent."""
 
     def header(self) -> bytes:
-        """The frame up to its body."""
+        """Encode the frame up to its body."""
         reply = PullReply(
             model=self._known.key.name,
             generation=self._known.key.generation,
@@ -322,16 +324,16 @@ class FrameBody:
 
     @property
     def lies_ready(self) -> bool:
-        """Whether its chunks are the values as they lie in memory, not made one by one."""
+        """Whether the chunks are views of the stored values, without conversion."""
         return self._dtype == "float32"
 
     @property
     def body_bytes(self) -> int:
-        """Length of the body."""
+        """Bytes of the body; 0 if the values are lent."""
         return 0 if self.lease is not None else self.values_bytes
 
     def chunks(self, first: bytes) -> Iterator[bytes | memoryview]:
-        """`first` and the body, in pieces of a frame at most: the values themselves, small ones put together."""
+        """Yield `first` and the body in chunks of at most one frame: views of the values, small ones joined."""
         waiting: list[bytes | memoryview] = [first]
         size = len(first)
         step = FRAME_BYTES // ITEMSIZE[self._dtype]

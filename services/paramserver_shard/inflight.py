@@ -1,7 +1,8 @@
-"""What is being worked on, in all and for each client: nobody takes the whole shard, and nothing grows without end.
+"""Bounds on the work in flight, in total and per client: no client takes the whole shard, nothing grows unbounded.
 
-A client is the address that a connection comes from.  What is over a bound is refused at once, before its body is read:
-429 where the client alone has too much in flight, 503 where the shard has; both say when to come again.
+A client is the address that a connection comes from.  A request over a bound is refused before its body is read (one
+without a length, while it is read): 429 if the client alone has too much in flight, 503 if the shard has.  Both say
+when to retry.
 """
 
 from typing import Final
@@ -14,16 +15,16 @@ from paramserver.limits import CLIENT_REQUESTS_MAX, QUEUED_REQUESTS_MAX, RECEIVI
 from paramserver_node.negotiate import announced
 
 PROBES: Final = ("/livez", "/readyz", "/version", "/metrics")
-"""Answered however full the shard is."""
+"""Paths that are answered however full the shard is."""
 MEMORY_SHARE: Final = 4
-"""Bodies in flight take at most one part in so many of the memory there is."""
+"""Bodies in flight take at most one part in this many of the process's memory."""
 
 
 class InFlight:
-    """Requests and bytes of bodies that are not answered yet."""
+    """Counts of requests in flight and of the bytes of their bodies."""
 
     def __init__(self, memory_bytes: int | None = None) -> None:
-        """`memory_bytes` is what the process may take; None: nobody knows."""
+        """`memory_bytes` is the memory limit of the process; None: unknown."""
         limit = RECEIVING_BYTES_MAX if memory_bytes is None else memory_bytes // MEMORY_SHARE
         self.bytes_max = min(RECEIVING_BYTES_MAX, limit)
         self.client_bytes_max = self.bytes_max // 2
@@ -32,7 +33,7 @@ class InFlight:
         self.clients: dict[str, _Client] = {}
 
     def request(self, address: str) -> "Account":
-        """One request, open until its answer; raises Unavailable: `too_many_requests` or `queue_full`."""
+        """Return the account of a new request.  Raises Unavailable (`too_many_requests`, `queue_full`)."""
         client = self.clients.get(address) or _Client()
         if client.requests >= CLIENT_REQUESTS_MAX:
             raise problem(
@@ -52,7 +53,7 @@ class _Client:
 
 
 class Account:
-    """What one request has in flight, while it is open."""
+    """Counts one request and the bytes of its body while it is in flight."""
 
     __slots__ = ("_address", "_client", "_whole", "size_bytes")
 
@@ -78,9 +79,9 @@ class Account:
             del whole.clients[self._address]
 
     def grow(self, size_bytes: int) -> None:
-        """So much more of a body is about to be read, or has just been; raises as `InFlight.request` does.
+        """Count body bytes that are about to be read, or have just been.  Raises as `InFlight.request` does.
 
-        One body is taken however big it is when nothing else is in flight.
+        A body of any size is accepted while no other one is in flight.
         """
         whole, client, own = self._whole, self._client, self.size_bytes
         if client.size_bytes > own and client.size_bytes + size_bytes > whole.client_bytes_max:
@@ -95,7 +96,7 @@ class Account:
 
 
 class InFlightMiddleware:
-    """ASGI layer that opens an account for every request; endpoints find it by `account`."""
+    """ASGI middleware that opens an account for every request; endpoints get it with `account`."""
 
     def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
         self.app = app
@@ -112,15 +113,15 @@ class InFlightMiddleware:
 
 
 def account(scope: Scope) -> Account:
-    """The account of a request."""
+    """Return the account of a request."""
     found: Account = scope["state"]["account"]
     return found
 
 
 def counted(request: Request, size_max: int) -> Request:
-    """That request, whose body is to be read whole: it counts at once where its length is announced, else as it comes.
+    """Return the request with its body counted: at once if its length is announced, else as it is read.
 
-    Raises as `Account.grow`, then or while it is read; `size_max` is what is read of it at most.
+    `size_max` is the most that is read of it.  Raises as `Account.grow` does, now or while the body is read.
     """
     opened, length = account(request.scope), announced(request)
     if length is not None:

@@ -1,4 +1,4 @@
-"""Routes between nodes: a partition's whole state for a checkpoint, values from a restore or an upload."""
+"""Routes between nodes: read a partition's whole state for a checkpoint, assign values (also restores and uploads)."""
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -23,7 +23,7 @@ from paramserver_shard.runtime import Runtime
 
 
 def router(membership: Membership, models: Models, runtime: Runtime, reader: FrameReader) -> APIRouter:
-    """The internal routes of a shard."""
+    """Build the internal routes of a shard."""
     routes = APIRouter(prefix="/internal", tags=["internal"])
 
     @routes.get("/state/{model}/{index}", summary="One partition's values, optimizer state and step counts")
@@ -73,7 +73,10 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
 
 
 def check_frame(known: KnownModel, frame: SetFrame) -> None:
-    """Raises RequestError where a frame's parts do not fit the model."""
+    """Check that a frame's parts fit the model.
+
+    Raises RequestError (`invalid_range`, `malformed`, `too_large`).
+    """
     for part in frame.parts:
         if not part.partition < known.spec.partitions:
             raise problem("invalid_range", f"model '{known.key.name}' has no partition {part.partition}")
@@ -94,7 +97,7 @@ def check_frame(known: KnownModel, frame: SetFrame) -> None:
 
 
 def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:
-    """The parts of a frame as views of its body."""
+    """Return the parts of a frame; their values are views of its body."""
     out: list[AssignPart] = []
     at = 0
     for part in frame.parts:
@@ -103,7 +106,7 @@ def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:
         at += part.count * dtype.itemsize
         slots: list[F32] = []
         for _ in range(part.slots):
-            # Memory of their own: the partition keeps them, and not the whole body.
+            # Copied: the partition keeps the slots, and a view would keep the whole body alive.
             slots.append(np.array(body[at : at + 4 * part.size].view(np.float32)))
             at += 4 * part.size
         finite = kernels.all_finite(data, part.dtype) and all(map(kernels.all_finite, slots))

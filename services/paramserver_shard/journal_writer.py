@@ -1,8 +1,8 @@
-"""Group commit: what waits to be journaled goes to Redis in one write while the next group gathers.
+"""Group commit: all entries waiting to be journaled go to Redis in one write while the next group gathers.
 
-Two lanes, one for entries that have to be on the disk: one `appendfsync everysec` may take a second, which the others
-need not wait for.  A model keeps its level, so all entries of a partition take the same.  One write of each lane is in
-flight; one that fails is repeated, however long it takes.
+There are two lanes, one of them for entries that must be on disk: with `appendfsync everysec` that may take a second,
+for which the others need not wait.  A model never changes its level, so all entries of a partition use the same lane.
+Each lane has one write in flight; a failed write is retried until it succeeds.
 """
 
 import asyncio
@@ -27,39 +27,39 @@ log = logging.getLogger("paramserver.shard")
 
 RETRY_S: Final = 0.2
 PROBE_S: Final = 0.5
-"""How often Redis is asked while it cannot be written and nothing waits."""
+"""Interval of write probes while Redis cannot be written and no entry waits."""
 
 Ownership = tuple[PartitionKey, Token]
 
 
 class JournalWriter:
-    """The journal entries of this shard on their way to Redis."""
+    """Queues this shard's journal entries and writes them to Redis."""
 
     def __init__(
         self, journal: Journal, feed: Callable[[Event], None], owns: Callable[[PartitionKey, Token], bool]
     ) -> None:
-        """`owns` tells whether this shard still has a partition under a token; what it gave up is forgotten."""
+        """`owns` tells whether this shard still owns a partition under a token; entries of others are dropped."""
         self._feed = feed
         self._reasons: dict[bool, str] = {}
         self._settled = asyncio.Event()
         self._lanes = {fsync: _Lane(journal, fsync, self, owns) for fsync in (False, True)}
 
     def add(self, entries: Iterable[JournalEntry], fsync: bool) -> None:
-        """Queue entries; those of one partition come in the order of their lsn."""
+        """Queue entries; those of one partition must come in lsn order."""
         self._lanes[fsync].add(entries)
 
     async def run(self) -> None:
-        """Writes until it is cancelled."""
+        """Write queued entries until cancelled."""
         async with asyncio.TaskGroup() as group:
             for lane in self._lanes.values():
                 group.create_task(lane.run())
 
     def suspect(self, reason: str) -> None:
-        """Redis did not answer somebody else: nothing is taken for durable until it does."""
+        """Note that Redis did not answer another caller: nothing can be made durable until a write succeeds."""
         self._lanes[False].suspect(reason)
 
     async def written(self, key: PartitionKey, lsn: int, within_s: float) -> None:
-        """Waits until entries of the partition up to `lsn` are written, or cannot be for now."""
+        """Wait until entries of the partition up to `lsn` are written or held up, at most `within_s`."""
         try:
             async with asyncio.timeout(within_s):
                 while any(lane.writes(key, lsn) for lane in self._lanes.values()):
@@ -69,21 +69,21 @@ class JournalWriter:
 
     @property
     def waiting(self) -> bool:
-        """Whether something is not written yet."""
+        """Whether any entry is not written yet."""
         return any(lane.queues for lane in self._lanes.values())
 
     def tell(self, event: Event) -> None:
-        """Something has come of it."""
+        """Feed an event about written or refused entries to the core."""
         self.look_again()
         self._feed(event)
 
     def look_again(self) -> None:
-        """Those that wait for something to be written see how it stands."""
+        """Wake the callers of `written`, which then check their entries again."""
         self._settled.set()
         self._settled = asyncio.Event()
 
     def storage(self, fsync: bool, reason: str) -> None:
-        """Whether a lane can write now; the core hears of changes alone."""
+        """Record why a lane cannot write (empty: it can), and feed any change to the core."""
         before = self._told()
         self._reasons[fsync] = reason
         if self._told() != before:
@@ -97,7 +97,7 @@ class JournalWriter:
 
 
 class _Lane:
-    """The queues of one durability, by ownership."""
+    """The queues of one durability level, by ownership."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class _Lane:
         writer: JournalWriter,
         owns: Callable[[PartitionKey, Token], bool],
     ) -> None:
-        self.queues: dict[Ownership, deque[JournalEntry]] = {}  # whoever waits longest is first
+        self.queues: dict[Ownership, deque[JournalEntry]] = {}  # longest waiting first
         self._journal = journal
         self._fsync = fsync
         level = "fsynced" if fsync else "journaled"
         self._seconds, self._bytes = JOURNAL_S.labels(level), JOURNALED.labels(level)
         self._writer = writer
         self._owns = owns
-        self._later: dict[Ownership, float] = {}  # not before then
+        self._later: dict[Ownership, float] = {}  # loop time of the next attempt
         self._wake = asyncio.Event()
         self._reason = ""
 
@@ -125,7 +125,7 @@ class _Lane:
     async def run(self) -> None:
         clock = asyncio.get_running_loop().time
         if self._fsync:
-            await self._probe()  # whether this Redis can do it at all is asked for before it is needed
+            await self._probe()  # find out whether this Redis supports it before it is needed
         while True:
             stop_if_cancelled()
             self._wake.clear()
@@ -149,7 +149,7 @@ class _Lane:
                 self._settle(batch, verdict, clock())
 
     def _group(self, now: float) -> list[Batch]:
-        """What the next write carries: of each partition in turn all there is, until it is full."""
+        """Collect the next write: all entries of each partition in turn, until it is full."""
         batches: list[Batch] = []
         room = JOURNAL_GROUP_BYTES
         for ownership in list(self.queues):
@@ -176,7 +176,7 @@ class _Lane:
             for _ in batch.entries:
                 queue.popleft()
             if queue:
-                self.queues[ownership] = queue  # behind those that wait longer now
+                self.queues[ownership] = queue  # behind those that have waited longer
             self._later.pop(ownership, None)
             self._writer.tell(Journaled(batch.key, batch.token, batch.entries[-1].lsn))
         elif verdict == Verdict.FENCED:
@@ -197,7 +197,7 @@ class _Lane:
         self._writer.look_again()
 
     def writes(self, key: PartitionKey, lsn: int) -> bool:
-        """Whether entries of the partition up to `lsn` are on their way, and not held up."""
+        """Whether entries of the partition up to `lsn` are waiting to be written and not held up."""
         return not self._reason and any(
             o[0] == key and queue[0].lsn <= lsn and o not in self._later for o, queue in self.queues.items()
         )
@@ -209,7 +209,7 @@ class _Lane:
             self._wake.set()
 
     async def _rest(self, now: float) -> None:
-        """Waits for entries, for the time of those that are to be tried again, or for Redis to be back."""
+        """Wait for new entries, for the next attempt of those held up, or, with probes, for Redis to come back."""
         until_s = min((at for o, at in self._later.items() if o in self.queues), default=None)
         timeout_s = None if until_s is None else max(0.0, until_s - now)
         if self._reason:

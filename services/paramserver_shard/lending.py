@@ -1,15 +1,15 @@
-"""What clients of this machine hold of a shard's shared memory: leases of versions they read, slots they write.
+"""Shared memory lent to clients on this machine: leases of versions that they read, slots that they write.
 
-A *lease* covers the buffers of one pull.  It ends when the client says so, at the latest `LEASE_S` after it was given:
-then the files are removed and their memory is never handed out again, so a reader that was slower keeps its bytes.
+A *lease* covers the buffers of one pull.  It ends when the client releases it.  After `SHARED_LEASE_S` it expires: its
+files are removed and their memory is never reused, so a slow reader keeps its bytes.
 A *slot* is memory that a client fills and then names in a push instead of sending a body.  From that request to its
-reply the slot is the shard's.  After the reply it is the client's again, unless the push is still needed (staged,
-buffered): then it stays the shard's and the client asks for another.  A slot that nobody uses for
-`LEASE_S` is removed; one that its client gives back serves the next client.
-All of it is bounded: a pull beyond the bound gets its values over HTTP, a slot beyond it is refused.
+reply the slot belongs to the shard.  After the reply it belongs to the client again, unless the push is still needed
+(staged, buffered): then the shard keeps it and the client asks for another.  A slot that is idle for `SHARED_LEASE_S`
+is removed; one that its client returns is reused for other clients.
+Both are bounded: a pull beyond the bound gets its values over HTTP, a slot beyond it is refused.
 
-A lease of present values stands on the board until other values take their place (`wire.board`): as long as its holder
-sees it there, it need not ask again.
+A lease of current values is marked on the board until other values replace them (`wire.board`): while its holder sees
+the mark, it need not pull again.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class _Slot:
 
 
 class Lending:
-    """The leases and slots of one shard.  Used by the event loop's thread alone."""
+    """The leases and slots of one shard.  Used only by the event loop's thread."""
 
     def __init__(self, versions: BufferPool, slots: BufferPool, board: Board, clock: Callable[[], float]) -> None:
         self._versions = versions
@@ -48,17 +48,17 @@ class Lending:
         self._board = board
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._leases: dict[int, _Lease] = {}  # the oldest first
+        self._leases: dict[int, _Lease] = {}  # oldest first
         self._present: dict[int, list[int]] = {}
-        """By the identity of present values: the leases that cover them."""
+        """`id` of each current array of values -> the numbers of the leases that cover it."""
         self._lent: dict[str, _Slot] = {}
         self.leased_bytes = 0
         self.slot_bytes = 0
 
     def lease(self, arrays: Sequence[F32], *, present: bool = False) -> tuple[int, tuple[str, ...]] | None:
-        """(number, a file for each array); None if one of them is private memory or the bound is reached.
+        """Lease arrays: return (number, file of each), or None if one is in private memory or a bound is reached.
 
-        `present`: a pull at this moment is answered with these very arrays, and `superseded` will tell when not.
+        `present`: a pull would be answered with exactly these arrays now; `superseded` is called once that changes.
         """
         self.expire()
         files = tuple(f for a in arrays if (f := self._versions.file_of(a)) is not None)
@@ -75,20 +75,20 @@ class Lending:
         return number, files
 
     def superseded(self, states: Iterable[PartitionState]) -> None:
-        """No pull is answered with these any more."""
+        """Clear the marks of leases that cover these states: pulls are no longer answered with them."""
         for state in states:
             for number in self._present.pop(id(state.values), ()):
                 self._board.past(number)
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Those leases are over; unknown ones have ended by themselves."""
+        """End these leases.  Unknown numbers are ignored: they have already expired."""
         for number in numbers:
             lease = self._leases.pop(number, None)
             if lease is None:
                 continue
             self.leased_bytes -= lease.size
             self._board.past(number)
-            for a in lease.arrays:  # whose identity may be another's once they are gone
+            for a in lease.arrays:  # another array may get its id once it is freed
                 others = self._present.get(id(a))
                 if others is not None and number in others:
                     others.remove(number)
@@ -96,7 +96,7 @@ class Lending:
                         del self._present[id(a)]
 
     def lend(self, size_bytes: int) -> str:
-        """The file of a slot of at least that size; raises Unavailable (`queue_full`) beyond the bound."""
+        """Lend a slot of at least that size and return its file.  Raises Unavailable (`queue_full`) beyond a bound."""
         self.expire()
         size_bytes = max(size_bytes, SMALL_BYTES)
         if self.slot_bytes + size_bytes > SLOT_BYTES_MAX:
@@ -110,9 +110,9 @@ class Lending:
         return file
 
     def submitted(self, file: str, size_bytes: int) -> AnyArray:
-        """The first `size_bytes` of a slot, which is the shard's from now on.
+        """Return the first `size_bytes` of a slot, which belongs to the shard from now on.
 
-        Raises ConflictError (`slot_gone`) if it was removed or is in use, RequestError if it is smaller.
+        Raises ConflictError (`slot_gone`) if it was removed or is in use, RequestError (`malformed`) if it is smaller.
         """
         slot = self._lent.get(file)
         if slot is None or slot.busy:
@@ -123,9 +123,10 @@ class Lending:
         return slot.memory[:size_bytes]
 
     def answered(self, file: str, *, again: bool) -> None:
-        """The push in that slot is answered; `again`: nothing of it is needed any more, its client may go on.
+        """End a push's use of its slot; `again`: the push needs it no longer, and the client may write to it again.
 
-        Otherwise its memory serves another slot once the core lets go of it; its client is told, and leaves it alone.
+        Otherwise its memory is reused once the core releases it; the client learns that from the reply and does not
+        write to the slot any more.
         """
         slot = self._lent.get(file)
         if slot is None:
@@ -136,13 +137,13 @@ class Lending:
             self._drop(file)
 
     def returned(self, file: str) -> None:
-        """Its client will not write to that slot again: its memory serves another one.  Unknown ones have ended."""
+        """Reuse the memory of a slot that its client no longer writes to.  Unknown ones have expired."""
         slot = self._lent.get(file)
         if slot is not None and not slot.busy:
             self._drop(file)
 
     def expire(self) -> None:
-        """End what has been held for too long."""
+        """End leases and idle slots that have been held for too long."""
         now = self._clock()
         for number, lease in list(self._leases.items()):
             if lease.ends_at > now:
@@ -152,12 +153,12 @@ class Lending:
             self.release([number])
         for file, slot in list(self._lent.items()):
             if not slot.busy and slot.used_at + SHARED_LEASE_S <= now:
-                # Its client may be writing to it at this moment: it must not become another's.
+                # Its client may be writing to it right now, so the memory must not be reused.
                 self._slots.retire(slot.memory)
                 self._drop(file)
 
     async def keep(self) -> None:
-        """Ends what has been held for too long, until cancelled."""
+        """Call `expire` every second, until cancelled."""
         while True:
             await asyncio.sleep(1.0)
             self.expire()

@@ -1,4 +1,4 @@
-"""The way from a shard to the schedulers: requests, and the feed that tells everything."""
+"""A shard's connection to the schedulers: requests, and the feed of all cluster changes."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ from paramserver.errors import PsError, problem
 from paramserver_shard.upload import Upload
 
 FEED_SILENCE_S: Final = 3.0
-"""The feed pings each second; after so long without a word the connection counts as dead."""
+"""The feed pings every second; after this much silence the connection counts as dead."""
 REQUEST_S: Final = 2.0
 FOR_EVER_S: Final = 1e8
 RETRY_S: Final = 0.3
-"""Pause before what did not answer is tried again."""
+"""Pause before a failed attempt is retried."""
 TOLD_BY: Final = "told_by"
-"""The member of each answer, refusal and document of the feed that says which scheduler's it is, by its URL."""
+"""Key added to each answer, error and feed document: the URL of the scheduler that it came from."""
 
 
 class SchedulerLink:
@@ -31,7 +31,7 @@ class SchedulerLink:
         self._given = tuple(u.rstrip("/") for u in urls)
         self._urls = list(self._given)
         self.turned: Callable[[], None] = _to_nobody
-        """Told that another scheduler may be in use from now on."""
+        """Called when another scheduler may be in use from now on."""
         self._credentials = credentials
         self._transport = AsyncDirectTransport(credentials)
 
@@ -46,18 +46,18 @@ class SchedulerLink:
         return tuple(self._urls)
 
     def turn(self, url: str) -> None:
-        """That scheduler is used no more, but the next one; where another one is in use already, it stays.
+        """Switch from that scheduler to the next one; do nothing if another one is in use already.
 
-        Several requests may hear at once that it does not lead: two turns would come back to it.
+        Several requests may learn at the same time that it does not lead, and a second switch could lead back to it.
         """
         if url == self.url:
             self._urls = [*self._urls[1:], url]
             self.turned()
 
     async def request(self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
-        """The JSON answer; each scheduler is asked once.
+        """Return the JSON answer of the first scheduler that does not answer 503; each is tried once.
 
-        Raises the PsError that a scheduler answered, or Unavailable (`no_leader`) when none did.
+        Raises the PsError that it answered, or Unavailable (`no_leader`) if no scheduler answered.
         """
         reason, asked = "", json_request(method, _target(path, params), body, timeout_s=REQUEST_S)
         for url in self.urls:
@@ -72,24 +72,24 @@ class SchedulerLink:
         raise problem("no_leader", f"no scheduler answers ({reason})")
 
     async def upload(self, url: str, path: str, changed: Callable[[], None]) -> Upload:
-        """A request to that scheduler whose body is still to be sent; raises OSError."""
+        """Open a request to that scheduler whose body is sent later.  Raises OSError."""
         return await Upload.open(url + path, self._credentials, changed)
 
     def heed(self, url: str, upload: Upload) -> None:
-        """An upload to that scheduler is over: take up what its answer says."""
+        """Learn from the answer that ended an upload: the schedulers it names, and whether to switch to another."""
         self._learn(url, upload.schedulers)
         if upload.status == 503:
             self.turn(url)
 
     def _learn(self, url: str, header: str) -> None:
-        """Take up the schedulers that an answer of that one names, behind the one in use."""
+        """Add the schedulers named in an answer from `url`, and drop others that were only named before."""
         found = named(url, header) if header else ()
         if found:
             known = [u for u in self._urls if u in self._given or u in found]
             self._urls = list(dict.fromkeys([self.url, *known, *found]))
 
     async def feed(self, shard: str, epoch: int) -> AsyncGenerator[dict[str, Any], None]:
-        """The documents of the feed, until the connection ends; raises PsError, or TimeoutError for a silent one."""
+        """Yield the documents of the feed until the connection ends.  Raises PsError, or TimeoutError on silence."""
         lines, url = _Lines(), self.url
         target = _target("/internal/feed", {"shard": shard, "epoch": epoch})
         asked = Request("GET", target, sink=lines, timeout_s=FOR_EVER_S)
@@ -104,12 +104,12 @@ class SchedulerLink:
             connection.cancel()
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._transport.close()
 
 
 def _told_by(url: str, response: Response) -> dict[str, Any]:
-    """The answer, or the refusal, with who told it."""
+    """Return the answer, or raise the error it holds, with the scheduler's URL added."""
     try:
         return {**(json_of(response) or {}), TOLD_BY: url}
     except PsError as error:
@@ -121,11 +121,11 @@ def _target(path: str, params: Mapping[str, Any] | None) -> str:
 
 
 def _to_nobody() -> None:
-    """Nobody wants to know."""
+    """The default of `turned`: no listener."""
 
 
 class _Lines:
-    """The sink of the feed."""
+    """The sink of the feed's body; splits it into lines."""
 
     def __init__(self) -> None:
         self._whole: deque[bytes] = deque()
@@ -151,13 +151,13 @@ class _Lines:
         pass
 
     def over(self, connection: "asyncio.Future[Outcome]") -> None:
-        """Nothing more will come."""
+        """Take the outcome of the connection, which has ended."""
         if not connection.cancelled():
             self._outcome = connection.result()
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """The next line; None at the end of a good answer, else raises what it was."""
+        """Return the next line, or None after a 200 answer.  Raises PsError for others, TimeoutError on silence."""
         while not self._whole:
             outcome = self._outcome
             if isinstance(outcome, PsError):

@@ -1,7 +1,7 @@
-"""Where a partition's first state comes from: the newest good snapshot and the journal after it, or initial values.
+"""Loads a partition's first state: the newest intact snapshot and the journal after it, or initial values.
 
-What is damaged is noticed by its checksum.  The snapshot before stands in, and the journal after that one leads to the
-same state; where there is no journal (level `applied`) what was changed between the two is lost, and the log says so.
+Damage is detected by checksums.  The previous snapshot is used then, and the journal after it leads to the same state;
+without a journal (level `applied`) the changes between the two are lost, and the log says so.
 """
 
 import logging
@@ -38,9 +38,10 @@ class Loader:
         self._offload = offload
 
     async def load(self, effect: LoadPartition) -> LoadedState:
-        """The state that the partition begins with.
+        """Return the state that the partition starts from.
 
-        Raises CorruptState where stored state is damaged beyond repair, Unavailable while Redis lacks the owner token.
+        Raises CorruptState (`corrupt_state`) if stored state is damaged beyond repair, Unavailable
+        (`storage_unavailable`) while Redis lacks the owner token.
         """
         key, source = effect.key, effect.source
         if source == "init" and effect.spec.ack == "applied":
@@ -64,7 +65,7 @@ class Loader:
             for reason in errors:
                 log.error("partition %s: version %d is used instead: %s", key, loaded.version, reason)
             return loaded
-        # A journal that was never cut off leads from the first values to the same state.
+        # A journal that was never truncated leads from the initial values to the same state.
         first = await self._first(effect)
         try:
             loaded = await self._continued(effect, first)
@@ -80,7 +81,7 @@ class Loader:
         return first
 
     async def _cut(self, effect: LoadPartition, clock: int, manifest: Sequence[Mapping[str, Any]]) -> LoadedState:
-        """The partition as it was stored at that clock."""
+        """Load the partition as it was stored at that clock."""
         key = effect.key
         for entry in manifest:
             if entry["cut"] == clock and (stored := await self._store.read(key, entry)) is not None:
@@ -92,7 +93,7 @@ class Loader:
         return await self._first(effect)
 
     async def _continued(self, effect: LoadPartition, loaded: LoadedState) -> LoadedState:
-        """The state after all that was journaled since; raises CorruptState where that cannot be told."""
+        """Replay the journal after `loaded`, if the level has one.  Raises CorruptState if it cannot be replayed."""
         if effect.spec.ack == "applied":
             return loaded
         entries = await self._journal.read(effect.key, loaded.lsn)
@@ -116,5 +117,5 @@ class Loader:
 
 
 def _never_stored(effect: LoadPartition) -> PsError:
-    """The error for values that cannot be drawn again; the scheduler hears of it (`lost` in heartbeats)."""
+    """The error for initial values that cannot be generated again; heartbeats report it to the scheduler (`lost`)."""
     return problem("corrupt_state", f"partition {effect.key}: its first values were never stored", never_stored=True)

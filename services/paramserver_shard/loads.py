@@ -1,4 +1,4 @@
-"""What goes in and out of each partition here, for the scheduler to balance by."""
+"""Traffic of each partition on this shard, which the scheduler uses to balance load."""
 
 from collections.abc import Callable
 from typing import Final
@@ -7,9 +7,9 @@ from paramserver.core.shard_io import PullDone, PushDone, PushReceived
 from paramserver.types import ModelKey
 
 INTERVAL_S: Final = 0.9
-"""Rates are taken anew after so long, a little less than the time between two heartbeats."""
+"""Rates are recomputed at most this often; a little less than the heartbeat interval."""
 KEPT_PER_S: Final = 0.9
-"""What a rate keeps of itself in a second: it follows a change within some ten seconds, and no single burst."""
+"""Decay of a smoothed rate per second: it follows a change within about ten seconds, but not a single burst."""
 LOW_BYTES_PER_S: Final = 1.0
 
 
@@ -23,13 +23,13 @@ class Loads:
         self._rates: dict[tuple[ModelKey, int], float] = {}
 
     def pushed(self, event: PushReceived, done: PushDone) -> None:
-        """A push was accepted."""
+        """Count an accepted push."""
         loads = self._of(done.model)
         for part in event.parts:
             loads[part.partition] = loads.get(part.partition, 0) + part.data.nbytes
 
     def pulled(self, done: PullDone) -> None:
-        """A pull was answered."""
+        """Count an answered pull."""
         loads = self._of(done.model)
         for part in done.parts:
             loads[part.partition] = loads.get(part.partition, 0) + part.state.values.nbytes
@@ -41,7 +41,7 @@ class Loads:
         return found
 
     def rates(self) -> list[list[str | int | float]]:
-        """[model, generation, index, bytes per second] of each partition that carries anything."""
+        """Return [model, generation, index, bytes per second] of each partition with traffic, sorted."""
         now = self._clock()
         passed_s = now - self._since
         if passed_s >= INTERVAL_S:

@@ -64,7 +64,7 @@ log = logging.getLogger("paramserver.shard")
 
 SERVICE: Final = "paramserver-shard"
 GRACE_S: Final = 3.0
-"""How long requests in flight have when everything is handed over or stored."""
+"""Grace period for requests in flight once everything is handed over or stored."""
 
 EPILOG = """Examples:
 
@@ -121,17 +121,17 @@ def shard(
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The parts of one shard, put together."""
+    """The assembled parts of one shard."""
 
     services: Services
     redis: Redis
     bulk_redis: Redis
-    """For what may be large, and so has no timeout of its own."""
+    """Client without socket timeouts for large transfers, which set deadlines by their size."""
     folder: SharedFolder | None
     lending: Lending | None
 
     async def aclose(self) -> None:
-        """Closes its connections and removes its shared memory."""
+        """Close the connections and remove the shared memory."""
         if self.folder is not None:
             self.folder.close()
         await self.services.forwarder.aclose()
@@ -141,7 +141,7 @@ class Shard:
 
 
 def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | Neighbours | None = None) -> Shard:
-    """A shard of these settings, whose tasks `group` owns; nothing is connected yet."""
+    """Build a shard from its settings; `group` owns its tasks. Nothing is connected yet."""
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
@@ -175,7 +175,7 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
 
 
 def shared_memory(root: str, name: str) -> tuple[SharedFolder, Board] | tuple[None, None]:
-    """What clients of this machine map; nothing, with one line in the log, where it cannot be had."""
+    """Create the folder and board that local clients map; (None, None) if disabled, or on failure (logged)."""
     folder = SharedFolder.open(root, name, SHARED_BYTES_MAX)
     if folder is None:
         return None, None
@@ -188,7 +188,7 @@ def shared_memory(root: str, name: str) -> tuple[SharedFolder, Board] | tuple[No
 
 
 async def expect_state(url: str) -> None:
-    """Waits for the Redis at `url` to answer; raises CorruptState when it holds nothing."""
+    """Wait until the Redis at `url` answers; raises CorruptState if it holds no cluster state."""
     redis = node_redis.connect(url)
     try:
         while True:
@@ -209,7 +209,7 @@ async def expect_state(url: str) -> None:
 
 
 async def serve(settings: ShardSettings) -> None:
-    """Runs one shard until SIGTERM or SIGINT; raises CannotListen, or PsError for unfit settings."""
+    """Run one shard until SIGTERM or SIGINT; raises CannotListen, or PsError for invalid settings."""
     access, tls = Access.of(settings), Tls.of(settings)
     if settings.expect_state:
         await expect_state(settings.redis)
@@ -227,7 +227,7 @@ async def serve(settings: ShardSettings) -> None:
             if shard.folder is not None and shard.lending is not None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop, carrier=carrier))
                 lending = group.create_task(shard.lending.keep())
-            await runtime.offload(kernels.warm_up)  # compiled before it joins, so no push waits for a compiler
+            await runtime.offload(kernels.warm_up)  # compile before joining, so no push waits for it
             if carrier is not None:
                 await runtime.offload(sockets.warm_up)
             spare_imports()

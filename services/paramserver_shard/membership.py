@@ -1,7 +1,7 @@
-"""This shard's place in the cluster: it joins, sends heartbeats, and follows the scheduler's feed.
+"""Cluster membership of this shard: joining, heartbeats, and following the scheduler's feed.
 
-Several schedulers may be named; whichever answers is used until it fails.  The feed is level-triggered: after each
-connection it tells everything once more, so nothing is lost with a connection.
+Several schedulers may be configured; the first that answers is used until it fails. The feed is level-triggered: each
+new connection starts with the complete state, so a broken connection loses nothing.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ log = logging.getLogger("paramserver.shard")
 SAID_AGAIN_S: Final = 60.0
 TERM_KEY: Final = "ps:term"
 FENCE_KEY: Final = "ps:fence"
-"""Hash of the highest epoch of each shard that must not serve any more; the leader writes both."""
+"""Redis hash: shard name -> highest fenced epoch. The leader writes this key and `TERM_KEY`."""
 
 
 class Membership:
-    """Keeps one shard a member; the runtime's `Peers`."""
+    """Keeps one shard a member of the cluster; implements the runtime's `Peers`."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Membership:
         """Node epoch, 0 before the first join."""
         self.state = "joining"
         self.followed = asyncio.Event()
-        """Set once the feed has been read for the first time."""
+        """Set once the first document of the feed has been processed."""
         self.stopping = False
-        """Whether this process is about to end: no longer ready, though it serves what it still owns."""
+        """Whether the process is shutting down: no longer ready, but still serving what it owns."""
         self.closed = False
-        """Whether it serves nothing any more; set by `close`."""
+        """Whether the shard has stopped serving; set by `close`."""
         self.announce: Callable[[float, float], None] = _to_nobody
-        """Told, whenever that changes, (when it was said, until when this shard may serve), by the monotonic clock."""
+        """Called with (confirmed at, may serve until), in monotonic seconds, on each change; (0, 0): must not serve."""
         self._addresses = list(addresses)
         self._version = version
         self.link = link
@@ -85,36 +85,37 @@ class Membership:
         self._resync = asyncio.Event()
         self._views: dict[str, ModelView] = {}
         self._term = 0
-        """The newest leader's, as far as it was heard of."""
+        """The newest leader term seen."""
         self._told = ("", 0)
-        """Which scheduler told its leader's term last, and which one."""
+        """(scheduler URL, leader term) of the last document that was accepted."""
         self._fenced = False
         self._why, self._said_at = "", 0.0
-        """The code of what kept this shard from joining, and when that was said."""
+        """Error code of the last failed join, and when it was logged."""
         self._scheduler_seen_at = float("-inf")
         self._redis_seen_at = float("-inf")
 
     # -- the serving rule
 
     def check_serving(self) -> None:
-        """Raises Unavailable unless a scheduler or Redis has said yes within the last 3 s (semantics 6).
+        """Raise Unavailable unless a scheduler or Redis confirmed this shard within the last 3 s (semantics 6).
 
-        To be asked when a request comes and again before its answer leaves: the process may have been stopped between.
+        Call it when a request arrives and again before its response is sent: the process may have been paused in
+        between.
         """
         if self.closed or not self.epoch:
             raise problem("unavailable", "this shard is stopping" if self.closed else "this shard has not joined yet")
         seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
-        # The loop's own time stands still within a turn, and a process may be stopped in the middle of one.
+        # Not the loop's time: it is cached within an iteration, and the process may be paused in the middle of one.
         if monotonic() - seen_at > SERVE_WITHOUT_CONTACT_S:
             raise problem("unavailable", "this shard has no contact with a scheduler or Redis")
 
     def close(self) -> None:
-        """Nothing is served from now on."""
+        """Stop serving, for good."""
         self.closed = True
         self.announce(0.0, 0.0)
 
     def _seen(self, *, scheduler_at: float | None = None, redis_at: float | None = None) -> None:
-        """The scheduler or Redis has said yes to a question of that time."""
+        """Record that the scheduler or Redis confirmed this shard, in reply to a request sent at the given time."""
         self._scheduler_seen_at = self._scheduler_seen_at if scheduler_at is None else scheduler_at
         self._redis_seen_at = self._redis_seen_at if redis_at is None else redis_at
         seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
@@ -122,14 +123,14 @@ class Membership:
             self.announce(seen_at, seen_at + SERVE_WITHOUT_CONTACT_S)
 
     def unready(self) -> str:
-        """Why no requests should be sent here yet; empty when they may.  Does not ask Redis."""
+        """Return why this shard is not ready, or an empty string if it is. Does not query Redis."""
         if self.stopping:
             return "this shard is stopping"
         if not self.epoch:
             return "not a member of the cluster yet" + (f" ({self._why})" if self._why else "")
         return "" if self.followed.is_set() else "the cluster map has not arrived yet"
 
-    # -- what the core asks for
+    # -- requests from the core (`Peers`)
 
     def report(self) -> None:
         self._kick.set()
@@ -150,12 +151,12 @@ class Membership:
     # -- the loops
 
     async def run(self) -> None:
-        """Joins, and joins again whenever this membership ends; until it is cancelled, or serves nothing any more."""
+        """Join, and rejoin whenever the membership ends, until cancelled or closed."""
         while not self.closed:
             try:
                 await self._join()
             except PsError as error:
-                if error.code == "invalid_field":  # what it is told to be is not allowed, which does not pass
+                if error.code == "invalid_field":  # its name or an address is not allowed: retrying would not help
                     raise
                 self._cannot_join(error)
                 await asyncio.sleep(RETRY_S)
@@ -172,7 +173,7 @@ class Membership:
                     )
             except* FencedError as errors:
                 self._disown()
-                if not self.closed:  # else it has left: what it were given now would end with it
+                if not self.closed:  # else no rejoin: partitions assigned now would end with the process
                     self._check_rivals(joined_at, errors.exceptions[0])
 
     async def _join(self) -> None:
@@ -185,7 +186,7 @@ class Membership:
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
     async def _redis_term(self) -> dict[str, int]:
-        """Which term this shard's Redis holds, as a query value; nothing where it does not answer."""
+        """Return the term in this shard's Redis as a query parameter; empty if Redis does not answer."""
         try:
             return {"redis_term": int(await self._redis.get(TERM_KEY) or 0)}
         except (RedisError, OSError):
@@ -193,13 +194,13 @@ class Membership:
             return {}
 
     def _cannot_join(self, error: PsError) -> None:
-        """Says so once, and again where it has another reason or a minute has passed."""
+        """Log a failed join, unless the same reason was logged within the last minute."""
         if self._why != error.code or monotonic() - self._said_at > SAID_AGAIN_S:
             log.warning("cannot join: %s", error)
             self._why, self._said_at = error.code, monotonic()
 
     def _disown(self) -> None:
-        """Nothing is owned any more: a newer incarnation of this name, or the scheduler, took it away."""
+        """Drop all partitions: the scheduler, or a newer process of this name, has taken them away."""
         self.epoch = 0
         self.state = "joining"
         self._scheduler_seen_at = self._redis_seen_at = float("-inf")
@@ -209,7 +210,7 @@ class Membership:
             self._runtime.feed(self._views[name])
 
     def _check_rivals(self, joined_at: float, reason: Exception) -> None:
-        """Fenced again so soon after joining: another process has this name, and two would fence each other."""
+        """Raise RuntimeError if fenced again soon after joining: two processes of one name keep fencing each other."""
         if monotonic() - joined_at < LEASE_S and self._fenced:
             raise RuntimeError(f"another process serves under the name '{self.name}'; this one gives way")
         self._fenced = True
@@ -231,7 +232,7 @@ class Membership:
                 log.debug("heartbeat failed: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._seen(scheduler_at=sent_at)  # the yes is as old as the question
+            self._seen(scheduler_at=sent_at)  # confirmed as of the time the request was sent
             self.state = str(answer.get("state", "active"))
             try:
                 async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - monotonic())):
@@ -270,7 +271,7 @@ class Membership:
         return metrics
 
     async def _watch_fence(self) -> None:
-        """Asks Redis each second whether this incarnation is to serve; raises FencedError when it says no."""
+        """Check the fence key in Redis each second; raises FencedError if this epoch is fenced."""
         while True:
             stop_if_cancelled()
             asked_at = monotonic()
@@ -286,7 +287,7 @@ class Membership:
                 self._runtime.redis_here(str(server["run_id"]))
                 if fence is not None and int(fence) >= self.epoch:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
-                if term is not None:  # one that was emptied has no fences either, so it cannot say yes
+                if term is not None:  # an emptied Redis has lost its fences too, so it confirms nothing
                     self._seen(redis_at=asked_at)
                     self._another_leads(int(term))
             await asyncio.sleep(HEARTBEAT_S)
@@ -335,12 +336,12 @@ class Membership:
             self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
 
-    # -- whom to believe
+    # -- leader terms
 
     def _check_term(self, told: Mapping[str, Any]) -> None:
-        """Takes up the term that a leader tells; turns from one that was replaced, and raises Unavailable.
+        """Adopt the leader term of a document; if it is stale, switch to the next scheduler and raise Unavailable.
 
-        Whoever was deposed and has not noticed may know other owners; what it says would cost our memory.
+        A deposed leader that has not noticed may name other owners; obeying it would discard partitions in memory.
         """
         url, term = str(told[TOLD_BY]), int(told.get("term", self._term))
         if term < self._term:
@@ -350,7 +351,7 @@ class Membership:
         self._told = (url, term)
 
     async def _heed(self, told: Mapping[str, Any]) -> None:
-        """The same; but where Redis knows of no higher term either, the whole cluster has begun anew, and so do we."""
+        """Like `_check_term`, but accept a lower term if Redis has no higher one: the whole cluster started anew."""
         term = int(told.get("term", self._term))
         if term < self._term:
             try:
@@ -363,7 +364,7 @@ class Membership:
         self._check_term(told)
 
     async def _heeded(self, refusal: PsError) -> bool:
-        """Whether that this shard is no member any more was said by who may say it."""
+        """Return whether a refusal of this membership comes from a leader of the current term; log it if not."""
         try:
             await self._heed(refusal.members)
         except PsError as error:
@@ -372,7 +373,7 @@ class Membership:
         return True
 
     def _another_leads(self, term: int) -> None:
-        """Redis tells the newest term: a scheduler that has told an older one was replaced, and does not know it."""
+        """Adopt a newer term found in Redis, and leave the scheduler in use if it last announced an older one."""
         if term <= self._term:
             return
         self._term = term
@@ -383,16 +384,16 @@ class Membership:
             self._kick.set()
 
     def cuts(self) -> dict[ModelKey, int | None]:
-        """The newest cut of each model that all its owners have stored."""
+        """Return the clock of each model's newest cut that all its owners have stored."""
         return {known.key: known.cut for known in self._directory.models.values()}
 
     async def drain(self) -> int:
-        """Asks for others to take what this shard owns; returns how many can take something.  Raises PsError."""
+        """Ask the scheduler to move all partitions away; returns how many shards can take them. Raises PsError."""
         answer = await self.link.request("POST", f"/internal/shards/{self.name}/drain", params={"epoch": self.epoch})
         return int(answer["targets"])
 
     async def leave(self) -> None:
-        """Tells the scheduler that this shard goes; its partitions are placed elsewhere at once."""
+        """Tell the scheduler that this shard leaves, so that its partitions are reassigned at once."""
         if self.epoch:
             try:
                 await self.link.request("DELETE", f"/internal/shards/{self.name}", params={"epoch": self.epoch})
@@ -401,9 +402,9 @@ class Membership:
 
 
 def _not_known(error: PsError) -> PsError:
-    """The end of this membership; a scheduler that never heard of us is one as well."""
+    """Return the FencedError that ends this membership; a NotFoundError (unknown shard) is turned into one."""
     return error if isinstance(error, FencedError) else problem("fenced", error.detail)
 
 
 def _to_nobody(said_s: float, until_s: float) -> None:
-    """Nobody wants to know."""
+    """Do nothing: the default callback."""

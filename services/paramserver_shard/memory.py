@@ -1,4 +1,4 @@
-"""How much memory this process may take, and takes."""
+"""Memory limit and memory use of this process."""
 
 from pathlib import Path
 from typing import Final
@@ -12,15 +12,15 @@ _OWN_CGROUP: Final = Path("/proc/self/cgroup")
 
 
 def limit_of(setting: str, cgroups: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> int:
-    """The bytes that this process may take: the setting, else what its container allows, else the machine's memory."""
+    """Return the memory limit in bytes: the setting, else the lowest of cgroup limits and physical memory."""
     if setting:
         return size_bytes(setting)
     return min([int(psutil.virtual_memory().total), *_allowed(cgroups, own_cgroup)])
 
 
 def _allowed(cgroups: Path, own_cgroup: Path) -> list[int]:
-    """The limits of its control group and of all around it, of either version; those that say 'max' limit nothing."""
-    names = ["memory.max", "memory/memory.limit_in_bytes"]  # as a container sees its own
+    """Return the limits of this process's cgroup and its ancestors, v1 or v2; 'max' means none and is skipped."""
+    names = ["memory.max", "memory/memory.limit_in_bytes"]  # inside a container, its own cgroup is the root
     try:
         for line in own_cgroup.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -29,7 +29,7 @@ def _allowed(cgroups: Path, own_cgroup: Path) -> list[int]:
                 parts = [p for p in path.split("/") if p not in ("", "..")]
                 names += ["/".join([kind, *parts[:n], file]).lstrip("/") for n in range(1, len(parts) + 1)]
     except (OSError, ValueError):
-        pass  # no Linux, or no control groups
+        pass  # not Linux, or no cgroups
     limits = []
     for name in names:
         try:
@@ -40,7 +40,7 @@ def _allowed(cgroups: Path, own_cgroup: Path) -> list[int]:
 
 
 class Memory:
-    """What a heartbeat tells of memory."""
+    """Memory limit and use, as reported in heartbeats."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -52,5 +52,5 @@ class Memory:
         return int(self._process.memory_info().rss)
 
     def document(self) -> dict[str, int]:
-        """{"limit_bytes", "used_bytes"}"""
+        """Return `limit_bytes` and `used_bytes` for a heartbeat."""
         return {"limit_bytes": self.limit_bytes, "used_bytes": self.used_bytes}

@@ -1,4 +1,4 @@
-"""Finds the model that a request names: in the directory, else by asking the scheduler."""
+"""Look up the model that a request names, in the directory or else at the scheduler."""
 
 from typing import Final
 
@@ -8,21 +8,21 @@ from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.link import SchedulerLink
 
 NEWS_S: Final = 2.0
-"""How long a model that the scheduler knows may take to arrive by the feed."""
+"""Longest wait for each next change of the directory while a model that the scheduler knows has not arrived."""
 
 
 class Models:
-    """The models of the cluster, as routes see them."""
+    """Model lookup for the routes."""
 
     def __init__(self, directory: Directory, link: SchedulerLink) -> None:
         self._directory = directory
         self._link = link
 
     async def find(self, name: str, generation: int | None = None) -> KnownModel:
-        """The model of that name, and of that generation if one is given.
+        """Return the model of that name, and of that generation if one is given.
 
-        Raises NotFoundError (`unknown_model`) when the scheduler says that there is none, FencedError
-        (`model_replaced`) for an older generation, Unavailable when nobody can say.
+        Raises NotFoundError (`unknown_model`) if the scheduler does not know it, FencedError (`model_replaced`) for an
+        older generation, Unavailable if no scheduler answers or the model has not arrived on the feed yet.
         """
         known = self._directory.models.get(name)
         if known is None or (generation is not None and generation > known.key.generation):
@@ -37,7 +37,7 @@ class Models:
         return known
 
     async def _ask(self, name: str, generation: int | None) -> KnownModel:
-        """Asks the scheduler, then waits for the feed to tell what it knows already."""
+        """Ask the scheduler whether the model exists, then wait for it to arrive on the feed."""
         check_model_name(name)
         try:
             await self._link.request("GET", f"/models/{name}")

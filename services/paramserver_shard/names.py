@@ -1,7 +1,7 @@
 """Pushes and pulls by parameter name, in JSON or msgpack: any shard answers for the whole model.
 
 A request is checked as a whole (names, shapes, dtypes, ranges, finite values, fields) before any part of it is applied
-here or sent on, so one that is refused for its content has changed nothing anywhere.
+here or forwarded, so a request that is refused for its content has changed nothing anywhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +23,14 @@ from paramserver_shard.models import Models
 
 
 class PullRequest(Struct, frozen=True):
-    """What a pull by name asks for."""
+    """A checked pull by name."""
 
     selection: Selection
     min_version: int
     min_clock: int
     wait_s: float
     dtype: DType | None
-    """None: each parameter's own."""
+    """None: each parameter's own dtype."""
 
 
 class Pulled(Struct, frozen=True):
@@ -41,11 +41,11 @@ class Pulled(Struct, frozen=True):
     version: int
     incarnation: int
     packed: F32
-    """All elements asked for, end to end."""
+    """All requested elements, end to end."""
     parts: Sequence[GotPart]
 
     def params(self) -> dict[str, F32]:
-        """Each parameter asked for, in its shape; 1-D where only ranges of it were."""
+        """Return each requested parameter in its shape, or 1-D if only ranges of it were requested."""
         chosen, at = self.selection, self.selection.offsets
         return {p.name: self.packed[at[i] : at[i + 1]].reshape(chosen.shape(i)) for i, p in enumerate(chosen.params)}
 
@@ -58,14 +58,14 @@ class NameService:
         self._exchange = exchange
 
     async def push(self, body: Any, key: str | None) -> PushDone:
-        """Applies a push; `key` is the `Idempotency-Key`.  Raises PsError."""
+        """Apply a push; `key` is the `Idempotency-Key`. Raises PsError."""
         known, reader = await self._open(body)
         command = self._read_push(known, reader, key)
         _finish(reader)
         return await self._exchange.push(known, command)
 
     async def pull(self, body: Any, check: Callable[[PullRequest], None]) -> tuple[Pulled, DType | None]:
-        """The values asked for, and the dtype if one was, unless `check` refuses it.  Raises PsError."""
+        """Return the requested values and dtype (None if not given); `check` may refuse the request. Raises PsError."""
         known, reader = await self._open(body)
         request = _read_pull(known, reader)
         _finish(reader)
@@ -75,7 +75,7 @@ class NameService:
     async def pushpull(
         self, body: Any, key: str | None, check: Callable[[PullRequest], None]
     ) -> tuple[PushDone, Pulled, DType | None]:
-        """A push, then a pull; `ranges` are the push's, and the pull returns all of the names it asks for."""
+        """Push, then pull. `ranges` apply to the push only; the pull returns whole parameters. Raises PsError."""
         known, reader = await self._open(body)
         command = self._read_push(known, reader, key)
         request = _read_pull(known, reader, ranged=False)
@@ -88,7 +88,7 @@ class NameService:
             raise after_push(error, done) from error
 
     async def fetch(self, known: KnownModel, request: PullRequest) -> Pulled:
-        """Collects the elements of a selection from all owners."""
+        """Collect the elements of a selection from all owners. Raises PsError."""
         selection = request.selection
         wanted = [WantedPart(p.partition, p.ranges) for p in selection.parts]
         got = await self._exchange.pull(
@@ -120,7 +120,7 @@ class NameService:
         return await self._models.find(model), reader
 
     def _read_push(self, known: KnownModel, r: Reader, key: str | None) -> PushReceived:
-        """The push that the fields describe, checked; wrong ones are collected in the reader."""
+        """Build a checked push from the fields of a body; field errors are collected and raised together."""
         errors = r.errors
         push_id = _push_id(r)
         clock = r.optional_integer("clock", 0)
@@ -162,12 +162,12 @@ class NameService:
 
 
 def after_push(error: PsError, done: PushDone) -> PsError:
-    """The error of a pull whose push had been accepted: it says so, lest the push be sent again without its id."""
+    """Add the accepted push to the error of the pull after it, lest the client repeat the push without its id."""
     return error.plus(push=push_document(done))
 
 
 def push_document(done: PushDone) -> dict[str, Any]:
-    """What a push is answered with."""
+    """Return the response document of a push."""
     document: dict[str, Any] = {
         "model": done.model.name,
         "version": done.version,
@@ -202,7 +202,7 @@ def _push_id(r: Reader) -> PushId | None:
 
 
 def worker_ok(name: str) -> bool:
-    """Whether a worker may be called so."""
+    """Return whether this is a valid worker name: printable, 1 to `WORKER_NAME_BYTES_MAX` bytes of UTF-8."""
     try:
         return 0 < len(name.encode()) <= limits.WORKER_NAME_BYTES_MAX and name.isprintable()
     except UnicodeEncodeError:
@@ -229,7 +229,7 @@ def _read_ranges(r: Reader) -> dict[str, list[tuple[int, int]]]:
 
 
 def _check_count(where: str, named: Mapping[Any, Any]) -> None:
-    """No model has so many parameters that the rest of the names were worth looking at."""
+    """Raise RequestError (`too_large`) for more names than a model can have parameters, instead of checking each."""
     if len(named) > limits.PARAMS_PER_MODEL_MAX:
         detail = f"{where}: holds {len(named)} names; no model has more than {limits.PARAMS_PER_MODEL_MAX} parameters"
         raise problem("too_large", detail, where=where)
@@ -265,7 +265,7 @@ def _read_tensors(
     errors: list[PsError],
     where: str,
 ) -> tuple[Selection, list[tuple[AnyArray, DType]]]:
-    """The selection that named tensors make, and each of them 1-D in its dtype; errors are collected."""
+    """Return the selection of these named tensors, and each tensor 1-D with its dtype; appends to `errors`."""
     try:
         names = [n for n in values if isinstance(n, str)]
         errors += unknown(known.layout, [n for n in names if n not in known.layout.by_name])
@@ -287,7 +287,7 @@ def _read_tensors(
 
 
 def packed(selection: Selection, tensors: Sequence[tuple[AnyArray, DType]]) -> tuple[AnyArray, DType]:
-    """All tensors end to end, in the dtype they share, else in float32."""
+    """Concatenate the tensors, in their common dtype if they share one, else in float32."""
     dtypes = {dtype for _, dtype in tensors}
     dtype: DType = dtypes.pop() if len(dtypes) == 1 else "float32"
     if len(tensors) == 1:
@@ -299,7 +299,7 @@ def packed(selection: Selection, tensors: Sequence[tuple[AnyArray, DType]]) -> t
 
 
 def read_tensor(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, DType]:
-    """A tensor of a JSON or msgpack body, 1-D, in its dtype, checked for its shape and for finite values.
+    """Return a tensor of a JSON or msgpack body, 1-D, with its dtype, after checking its shape and for finite values.
 
     Raises RequestError: `invalid_shape`, `invalid_dtype`, `non_finite`, `malformed`.
     """

@@ -1,4 +1,4 @@
-"""OpenAPI of the routes that FastAPI does not see: the three plain ASGI endpoints, with examples that work."""
+"""OpenAPI of the three plain ASGI endpoints, which FastAPI does not document, with working examples."""
 
 from typing import Any, Final
 
@@ -77,7 +77,7 @@ def _operation(name: str, summary: str, description: str, body: Any, answers: di
 
 
 def describe(app: FastAPI) -> None:
-    """Adds the plain endpoints to the app's OpenAPI document."""
+    """Add the plain endpoints to the app's OpenAPI document."""
     paths = {
         "/push": _operation(
             "push",

@@ -1,4 +1,4 @@
-"""Sends frames to other shards over HTTP/2 with prior knowledge, one connection to each."""
+"""Client for frames to other shards, over HTTP/2 with prior knowledge, one connection per shard."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, decode_header,
 from paramserver_shard.buffers import U8, BufferPool
 
 OWNER_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
-"""How long an owner is waited for: a push waits there for its turn, then for its journal; the rest is for the way."""
+"""Base timeout of a request: at its owner a push waits for its turn, then for the journal; the rest is network."""
 CONNECT_S: Final = 2.0
 
 H = TypeVar("H", bound=Header)
@@ -51,16 +51,16 @@ class PeerClient:
         wait_s: float = 0.0,
         asked_bytes: int = 0,
     ) -> tuple[H, U8]:
-        """POSTs one frame; the header, which is to be that of an `of`, and the body of the frame that answers.
+        """POST one frame; returns the header, decoded as `of`, and the body of the response frame.
 
-        `wait_s`: how long the other shard is asked to wait; `asked_bytes`: of the body that is to come back.
-        Raises the PsError that the other shard answered, or Unavailable when it gave no answer: InDoubt where it may
-        have changed something all the same.
+        `wait_s` is how long the request asks the other shard to wait, `asked_bytes` the expected size of the response
+        body; both extend the timeout. Raises the PsError that the other shard answered. Without an answer, raises
+        Unavailable, or InDoubt if the other shard may have changed something all the same.
         """
         lost = "unavailable" if isinstance(header, PullFrame) else "in_doubt"
         prefix = encode_header(header)
         size = len(prefix) + sum(a.nbytes for a in body)
-        within = timedelta(seconds=OWNER_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S)  # for all of it
+        within = timedelta(seconds=OWNER_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S)  # for the whole exchange
         request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(within)
         if size <= CHUNK_BYTES:
             request = request.body_bytes(b"".join((prefix, *(a.data.cast("B") for a in body))))

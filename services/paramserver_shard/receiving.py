@@ -1,7 +1,7 @@
-"""Framed requests as they arrive: their bodies go into pooled memory, part by part, read straight into it.
+"""Receives framed requests: their bodies are read straight into pooled memory, part by part.
 
-What parts are whole is handed on at once, so that they are checked while the next ones are still on their way.  A body
-that breaks off, or is longer or shorter than its header says, is refused without a trace.
+Complete parts are handed on at once, so that they are checked while later ones still arrive. A body that is cut off, or
+longer or shorter than its header announces, is refused and has no effect.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,34 +19,34 @@ from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.inflight import account
 
 Ready = Callable[[Sequence[tuple[int, AnyArray]]], None]
-"""Takes (index, bytes) of each part that is whole since the last call, in order."""
+"""Called with (index, bytes) of each part completed since the last call, in order."""
 
 
 def apart(sizes: Sequence[int]) -> bool:
-    """Whether each part of a body gets memory of its own, worth it by its size."""
+    """Return whether each part of a body gets its own buffer: if they average at least `SMALL_BYTES`."""
     return len(sizes) > 0 and sum(sizes) >= SMALL_BYTES * len(sizes)
 
 
 class Body:
-    """Where a body goes.  Parts that are worth it get memory of their own, which can then serve for something else."""
+    """The receive buffer of one body. Parts that are large on average get a buffer each, which can be reused alone."""
 
     def __init__(self, sizes: Sequence[int], ready: Ready | None = None) -> None:
-        """A body of parts of these sizes in bytes; raises RequestError (`too_large`)."""
+        """`sizes` are the bytes of each part; raises RequestError (`too_large`)."""
         self.size: Final = sum(sizes)
         if self.size > BODY_BYTES_MAX:
             raise problem("too_large", f"the body has {self.size} bytes; at most {BODY_BYTES_MAX} are taken")
         self.parts: list[AnyArray] = []
-        """The parts, uint8; uninitialised before they have arrived."""
+        """The parts as uint8, uninitialized until they have arrived."""
         self._sizes = sizes
         self._ready = ready
         self._whole: AnyArray | None = None
-        """All parts, where they have no memory of their own."""
+        """One buffer for all parts, unless each has its own."""
         self._index = 0
         self._at = 0
         self._received = 0
 
     def open(self, pool: BufferPool) -> None:
-        """Take the memory."""
+        """Allocate the buffers."""
         if apart(self._sizes):
             self.parts = [pool.take_bytes(size, shared=True) for size in self._sizes]
             return
@@ -57,29 +57,29 @@ class Body:
             at += size
 
     def feed(self, chunk: bytes | memoryview) -> None:
-        """The next bytes; raises RequestError if they are too many."""
+        """Append the next bytes; raises RequestError if the body gets too long."""
         if self._received + len(chunk) > self.size:
             raise problem("malformed", f"the body is longer than the {self.size} bytes that its header announces")
         pour(memoryview(chunk), self)
 
     def room(self) -> memoryview:
-        """Where the next bytes belong, as far as they are of one part; empty when all is here."""
+        """Return the memory for the next bytes, up to the end of their part; empty when the body is complete."""
         return self.parts[self._index].data[self._at :] if self._index < len(self.parts) else memoryview(b"")
 
     def rest(self) -> list[memoryview]:
-        """Where all the rest belongs, in order."""
+        """Return the memory for all remaining bytes, in order."""
         if self._whole is not None:
             return [self._whole.data[self._received :]]
         return [part.data[self._at if i == 0 else 0 :] for i, part in enumerate(self.parts[self._index :])]
 
     def filled(self, size: int) -> None:
-        """So many bytes have been put there."""
+        """Note that `size` more bytes were written to that memory."""
         self._received += size
         self._at += size
         self._hand_on()
 
     def end(self) -> None:
-        """All has arrived; raises RequestError if that is not so."""
+        """Finish the body; raises RequestError if it is incomplete."""
         if self._received != self.size:
             raise problem("malformed", f"the body has {self._received} bytes, its header announces {self.size}")
         self._hand_on()
@@ -96,7 +96,7 @@ class Body:
 T = TypeVar("T")
 H = TypeVar("H", bound=Header)
 Sized = Callable[[H], Awaitable[tuple[T, Body]]]
-"""Makes of a header what the request is, and where its body is to go.  Raises PsError."""
+"""Turns a header into (request, receive buffer for its body). Raises PsError."""
 
 
 class FrameReader:
@@ -106,9 +106,9 @@ class FrameReader:
         self._pool = pool
 
     async def read(self, scope: Scope, receive: Receive, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
-        """What `sized` makes of the header, which is to be that of an `of`, and the body, whole.
+        """Read one request: returns what `sized` makes of its header, decoded as `of`, and the complete body.
 
-        Raises RequestError for a body that breaks off or has another length, Unavailable when there is no room for it.
+        Raises RequestError for a body that is cut off or has the wrong length, Unavailable if there is no room for it.
         """
         arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
         if arrival is not None and (data := arrival.whole()) is not None:
@@ -126,11 +126,11 @@ class FrameReader:
         try:
             request, body = await self._arriving(scope, tracked, arrival, of, sized)
         except PsError:
-            # The answer would be lost if it came before the end of a body, however big.
+            # Drain the body, whatever its size: a response sent before the end of the body would be lost.
             while not ended:
                 await tracked()
             raise
-        body.end()  # nothing more comes of it, so nothing must be waited for where this fails
+        body.end()  # outside the try: the body has ended, so nothing is left to drain
         return request, body
 
     async def _arriving(
@@ -151,7 +151,7 @@ class FrameReader:
         return request, body
 
     async def _begun(self, scope: Scope, data: bytes, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
-        """The request, and its body as far as it is in `data`, which holds the header."""
+        """Return the request and its body, filled with what `data` holds after the complete header."""
         header, offset = decode_header(data, of)
         request, body = await sized(header)
         account(scope).grow(body.size)

@@ -1,8 +1,8 @@
 """Feeds events to the shard's core and performs its effects; every request waits here for its outcome.
 
-All of it runs on the event loop's thread except the computing of big jobs.  Tasks belong to the group that the process
-holds; a failure that nobody foresaw ends the group and so the process, which is then started again from its snapshots.
-Only a request that meets one before it has changed anything is answered 500 by the core, and all else goes on.
+Everything runs on the event loop's thread except the computation of big jobs. All tasks belong to the task group of the
+process: an unexpected exception ends the group and with it the process, which is restarted from its snapshots. If it
+occurs in a request that has not changed anything yet, the core answers that request with 500 and goes on instead.
 """
 
 import asyncio
@@ -67,24 +67,24 @@ log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
 
 JOURNAL_AHEAD_S: Final = 10.0
-"""How long a snapshot waits for the journal of what it holds: written first, it leaves no hole in the journal."""
+"""Longest wait of a snapshot for the journal entries it includes; written before them, it could leave a hole."""
 
 
 class Peers(Protocol):
-    """What the core asks of the scheduler, through the membership."""
+    """The core's requests to the scheduler, implemented by the membership."""
 
     def report(self) -> None:
-        """Sends a heartbeat now."""
+        """Send a heartbeat now."""
 
     def resync(self) -> None:
-        """Connects the feed again."""
+        """Reconnect the feed, which then repeats the complete state."""
 
     async def ask_worker(self, effect: AskWorker) -> WorkerAnswered:
-        """Asks about a worker; a scheduler that does not answer is part of the answer."""
+        """Ask about a worker; if the scheduler fails to answer, the result carries the error."""
 
 
 class Runtime:
-    """One shard's core with everything that acts for it."""
+    """Runs one shard's core."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class Runtime:
         self.peers: Peers
         """Set before the first event."""
         self.superseded: Callable[[Sequence[PartitionState]], None] = _nobody
-        """Told of values that no pull is answered with any more, before anybody hears of what took their place."""
+        """Called with values that pulls no longer return, before any reply announces their successors."""
         self.lost: dict[PartitionKey, Token] = {}
-        """Owned partitions whose values were uploaded and of which nothing was ever stored."""
+        """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
         self._refused = ""
         self._away = ""
         self._redis_run = ""
@@ -126,13 +126,13 @@ class Runtime:
 
     @property
     def degraded(self) -> str:
-        """Why nothing can be made durable now; empty when all is well."""
+        """Reason why writes cannot be made durable now; empty when they can."""
         return self._away or self._refused
 
     # -- requests and events
 
     async def push(self, event: Callable[[Request], Event]) -> PushDone:
-        """The outcome of a push or an assignment; `event` makes it from the request's number.  Raises PsError."""
+        """Submit the push or assignment that `event` builds from its number; returns the outcome. Raises PsError."""
         made, outcome = await self._ask(event)
         assert isinstance(outcome, PushDone)
         if isinstance(made, PushReceived):
@@ -140,7 +140,7 @@ class Runtime:
         return outcome
 
     async def pull(self, event: Callable[[Request], PullReceived]) -> PullDone:
-        """The outcome of a pull.  Raises PsError."""
+        """Submit a pull and return its outcome. Raises PsError."""
         outcome: Outcome | None = self.core.pulls.at_once(event(0))
         if outcome is None:
             _, outcome = await self._ask(event)
@@ -149,7 +149,7 @@ class Runtime:
         return outcome
 
     async def capture(self, event: Callable[[Request], Event]) -> Capture:
-        """The outcome of a `CaptureReceived`.  Raises PsError."""
+        """Submit a `CaptureReceived` and return its outcome. Raises PsError."""
         _, outcome = await self._ask(event)
         assert isinstance(outcome, Capture)
         return outcome
@@ -174,25 +174,25 @@ class Runtime:
         return made, outcome
 
     def feed(self, event: Event) -> None:
-        """Hands one event to the core and performs what comes of it, before it returns."""
+        """Hand one event to the core and perform its effects before returning."""
         self._events.append(event)
         if self._draining:
-            return  # called from an effect: the loop below takes it next, so effects stay in order
+            return  # called from an effect: the outer call's loop takes it next, so effects stay in order
         self._draining = True
         try:
             while self._events:
                 effects = self.core.handle(self._events.popleft(), self._loop.time())
                 if self.core.superseded:
                     self.superseded(self.core.superseded)
-                    self.core.superseded.clear()  # their memory is free now
+                    self.core.superseded.clear()  # drops the references, which frees their memory
                 for effect in effects:
                     if isinstance(effect, Apply):
-                        self._apply(effect)  # first, so that the threads compute meanwhile
+                        self._apply(effect)  # first, so that the threads compute during the rest
                 for effect in effects:
                     self._perform(effect)
         except Exception as error:
-            # Something is half done, and its partitions would wait for ever: nothing more is done or answered here, and
-            # a new process starts from their snapshots.
+            # Some effects may be half done, and their partitions would wait forever. `_draining` stays set, so nothing
+            # more is done or answered here; a new process starts from the snapshots.
             self._spawn(_end(error))
             return
         self._draining = False
@@ -240,15 +240,15 @@ class Runtime:
         task.add_done_callback(self._tasks.discard)
 
     async def offload(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a compute thread."""
+        """Run `work` in a compute thread and return its result."""
         return await self._loop.run_in_executor(self._executor, work)
 
     def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Runs `work` in a compute thread, from now on."""
+        """Start `work` in a compute thread; returns a future."""
         return self._loop.run_in_executor(self._executor, work)
 
     def _apply(self, due: Apply) -> None:
-        """Computes it, in threads if it is worth them."""
+        """Compute a job, in threads if it is big enough."""
         if sum(map(task_elements, due.tasks)) <= INLINE_ELEMENTS_MAX:
             self._apply_here(due)
             return
@@ -322,14 +322,14 @@ class Runtime:
         self.feed(done(key, token, version, effect.urgent))
 
     def redis_away(self, error: Exception) -> None:
-        """Redis did not answer somebody, or refused."""
+        """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""
         if not self._away:
             log.warning("nothing is made durable: %s", trouble(error))
         self._away = trouble(error)
         self.writer.suspect(self._away)
 
     def redis_here(self, run_id: str) -> None:
-        """Redis has answered; `run_id` is that of its process."""
+        """Note that Redis has answered; a `run_id` other than before means that it was restarted."""
         self._away = ""
         if run_id != self._redis_run:
             if self._redis_run:
@@ -337,14 +337,14 @@ class Runtime:
             self._redis_run = run_id
 
     async def look_over(self) -> None:
-        """Redis has started anew: partitions of which it has lost something are stored again."""
+        """After a restart of Redis, have partitions stored again of which it has lost something."""
         parts = [p for m in self.core.models.values() for p in m.partitions.values() if p.state is not None]
         known = [(p.key, p.token, p.mark.stored) for p in parts]
         try:
             found = await self._store.last_lsns([key for key, _, _ in known])
         except (RedisError, OSError) as error:
             self.redis_away(error)
-            self._redis_run = "?"  # looked over again when it answers
+            self._redis_run = "?"  # matches no process, so this runs again when Redis answers
             return
         for (key, token, lsn), there in zip(known, found, strict=True):
             if there < lsn:
@@ -355,7 +355,7 @@ class Runtime:
         self.feed(await self.peers.ask_worker(effect))
 
     def close(self) -> None:
-        """Cancels what is under way; requests that still wait are answered 503."""
+        """Cancel all tasks; requests that still wait are answered 503."""
         for task in tuple(self._tasks):
             task.cancel()
         if self._timer is not None:
@@ -367,9 +367,9 @@ class Runtime:
 
 
 def _nobody(states: Sequence[PartitionState]) -> None:
-    """Nobody wants to know."""
+    """Do nothing: the default callback."""
 
 
 async def _end(error: Exception) -> None:
-    """Ends the group, and so the process."""
+    """Raise the error in a task, which ends the task group and with it the process."""
     raise error

@@ -1,4 +1,4 @@
-"""Writes to Redis: Lua scripts that compare owner tokens, sent together, and if asked on the disk before they count."""
+"""Writes to Redis: pipelined Lua scripts that compare owner tokens, optionally fsynced before they count."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from paramserver.errors import PsError
 from paramserver_node import redis as node_redis
 
 FSYNC_WAIT_MS: Final = 3000
-"""How long one WAITAOF waits: `appendfsync everysec` brings a write to the disk within a second or two."""
+"""Timeout of one WAITAOF: with `appendfsync everysec` a write reaches the disk within a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One run of a script."""
+    """One invocation of a script."""
 
     text: str
     keys: list[str]
@@ -27,22 +27,22 @@ class ScriptRunner:
     """Runs scripts on one Redis."""
 
     def __init__(self, redis: Redis) -> None:
-        """`redis` is a client without timeouts of its own: scripts have as long as their bytes take."""
+        """`redis` is a client without socket timeouts: `run` sets a deadline by the size of the arguments."""
         self._redis = redis
         self._fsync_way: node_redis.FsyncWay | None = None
 
     async def run(self, scripts: Sequence[Script], *, fsync: bool = False, size_bytes: int = 0) -> list[Any]:
-        """What each of them returned; with `fsync` their effects are on the disk by then.
+        """Run the scripts in one pipeline and return their results; with `fsync`, once their effects are on disk.
 
-        `size_bytes`: of their arguments, where that is much.  Nothing is known of their effects when it raises:
-        RedisError or OSError when Redis does not answer or refuses, TimeoutError when it or its disk took too long,
-        RequestError (`not_built`) if it cannot say what is on the disk.
+        `size_bytes` is the size of large arguments and extends the deadline. Raises RedisError or OSError if Redis does
+        not answer or refuses, TimeoutError if Redis or its disk takes too long, RequestError (`not_built`) if Redis
+        cannot confirm that writes are on disk. After an error the scripts may or may not have taken effect.
         """
         try:
             async with node_redis.patience(size_bytes):
                 return await self._run(scripts, fsync)
         except (RedisError, OSError, PsError):
-            self._fsync_way = None  # it may be another server the next time
+            self._fsync_way = None  # the next call may reach another server
             raise
 
     async def _run(self, scripts: Sequence[Script], fsync: bool) -> list[Any]:
@@ -52,7 +52,7 @@ class ScriptRunner:
         async with self._redis.pipeline(transaction=False) as pipe:
             for script in scripts:
                 pipe.eval(script.text, len(script.keys), *script.keys, *script.args)
-            if wait:  # on this connection: it waits for the writes of its own
+            if wait:  # on the same connection, since it waits for that connection's writes
                 pipe.execute_command("WAITAOF", 1, 0, FSYNC_WAIT_MS)
             results: list[Any] = await pipe.execute(raise_on_error=False)
         for result in results:

@@ -1,9 +1,9 @@
-"""Files in memory that clients on this machine map: one folder for each shard process, gone with it.
+"""Shared-memory files that clients on this machine map: one folder per shard process, removed when it ends.
 
-A folder is `ROOT/paramserver-UID/NAME-RANDOM`, ROOT a tmpfs (`/dev/shm`, or a volume that containers share).  It holds
-a locked file `lock`, the socket that the shard serves requests on, and one file for each buffer.  The kernel lets go of
-the lock with the process, however it ends; whoever starts next under the same root removes the folders that nobody
-locks.  A reader that has mapped a file keeps its bytes after the file is gone.
+A folder is `ROOT/paramserver-UID/NAME-RANDOM`, ROOT a tmpfs (`/dev/shm`, or a volume that containers share). It holds
+a locked file `lock`, the socket that the shard serves requests on, and one file for each buffer. The kernel releases
+the lock when the process ends, however it ends; the next shard that starts under the same root removes all folders
+without a locked `lock`. A reader that has mapped a file keeps its bytes after the file is removed.
 """
 
 import fcntl
@@ -24,12 +24,12 @@ from paramserver.wire.board import LOCK
 log = logging.getLogger("paramserver.shard")
 
 SOCKET: Final = "requests"
-"""The socket's name within the folder."""
+"""File name of the socket in the folder."""
 _HALF_MADE_S: Final = 60.0
-"""A folder that is being made or removed has no lock for a moment; older ones were left behind."""
+"""Folders being created or removed have no lock file for a moment; one older than this is a leftover."""
 _SOCKET_PATH_MAX: Final = 107
 _FREE_SHARE: Final = 0.8
-"""What may be taken of the memory that the file system has free; the rest is for others."""
+"""Share of the file system's free space that this shard may use; the rest is left to others."""
 
 
 class SharedFolder:
@@ -39,14 +39,14 @@ class SharedFolder:
         self.path: Final = path
         self.bytes_max: Final = bytes_max
         self.bytes = 0
-        """Bytes of the files that are there."""
+        """Bytes of all buffer files."""
         self._lock = lock
         self._made = 0
         self._sizes: dict[str, int] = {}
 
     @classmethod
     def open(cls, root: str, name: str, bytes_max: int) -> "SharedFolder | None":
-        """A fresh folder under `root`; None, with one line in the log, where there can be none."""
+        """Create a folder under `root`; None if `root` is empty, or on failure, which is logged."""
         if not root:
             return None
         try:
@@ -76,18 +76,18 @@ class SharedFolder:
 
     @property
     def address(self) -> str:
-        """What a client on this machine connects to."""
+        """Address of the socket for clients on this machine."""
         return f"unix://{self.path / SOCKET}"
 
     def allocate(self, size_bytes: int) -> tuple[str, mmap.mmap]:
-        """A new file of that size and its memory, every page of it present; raises OSError when there is no room."""
+        """Create a file of that size and map it, with all pages allocated; raises OSError if there is no room."""
         if self.bytes + size_bytes > self.bytes_max:
             raise OSError(f"{self.bytes} of {self.bytes_max} bytes of shared memory are in use")
         self._made += 1
         name = f"b{self._made}"
         file = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Without its pages, the first write to a full file system would end the process.
+            # Allocate the pages now: a later first write to one, with the file system full, would kill the process.
             os.posix_fallocate(file, 0, size_bytes)
             memory = mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError:
@@ -100,7 +100,7 @@ class SharedFolder:
         return name, memory
 
     def remove(self, name: str) -> None:
-        """That file is no more; whoever has it mapped keeps its bytes."""
+        """Delete a file; processes that have it mapped keep its bytes."""
         self.bytes -= self._sizes.pop(name, 0)
         (self.path / name).unlink(missing_ok=True)
 
@@ -121,11 +121,11 @@ def sweep(parent: Path) -> None:
             elif not _alive(path):
                 _remove(path)
         except FileNotFoundError:
-            continue  # another shard that starts was faster
+            continue  # another starting shard has removed it
 
 
 def _remove(path: Path) -> None:
-    """Under a name that says so, for whoever finds it half removed."""
+    """Rename the folder to a dot name, then delete it, so that `sweep` recognizes a half-removed one."""
     shutil.rmtree(path.rename(path.with_name(f".{path.name}")), ignore_errors=True)
 
 

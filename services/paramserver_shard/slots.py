@@ -1,4 +1,4 @@
-"""The routes by which a client on this machine gets a slot of shared memory to write gradients into, and returns it."""
+"""Routes that lend shared-memory slots for gradients to clients on this machine, and take them back."""
 
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ _BODY: Final[dict[str, Any]] = {
 
 
 def router(membership: Membership, frames: FrameService) -> APIRouter:
-    """`POST /slots`, `DELETE /slots/{slot}`."""
+    """Return the router of `POST /slots` and `DELETE /slots/{slot}`."""
     routes = APIRouter(tags=["shared memory"])
 
     @routes.post(

@@ -1,4 +1,4 @@
-"""A partition in its stored form: a capture as (head, arrays) and back, and the first values of one that has none."""
+"""Convert captures to their stored form (head, arrays) and back; make the initial state of a partition."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -11,15 +11,15 @@ from paramserver.core.spec import ModelSpec
 from paramserver.types import F32, AnyArray
 
 Take = Callable[[int], F32]
-"""Makes an uninitialised float32 array of so many elements."""
+"""Returns an uninitialized float32 array of that many elements."""
 
 SET_LATER: Final = ("upload", "file")
-"""Kinds of initial values that reach the owner as an assignment."""
+"""Kinds of initial values that reach the owner later, as an assignment."""
 _HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "ranges", "dtype")
 
 
 def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
-    """The head and the arrays (values, slots, held and staged gradients, in this order) of a capture."""
+    """Return a capture's head and its arrays: values, slots, held and staged gradients, in this order."""
     head = {
         "version": capture.version,
         "clock": capture.clock,
@@ -36,7 +36,7 @@ def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
 
 
 def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedState:
-    """The partition that `to_stored` wrote, or that format 1.0 did, which had no journal and no staged parts."""
+    """Rebuild the state that `to_stored` wrote, or format 1.0, which had no journal and no staged parts."""
     slots, rest = int(head["slots"]), arrays[1 + int(head["slots"]) :]
     held = head["held"]
     return LoadedState(
@@ -72,9 +72,9 @@ def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:
 
 
 def first_state(spec: ModelSpec, layout: Layout, index: int, take: Take) -> LoadedState:
-    """Version 0 of a partition: each parameter's initial values, fresh optimizer state, no step taken.
+    """Make version 0 of a partition: initial values, fresh optimizer state, step counts of 0.
 
-    Parameters of kind `upload` and `file` are zero until their values are set, as `core.initial` has it.
+    Parameters of kind `upload` and `file` are zero until their values are assigned.
     """
     values = take(layout.partition_size(index))
     base = layout.bounds[index]
@@ -91,5 +91,5 @@ def first_state(spec: ModelSpec, layout: Layout, index: int, take: Take) -> Load
 
 
 def set_later(spec: ModelSpec, layout: Layout, index: int) -> bool:
-    """Whether a partition holds values that were set after the model was made and cannot be drawn again."""
+    """Return whether a partition has parameters with assigned initial values, which cannot be drawn again."""
     return any(spec.params[s.param].init.kind in SET_LATER for s in layout.segments[index])

@@ -1,7 +1,7 @@
-"""The end of a shard that is told to stop: not ready, its partitions handed over or stored, goodbye, within 25 s.
+"""Graceful shutdown of a shard: unready, partitions handed over or stored, then deregistered; within 25 s.
 
-It serves what it still owns until somebody else does.  Where nobody else is there it answers 503 from then on, so that
-nothing is acknowledged after what is stored last.
+The shard serves each partition until another shard takes it over. When no more can be handed over it answers 503, so
+that nothing is acknowledged after the last snapshot.
 """
 
 import asyncio
@@ -18,25 +18,24 @@ from paramserver_shard.runtime import Runtime
 log = logging.getLogger("paramserver.shard")
 
 HAND_OVER_S: Final = 15.0
-"""How long it waits for others to take its partitions."""
+"""Longest wait for other shards to take over the partitions."""
 SAVE_S: Final = 20.0
-"""After so long since it was told it goes, stored or not: whoever told it kills it after 25 to 30 s."""
+"""Deadline for storing, from the stop request on; supervisors kill the process after 25 to 30 s."""
 CUT_S: Final = 4.0
-"""How long it waits at most for synchronous models at level `applied` to be stored as they stand, by all who have a
-part of them."""
+"""Longest wait until all owners have stored synchronous models of level `applied` at their present clock."""
 ASK_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
 
 class Stopping:
-    """Brings one shard to its end."""
+    """Shuts one shard down."""
 
     def __init__(self, membership: Membership, runtime: Runtime) -> None:
         self._membership = membership
         self._runtime = runtime
 
     async def run(self, asked: asyncio.Event, stop: asyncio.Event) -> None:
-        """Waits until it is asked to stop, and sets `stop` when the server may close."""
+        """Wait for `asked`, shut the shard down, then set `stop` so that the server closes."""
         await asked.wait()
         began = monotonic()
         self._membership.stopping = True
@@ -44,7 +43,7 @@ class Stopping:
         if self._membership.epoch:
             await self._drain(lambda: self._owned > 0, began + HAND_OVER_S)
             self._membership.close()
-            # Where nobody can take anything, the scheduler has everybody store a cut.
+            # If no shard can take anything, the scheduler has all owners store a cut.
             await self._drain(lambda: self._beyond_cuts, monotonic() + CUT_S, alone=True)
             await self._save(began + SAVE_S)
             await self._membership.leave()
@@ -53,9 +52,9 @@ class Stopping:
         stop.set()
 
     async def _drain(self, left: Callable[[], bool], until: float, *, alone: bool = False) -> None:
-        """Ask for takers until nothing is `left`, no scheduler answers, or the time is over.
+        """Ask the scheduler to move partitions away until nothing is `left`, the request fails, or `until` is reached.
 
-        Unless it may be `alone`, also only while somebody can take something.
+        Unless `alone`, give up when no other shard can take any.
         """
         ask_at = 0.0
         while left() and monotonic() < until:
@@ -72,7 +71,7 @@ class Stopping:
             await asyncio.sleep(_LOOK_S)
 
     async def _save(self, until: float) -> None:
-        """Until everything that this process alone holds is in Redis, or the time is over."""
+        """Store in Redis everything that exists only in this process, or give up at `until`."""
         while self._unsaved or self._runtime.writer.waiting:
             if monotonic() >= until:
                 log.error("%d partitions could not be stored: %s", self._unsaved, self._runtime.degraded or "no time")
@@ -82,17 +81,17 @@ class Stopping:
 
     @property
     def _beyond_cuts(self) -> bool:
-        """Whether a partition that goes back to cuts has come further than the newest one."""
+        """Whether a partition that is recovered from cuts is beyond its model's newest cut."""
         cuts = self._membership.cuts()
         models = self._runtime.core.models.values()
         return any(p.by_cuts and p.clock > (cuts.get(m.key) or 0) for m in models for p in m.partitions.values())
 
     @property
     def _owned(self) -> int:
-        """Partitions of this shard, loaded or not."""
+        """Number of partitions of this shard, loaded or not."""
         return sum(len(m.partitions) for m in self._runtime.core.models.values())
 
     @property
     def _unsaved(self) -> int:
-        """Partitions of which memory alone holds something that a snapshot would keep."""
+        """Number of partitions with changes that exist only in memory and that a snapshot would store."""
         return sum(p.unsaved for m in self._runtime.core.models.values() for p in m.partitions.values())

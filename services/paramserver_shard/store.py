@@ -1,13 +1,13 @@
-"""Snapshots of partitions in Redis: written under the owner token, read back by whoever owns the partition next.
+"""Snapshots of partitions in Redis: written under the owner token, read back by the partition's next owner.
 
 A snapshot is one byte stream (`stored`) cut into blocks of at most 4 MiB, each under its own key with its CRC-32 in the
-manifest.  The manifest names at most two snapshots, newest first, and is switched last, by a script that compares the
-partition's owner token: an owner that was replaced cannot switch it.  The same script cuts the journal off up to the
-older of the two, which so can always be followed by all that came after it.
+manifest. The manifest names at most two snapshots, newest first, and is switched last, by a script that compares the
+partition's owner token: an owner that was replaced cannot switch it. The same script trims the journal up to the older
+of the two snapshots, so the whole journal after either of them is kept.
 
-Keys of partition `{NAME.GENERATION/INDEX}`: `…:token`, `…:manifest`, `…:saved` (version of the newest snapshot: a
-manifest that is gone was there), `…:pending` (snapshots whose blocks may exist but which no manifest names),
-`…:snap:VERSION-TOKEN-N:I`; and those of the journal.
+Keys of partition `{NAME.GENERATION/INDEX}`: `…:token`, `…:manifest`, `…:saved` (version of the newest snapshot; shows
+that a missing manifest was lost), `…:pending` (snapshots whose blocks may exist but which no manifest names),
+`…:snap:VERSION-TOKEN-N:I`, and those of the journal (`journal`).
 """
 
 import asyncio
@@ -39,8 +39,8 @@ from paramserver_shard.stored import (
 
 KEPT: Final = 2
 
-# KEYS: token, manifest, pending, saved, lsn, journal, then the blocks.  ARGV: owner token, new manifest, the snapshot
-# that it now names, its version, its lsn, the first entry of the journal to keep ('' keeps all).
+# KEYS: token, manifest, pending, saved, lsn, journal, then the blocks. ARGV: owner token, new manifest, the member of
+# `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all).
 _SWITCH: Final = """
 local owner = redis.call('GET', KEYS[1])
 if not owner or owner < ARGV[1] then return 1 end
@@ -56,7 +56,7 @@ if ARGV[6] ~= '' then redis.call('XTRIM', KEYS[6], 'MINID', '=', ARGV[6]) end
 return 0
 """
 
-# KEYS: token, pending, then the blocks.  ARGV: owner token, the snapshot that was left behind.
+# KEYS: token, pending, then the blocks. ARGV: owner token, the member of `pending` for the abandoned snapshot.
 _SWEEP: Final = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner > ARGV[1] then return 2 end
@@ -67,15 +67,15 @@ return 0
 
 
 class Saved(IntEnum):
-    """What became of a snapshot."""
+    """Result of saving a snapshot."""
 
     STORED = 0
     EMPTIED = 1
-    """Redis has an older owner token or none: it was emptied or went back, and its leader will seed it again."""
+    """Redis has an older owner token or none: it was emptied or reverted; the leader will write new tokens."""
     FENCED = 2
-    """Another owner has taken the partition."""
+    """The partition has a newer owner."""
     BLOCKS_GONE = 3
-    """Redis lost blocks while they were being written: once more."""
+    """Redis lost blocks before the manifest was switched; the snapshot must be stored again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Stored:
 
 
 class Budget:
-    """Spreads writes over time: at most `bytes_per_s`, counted over all partitions of this shard."""
+    """Rate limiter for writes: at most `bytes_per_s` over all partitions of this shard."""
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float]) -> None:
         self._bytes_per_s = bytes_per_s
@@ -98,7 +98,7 @@ class Budget:
         self._free_at = 0.0
 
     async def spend(self, size_bytes: int, *, urgent: bool = False) -> None:
-        """Waits until `size_bytes` more may be written; what is urgent counts but does not wait."""
+        """Wait until `size_bytes` more may be written; urgent writes count but do not wait."""
         now = self._clock()
         start = max(now, self._free_at)
         self._free_at = start + size_bytes / self._bytes_per_s
@@ -107,7 +107,7 @@ class Budget:
 
 
 class SnapshotStore:
-    """The snapshots of this shard's partitions.  Raises RedisError or OSError when Redis does not answer."""
+    """The snapshots of this shard's partitions. Raises RedisError or OSError when Redis does not answer."""
 
     def __init__(
         self,
@@ -139,12 +139,13 @@ class SnapshotStore:
         urgent: bool = False,
         fsync: bool = False,
     ) -> Saved:
-        """Stores one snapshot; unless it is `STORED` nothing was switched.
+        """Store one snapshot; unless this returns `STORED`, the manifest is unchanged.
 
-        `cut` is the clock by which a cut is found again; the cut at clock `pinned` is kept in any case.  An urgent one
-        does not wait for the budget.  Stored means on the disk with `fsync`; raises as `ScriptRunner.run` then.
+        `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case. An urgent
+        snapshot does not wait for the budget. With `fsync`, `STORED` means on disk, and this raises what
+        `ScriptRunner.run` raises.
         """
-        # One at a time of each partition; how many at once in all is the caller's choice.
+        # One save at a time per partition; the caller bounds how many run in all.
         async with self._writing.setdefault(key, asyncio.Lock()):
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.mget(_key(key, "manifest"), _key(key, "saved"))
@@ -152,7 +153,7 @@ class SnapshotStore:
                 (text, saved), pending = await pipe.execute()
             found = _entries(key, text, saved)
             manifest = [e for e in found if (key, e["name"]) not in self._damaged]
-            self._saves += 1  # a version may be stored twice, with other windows: never over the blocks of the first
+            self._saves += 1  # a version may be stored twice, with other windows; keep the first one's blocks
             name = f"{version}-{token}-{self._saves}"
             await self._sweep(key, token, found, pending)
             packed = encode_head(head, arrays)
@@ -161,13 +162,13 @@ class SnapshotStore:
             checksums: list[int] = []
             blocks = blocks_of(packed, arrays)
             for i in range(count):
-                # The blocks of a small partition are made sooner than a thread is woken; there are thousands of such.
+                # Making the blocks of a small partition is faster than waking a thread, and there may be thousands.
                 made = next_block(blocks) if size <= SMALL_BYTES else await asyncio.to_thread(next_block, blocks)
                 assert made is not None
                 block, checksum = made
                 await self._budget.spend(len(block), urgent=urgent)
                 async with self._redis.pipeline(transaction=False) as pipe:
-                    if not i:  # on one way with the first block, before it
+                    if not i:  # in one pipeline with the first block, and before it
                         pipe.sadd(_key(key, "pending"), f"{name}:{count}")
                     pipe.set(_key(key, f"snap:{name}:{i}"), block)
                     await pipe.execute()
@@ -202,7 +203,7 @@ class SnapshotStore:
             return Saved.STORED
 
     async def knows(self, key: PartitionKey, token: Token) -> bool:
-        """Whether Redis has this owner token or a newer one; False: it was emptied, or went back to an older state."""
+        """Return whether Redis has this owner token or a newer one; if not, it was emptied or reverted."""
         text = await self._redis.get(_key(key, "token"))
         try:
             return text is not None and int(text) >= token
@@ -210,20 +211,20 @@ class SnapshotStore:
             raise problem("corrupt_state", f"the owner token of partition {key} is {text!r:.30}") from None
 
     async def last_lsns(self, keys: Sequence[PartitionKey]) -> list[int]:
-        """The last lsn of each partition that Redis has, by journal or snapshot; 0 where it has none."""
+        """Return the last lsn in Redis of each partition, from its journal or a snapshot; 0 if there is none."""
         values = await self._redis.mget(_key(key, "lsn") for key in keys) if keys else []
         return [int(v) if v is not None and v.isdigit() else 0 for v in values]
 
     async def manifest(self, key: PartitionKey) -> list[dict[str, Any]]:
-        """The snapshots there are, newest first; raises CorruptState if they cannot be told."""
+        """Return the entries of the manifest, newest first; raises CorruptState if it is lost or damaged."""
         text, saved = await self._redis.mget(_key(key, "manifest"), _key(key, "saved"))
         return _entries(key, text, saved)
 
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
-        """A snapshot of the manifest; None where it is damaged.  Raises CorruptState for one of a newer format."""
+        """Read a snapshot of the manifest; None if it is damaged. Raises CorruptState if its format is newer."""
         try:
             stored = await self._read(key, entry)
-        except (ValueError, TypeError, KeyError, OverflowError, MemoryError):  # manifests of 1.0 have no checksum
+        except (ValueError, TypeError, KeyError, OverflowError, MemoryError):  # a 1.0 manifest has no checksum
             stored = None
         if stored is None:
             self._damaged.add((key, entry["name"]))
@@ -232,7 +233,7 @@ class SnapshotStore:
     async def _read(self, key: PartitionKey, entry: Mapping[str, Any]) -> Stored | None:
         if not 0 <= entry["bytes"] <= SNAPSHOT_BLOCK_BYTES * len(entry["crc32"]):
             return None
-        stream = np.empty(entry["bytes"], np.uint8)  # not the pool's, which would keep a size of no other use
+        stream = np.empty(entry["bytes"], np.uint8)  # not from the pool: no other buffer has this size
         at = 0
         for i, checksum in enumerate(entry["crc32"]):
             block = await self._redis.get(_key(key, f"snap:{entry['name']}:{i}"))
@@ -245,7 +246,7 @@ class SnapshotStore:
         head, body = decode_head(stream)
         arrays: list[AnyArray] = []
         for dtype, size in head["arrays"]:
-            # Each array gets memory of its own, so that a later version frees what it no longer shares.
+            # Each array gets its own buffer, so that later versions can free those that they no longer share.
             array = self._pool.take_bytes(size, shared=not arrays)  # the first one is the values
             array[:] = stream[body : body + size]
             arrays.append(array.view(dtype))
@@ -255,9 +256,10 @@ class SnapshotStore:
     async def _sweep(
         self, key: PartitionKey, token: Token, manifest: Sequence[Mapping[str, Any]], pending: Iterable[bytes | str]
     ) -> None:
-        """Deletes blocks that a writer left behind before it could switch the manifest.
+        """Delete the blocks of snapshots that were abandoned before the manifest was switched.
 
-        What a newer owner writes looks just so, and its manifest may name it by now: who was replaced deletes nothing.
+        A newer owner's unfinished snapshot looks the same, and its manifest may name it by now; so for an owner that
+        was replaced the script deletes nothing.
         """
         named = {e["name"] for e in manifest}
         scripts: list[Script] = []
@@ -277,7 +279,7 @@ class SnapshotStore:
 
 
 def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | None) -> list[dict[str, Any]]:
-    """The snapshots that a manifest names; raises CorruptState if they cannot be told."""
+    """Return the entries of a manifest, newest first; raises CorruptState if it is lost or damaged."""
     if text is not None:
         return read_manifest(text, f"the manifest of partition {key}")
     if saved is not None:

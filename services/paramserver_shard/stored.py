@@ -1,6 +1,6 @@
-"""The bytes of stored snapshots: a manifest, and a stream of a head and arrays that is cut into blocks.
+"""Byte format of stored snapshots: a manifest, and a stream of head and arrays that is cut into blocks.
 
-Format 1.1.  One minor older is read: 1.0 had a manifest that was a bare list, without a checksum, and knew no journal.
+This is format 1.1. Format 1.0 is still read: its manifest was a bare list without a checksum, and it had no journal.
 """
 
 import json
@@ -26,7 +26,7 @@ Entry = Mapping[str, Any]
 
 
 def newer(what: str, found: object) -> PsError:
-    """The error for something stored in a format that this version does not know."""
+    """Make the error for something stored in a format that this version does not know."""
     text = "1.0" if found == 1 else str(found)
     return problem(
         "corrupt_state",
@@ -36,13 +36,13 @@ def newer(what: str, found: object) -> PsError:
 
 
 def pack_manifest(entries: Sequence[Entry]) -> str:
-    """The manifest that names these snapshots, newest first."""
+    """Encode the manifest of these snapshots, newest first."""
     document = {"format": FORMAT, "crc32": _entries_crc(entries), "snapshots": list(entries)}
     return json.dumps(document, separators=(",", ":"))
 
 
 def read_manifest(text: bytes | str, what: str) -> list[dict[str, Any]]:
-    """The snapshots that a manifest names; raises CorruptState where it is damaged or of a newer format."""
+    """Decode the entries of a manifest; raises CorruptState if it is damaged or of a newer format."""
     try:
         document = json.loads(text)
         if isinstance(document, list):  # 1.0
@@ -68,14 +68,14 @@ def _entries_crc(entries: Any) -> int:
 
 
 def encode_head(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> bytes:
-    """What a stream begins with: length, msgpack map, zeros up to a multiple of 64."""
+    """Encode the start of a stream: length, msgpack map, zeros up to a multiple of 64 bytes."""
     packed = msgpack.packb({"format": FORMAT, "head": head, "arrays": [[a.dtype.str, a.nbytes] for a in arrays]})
     size = 4 + len(packed)
     return b"".join((struct.pack("<I", len(packed)), packed, bytes(-size % _ALIGN)))
 
 
 def decode_head(stream: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
-    """(head, where the arrays begin) of a stream whose blocks were whole; raises CorruptState for a newer format."""
+    """Return (head, offset of the arrays) of a stream with intact blocks; raises CorruptState for a newer format."""
     (size,) = struct.unpack("<I", stream[:4].tobytes())
     head = msgpack.unpackb(stream[4 : 4 + size].tobytes(), strict_map_key=False)
     if head.get("format") not in _READ:
@@ -84,7 +84,7 @@ def decode_head(stream: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
 
 
 def blocks_of(head: bytes, arrays: Sequence[AnyArray]) -> Iterator[bytes]:
-    """The stream in pieces of at most SNAPSHOT_BLOCK_BYTES."""
+    """Yield the stream in blocks of at most `SNAPSHOT_BLOCK_BYTES`."""
     block: list[memoryview] = []
     room = SNAPSHOT_BLOCK_BYTES
     for piece in (memoryview(head), *(a.data.cast("B") for a in arrays)):
@@ -100,6 +100,6 @@ def blocks_of(head: bytes, arrays: Sequence[AnyArray]) -> Iterator[bytes]:
 
 
 def next_block(blocks: Iterator[bytes]) -> tuple[bytes, int] | None:
-    """The next block with its checksum; copying and summing 4 MiB is too long for the event loop."""
+    """Return the next block and its CRC-32, or None; runs in a thread, since 4 MiB would block the event loop."""
     block = next(blocks, None)
     return None if block is None else (block, zlib_ng.crc32(block))

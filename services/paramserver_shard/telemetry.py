@@ -1,4 +1,4 @@
-"""What a shard counts: for Prometheus, and in short for its heartbeats."""
+"""Metrics of a shard: for Prometheus, and a summary for its heartbeats."""
 
 from collections import deque
 from collections.abc import Callable
@@ -47,19 +47,19 @@ JOURNAL_WAITING: Final = Gauge("paramserver_journal_waiting_bytes", "Bytes of jo
 _BY_MODEL: Final = (DUPLICATES, PULLS, RECEIVED, SENT, PUSH_S, PULL_S, LAG)
 
 INTERVAL_S: Final = 0.9
-"""Rates are taken anew after so long, a little less than the time between two heartbeats."""
+"""Rates are recomputed at most this often; a little less than the heartbeat interval."""
 RATE_INTERVALS: Final = 3
-"""A rate is over so many intervals: who looks once a second misses no burst, though a heartbeat come between."""
+"""Intervals that a rate covers, so that polling once a second misses no burst even if a heartbeat comes between."""
 RECENT_S: Final = 10.0
-"""Times and lags of a heartbeat are of the requests of so long."""
+"""Time span that the durations and lags in a heartbeat cover."""
 TIMES_KEPT: Final = 1024
 LAGS_TOLD: Final = 256
-"""Workers of a model whose lag a heartbeat tells."""
+"""Most workers per model whose lag is in a heartbeat."""
 STATES: Final = ("applied", "staged", "buffered")
 
 
 class _Times:
-    """How long the newest requests took."""
+    """Durations of the newest requests."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
@@ -68,7 +68,7 @@ class _Times:
         self._kept.append((now, seconds))
 
     def quantiles(self, now: float) -> tuple[float, float] | None:
-        """(median, 99th percentile) in seconds of the last 10 s; None without a request."""
+        """Return (median, 99th percentile) in seconds over the last 10 s; None without a request."""
         while self._kept and self._kept[0][0] < now - RECENT_S:
             self._kept.popleft()
         if not self._kept:
@@ -79,7 +79,7 @@ class _Times:
 
 @dataclass(slots=True)
 class _Lag:
-    """Version lag of one worker's newest pushes."""
+    """Version lag of one worker's recent pushes."""
 
     at: float = 0.0
     mean: float = 0.0
@@ -88,7 +88,7 @@ class _Lag:
 
 
 class _Flow:
-    """What one model's pushes and pulls came to."""
+    """Totals, durations and lags of one model's pushes and pulls."""
 
     def __init__(self, model: str, since_s: float) -> None:
         self.pushes = 0
@@ -101,13 +101,13 @@ class _Flow:
         self.pull_times = _Times()
         self.lags: dict[str, _Lag] = {}
         self._marks = deque([(since_s, self._totals())], RATE_INTERVALS)
-        """The sums at the beginning of the last intervals."""
+        """(time, totals) at the start of each of the last intervals."""
 
     def _totals(self) -> tuple[int, ...]:
         return self.pushes, self.pulls.total, self.received.total, self.sent.total
 
     def rates(self, now: float) -> dict[str, Any]:
-        """The numbers that a heartbeat tells, over the last intervals; a new one begins."""
+        """Return the numbers for a heartbeat over the last intervals, and start a new interval."""
         totals = self._totals()
         since_s, before = self._marks[0]
         self._marks.append((now, totals))
@@ -131,7 +131,7 @@ class _Flow:
 
 
 class Telemetry:
-    """Totals, and what heartbeats say of the last seconds."""
+    """Prometheus totals, and recent rates for heartbeats."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -143,7 +143,7 @@ class Telemetry:
     def pushed(
         self, done: PushDone, size_bytes: int, began_s: float, worker: str | None = None, lag: int | None = None
     ) -> None:
-        """A push that began to arrive at `began_s` is answered now; `lag` as `frame_lag` or `name_lag` give it."""
+        """Count a push accepted now that began to arrive at `began_s`; `lag` is from `frame_lag` or `name_lag`."""
         model = done.model.name
         now, flow = self.clock(), self._flow(model)
         PUSHES.labels(model, done.state).inc()
@@ -160,7 +160,7 @@ class Telemetry:
             known.at, known.total, known.count = now, known.total + lag, known.count + 1
 
     def pulled(self, model: str, size_bytes: int, began_s: float) -> None:
-        """A pull that came at `began_s` is answered now."""
+        """Count a pull answered now that arrived at `began_s`."""
         now, flow = self.clock(), self._flow(model)
         flow.pulls.inc()
         flow.sent.inc(size_bytes)
@@ -174,7 +174,7 @@ class Telemetry:
         return flow
 
     def forget(self, model: str) -> None:
-        """The model is gone: its series end, so that their number stays bounded by the models there are."""
+        """Remove the series of a deleted model, so that their number stays bounded by the existing models."""
         self._flows.pop(model, None)
         for state in STATES:
             _remove(PUSHES, model, state)
@@ -182,12 +182,12 @@ class Telemetry:
             _remove(metric, model)
 
     def rates(self) -> dict[str, Any]:
-        """What a heartbeat tells, of the three seconds before; asking within one gives the same again.
+        """Return the metrics for a heartbeat, over the last three seconds; recomputed at most every `INTERVAL_S`.
 
-        Of the process `cpu_cores` (1.0 is one processor) and `rss_bytes`; of all models and of each one in `models`
-        `pushes_per_s`, `pulls_per_s`, `in_bytes_per_s` and `out_bytes_per_s`; of each model also `push_p50_s`,
-        `push_p99_s`, `pull_p50_s`, `pull_p99_s` over the last 10 s where there was one, and `lag`: the mean version lag
-        of each worker's pushes.
+        For the process: `cpu_cores` (1.0 is one processor) and `rss_bytes`. In total and for each model in `models`:
+        `pushes_per_s`, `pulls_per_s`, `in_bytes_per_s`, `out_bytes_per_s`. For each model also `push_p50_s`,
+        `push_p99_s`, `pull_p50_s`, `pull_p99_s` if it had such requests in the last 10 s, and `lag`: the mean version
+        lag of each worker's pushes.
         """
         now = self.clock()
         if now - self._since >= INTERVAL_S:
@@ -195,14 +195,14 @@ class Telemetry:
             sums = ("pushes_per_s", "pulls_per_s", "in_bytes_per_s", "out_bytes_per_s")
             total = {name: round(sum(m[name] for m in models.values()), 2) for name in sums}
             self._rates = {**self._usage.look(), **total, "models": models}
-            # A model that said nothing but zeros is left out until it has more to tell.
+            # A model with nothing but zeros is left out until it has traffic again.
             self._flows = {m: f for m, f in self._flows.items() if any(models[m].values())}
             self._since = now
         return dict(self._rates)
 
 
 def frame_lag(done: PushDone, frame: PushFrame) -> int | None:
-    """Version lag of a push that was applied: the largest over its parts; None where it cannot be told."""
+    """Return the version lag of an applied push, the largest over its parts; None if unknown or a duplicate."""
     if done.state != "applied" or done.duplicate:
         return None
     bases = {p.partition: p.base for p in frame.parts}
@@ -215,7 +215,7 @@ def frame_lag(done: PushDone, frame: PushFrame) -> int | None:
 
 
 def name_lag(done: PushDone, base_version: object) -> int | None:
-    """Version lag of a push by name that was applied; None where it named no base."""
+    """Return the version lag of an applied push by name; None without a base version or for a duplicate."""
     if done.state != "applied" or done.duplicate or not isinstance(base_version, int):
         return None
     return max(0, done.version - 1 - base_version)

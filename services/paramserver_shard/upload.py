@@ -1,7 +1,7 @@
-"""One request to a scheduler whose body grows line by line, for as long as the connection lasts.
+"""One HTTP request to a scheduler with a streamed body: lines are sent as they come while the connection lasts.
 
-A request for each line would cost either side ten times as much.  What answers such a request ends it: a refusal, or a
-scheduler that stops.
+One request per line would cost both sides ten times as much. Any response ends the request: a refusal, or a scheduler
+that is stopping.
 """
 
 import asyncio
@@ -19,26 +19,26 @@ log = logging.getLogger("paramserver.shard")
 
 CONNECT_S: Final = 2.0
 BUFFER_BYTES_MAX: Final = 1 << 20
-"""What may wait to be sent; a scheduler that takes no more than that stands still."""
+"""Most bytes in the send buffer; beyond that the scheduler is taken to be hanging, and the request is aborted."""
 
 
 class Upload(asyncio.Protocol):
-    """One such request; `open` begins it, `close` breaks it off."""
+    """One streamed request: `open` starts it, `close` aborts it."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.over = False
-        """Nothing can be sent any more."""
+        """Whether the request has ended, so that nothing more can be sent."""
         self.status = 0
-        """Of the answer; 0 without one."""
+        """Status code of the response; 0 without one."""
         self.schedulers = ""
-        """Which ones there are, if the answer says so."""
+        """The schedulers named by the response's header, if any."""
         self._changed = changed
         self._transport: asyncio.Transport | None = None
         self._answer = httptools.HttpResponseParser(self)
 
     @classmethod
     async def open(cls, url: str, credentials: Credentials, changed: Callable[[], None]) -> Self:
-        """A request to that URL, of which the head is sent; `changed` is called when it is over.  Raises OSError."""
+        """Connect and send the request's headers; `changed` is called when the request is over. Raises OSError."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         async with asyncio.timeout(CONNECT_S):
@@ -56,7 +56,7 @@ class Upload(asyncio.Protocol):
         return upload
 
     def send(self, data: bytes) -> None:
-        """Sends some of the body; what does not get through any more is seen by `over`."""
+        """Send a piece of the body; dropped if the request is over."""
         assert self._transport is not None
         if not self.over:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -64,15 +64,15 @@ class Upload(asyncio.Protocol):
                 self.close()
 
     def close(self) -> None:
-        """Breaks the request off."""
+        """Abort the request."""
         if self._transport is not None:
             self._transport.abort()
         self._end()
 
-    # -- what asyncio calls
+    # -- callbacks of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -84,7 +84,7 @@ class Upload(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
 
-    # -- what the parser calls
+    # -- callbacks of the response parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower().decode("latin-1") == SCHEDULERS:
