@@ -1,11 +1,12 @@
-"""The journals of partitions in Redis: what their owners executed, in order, one stream each, under the owner token.
+"""The journals of partitions in Redis: one stream each of the commands that were executed, fenced by the owner token.
 
 Keys of partition `{NAME.GENERATION/INDEX}`: `…:journal`, a stream whose entry `LSN-0` holds `h` (format, CRC-32 and a
-msgpack head) and `d` (the arrays, end to end), and `…:lsn`, the last lsn, by which a lost end is noticed.  Snapshots
-cut off the beginning (`store`).
+msgpack head) and `d` (the arrays, end to end), and `…:lsn`, the last lsn, which shows when the end of the stream is
+lost.  Snapshots truncate its beginning (`store`).
 
-A group commit is one script for many partitions, or several in turn.  For each it compares the owner token, leaves out
-what is there already, so that a write which timed out is simply repeated, and adds the rest.
+A group commit is one script call for many partitions, or several calls in turn.  For each partition the script compares
+the owner token, skips entries that are there already, so that a write that timed out is simply repeated, and appends
+the rest.
 """
 
 import asyncio
@@ -27,18 +28,18 @@ from paramserver_node import redis as node_redis
 from paramserver_shard.scripts import Script, ScriptRunner
 
 FORMAT: Final = "1.1"
-"""Of an entry; `1.0` had no journal."""
+"""Format of an entry; `1.0` had no journal."""
 _INLINE_BYTES: Final = 1 * MIB
-"""Up to so many bytes are summed on the event loop itself."""
+"""Groups of at most this size are encoded on the event loop, larger ones in a thread."""
 _PAGE_BYTES: Final = 16 * MIB
 _PAGE_ENTRIES_MAX: Final = 1024
 _PAGE_GROWTH: Final = 4
-"""How many times as many entries the next page may have: those after small ones may be large."""
+"""The next page may have at most this many times as many entries: large ones may follow small ones."""
 
 _Page = Sequence[tuple[bytes, dict[bytes, bytes]]]
 
 # KEYS: for each partition token, lsn, journal.  ARGV: for each partition its owner token, the number of entries, and
-# (lsn, head, data) of each.  Returns one verdict for each partition.
+# (lsn, head, data) of each.  Returns one verdict per partition.
 _APPEND: Final = """
 local out, at = {}, 1
 for k = 1, #KEYS, 3 do
@@ -68,25 +69,25 @@ return out
 """
 
 
-# A write: a Redis that is full or read-only would answer a PING.
+# A write, because a Redis that is full or read-only still answers PING.
 _PROBE: Final = "redis.call('SET', KEYS[1], '', 'PX', 1) return 0"
 
 
 class Verdict(IntEnum):
-    """What became of one partition's entries."""
+    """The result of appending one partition's entries."""
 
     WRITTEN = 0
     EMPTIED = 1
-    """Redis has an older owner token or none: it was emptied or went back, and its leader will seed it again."""
+    """Redis has an older owner token or none: it was emptied or rolled back, and the leader will seed it again."""
     FENCED = 2
     """Another owner has taken the partition."""
     GAP = 3
-    """Redis lacks earlier entries that it once had: only a snapshot can go on from here."""
+    """Redis lacks earlier entries that it once had: only a new snapshot can replace them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Entries of one partition under one token, in order and without holes."""
+    """Entries of one partition under one token, in order and without gaps."""
 
     key: PartitionKey
     token: Token
@@ -94,18 +95,18 @@ class Batch:
 
 
 class Journal:
-    """Writes and reads the streams.  Raises RedisError or OSError when Redis does not answer; callers repeat."""
+    """Writes and reads the streams.  Raises RedisError or OSError when Redis does not answer; callers retry."""
 
     def __init__(self, redis: Redis, scripts: ScriptRunner) -> None:
-        """`redis` is a client without timeouts of its own, as that of `scripts`."""
+        """`redis` is a client without timeouts of its own, like that of `scripts`."""
         self._redis = redis
         self._scripts = scripts
 
     async def append(self, batches: Sequence[Batch], *, fsync: bool) -> list[Verdict]:
-        """Writes these batches, and with `fsync` waits until they are on the disk; one verdict for each.
+        """Append these batches, with `fsync` wait until they are on disk, and return one verdict for each.
 
-        Nothing is known of any of them when it raises; then it is called again with the same batches before any other.
-        Raises as `ScriptRunner.run` does.
+        Raises as `ScriptRunner.run` does.  The outcome of all batches is unknown then, and the caller repeats their
+        entries before any later ones.
         """
         size = sum(e.nbytes for b in batches for e in b.entries)
         inline = size <= _INLINE_BYTES
@@ -117,11 +118,11 @@ class Journal:
         return verdicts
 
     async def probe(self, *, fsync: bool) -> None:
-        """Raises as `append` does when nothing could be written now."""
+        """Check that entries can be written now.  Raises as `append` does if not."""
         await self._scripts.run([Script(_PROBE, ["ps:probe"], [])], fsync=fsync)
 
     async def read(self, key: PartitionKey, after: int) -> list[JournalEntry]:
-        """All entries above lsn `after`, each checked; raises CorruptState where one is damaged or missing."""
+        """Return all entries above lsn `after`, checked.  Raises CorruptState if one is damaged or missing."""
         async with node_redis.patience(0):
             text = await self._redis.get(f"{{{key}}}:lsn")
         try:
@@ -134,7 +135,7 @@ class Journal:
         count = 1
         while last > after + len(entries):
             start = f"({after + len(entries)}-0"
-            async with node_redis.patience(PARTITION_BYTES_MAX):  # a single entry can be of a whole partition
+            async with node_redis.patience(PARTITION_BYTES_MAX):  # one entry can hold a whole partition
                 page: _Page = await self._redis.xrange(f"{{{key}}}:journal", min=start, count=count)  # type: ignore[assignment]
             if not page:
                 break
@@ -155,13 +156,15 @@ def _damaged(key: PartitionKey, what: str) -> PsError:
 
 
 def _encoded(batches: Sequence[Batch]) -> tuple[list[Script], list[int]]:
-    """The scripts that write the batches, none of which keeps Redis busy for long; and for each of their verdicts the
-    number of its batch, of which one script may have a beginning and the next ones what follows."""
+    """Build the script calls that write the batches, split so that none blocks Redis for long.
+
+    Also returns the batch number of each verdict of these calls: a batch that is split over several has one in each.
+    """
     out: list[Script] = []
     of: list[int] = []
     room = 0
     for number, batch in enumerate(batches):
-        count_at = 0  # of this batch in the newest script; it has none there yet
+        count_at = 0  # index of this batch's entry count in the newest call's args; 0: not begun there
         for entry in batch.entries:
             if room <= 0:
                 out.append(Script(_APPEND, [], []))
@@ -179,7 +182,7 @@ def _encoded(batches: Sequence[Batch]) -> tuple[list[Script], list[int]]:
 
 
 def encode(entry: JournalEntry) -> tuple[bytes, bytes | memoryview]:
-    """The two fields of an entry: `h` and `d`."""
+    """Encode an entry as its two fields `h` and `d`."""
     arrays = [np.ascontiguousarray(a) for a in entry.arrays]
     head = msgpack.packb(
         {
@@ -197,7 +200,7 @@ def encode(entry: JournalEntry) -> tuple[bytes, bytes | memoryview]:
 
 
 def decode(key: PartitionKey, lsn: int, fields: dict[bytes, bytes]) -> JournalEntry:
-    """The entry that `encode` wrote; raises CorruptState where it is damaged, or of a newer format."""
+    """Decode an entry that `encode` wrote.  Raises CorruptState if it is damaged or of another format."""
     try:
         stored, checksum, head = msgpack.unpackb(fields[b"h"])
         data = fields[b"d"]
