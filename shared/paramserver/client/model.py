@@ -1,4 +1,4 @@
-"""A model, as the blocking client sees it."""
+"""A model of the blocking client."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """One model of the cluster.  Nothing is asked before the first call; safe to share between threads."""
+    """One model of the cluster.  Sends nothing before the first call; safe to share between threads."""
 
     def __init__(self, client: "Client", name: str, codec: Codec | None = None) -> None:
         self._client = client
@@ -51,16 +51,16 @@ class Model:
         copy: bool = True,
         timeout: float | None = None,
     ) -> Params:
-        """The present values, as arrays of the caller's own.
+        """Pull the current values, as arrays that the caller owns.
 
         Args:
             names: parameter names or patterns; None: all.
-            ranges: flat element ranges [start, stop) of some parameters, which then come 1-D.
-            out: an earlier pull of the same selection, whose memory is used again.
+            ranges: flat element ranges [start, stop) of some parameters, whose arrays are then 1-D.
+            out: an earlier pull of the same selection, whose memory is reused.
             dtype: "float16", "bfloat16", "float32" or "float64"; None: the parameters' own.
             min_version: the version every partition must have reached, within `wait_s` seconds.
-            copy: False for read-only arrays shared by all threads of this client; those at hand are returned without
-                asking the cluster if `min_version` is given and they are new enough.
+            copy: False for read-only arrays shared by all threads of this client; if `min_version` is given and those
+                of an earlier pull are new enough, they are returned without a request.
 
         Raises NotFoundError, ConflictError (`version_not_reached`), Unavailable.
         """
@@ -90,18 +90,18 @@ class Model:
         """Push a gradient; it is applied exactly once on every partition it touches.
 
         Args:
-            grads: arrays under parameter names, each of its parameter's shape, or one flat vector of the whole model.
-            base: the pull that the gradient was computed from; version lag is counted from it.
-            weight: factor of the gradient.  A mean is divided by the number of its contributions, not by their weights:
-                for one over samples of unequal batches it is own batch / mean batch.
-            ranges: flat element ranges; the arrays of those parameters are then 1-D with just these elements.
-            dtype: in which the elements travel; None: float16 and bfloat16 as they are, everything else as float32.
-            codec: how they travel, instead of a dtype: "fp16", "bf16+zstd", "fp32+lz4" (docs/codecs.md); "int8" and
-                "topk" are for workers, which remember what those leave out.
-            ack: ask for more than the model's acknowledgement level.
+            grads: arrays by parameter name, each of its parameter's shape, or one flat vector of the whole model.
+            base: the pull that the gradient was computed from; the version lag is counted from it.
+            weight: factor of the gradient.  Means are divided by the number of contributions, not by the sum of their
+                weights: for a mean over samples of unequal batches, use own batch size / mean batch size.
+            ranges: flat element ranges; the arrays of those parameters are then 1-D and hold only these elements.
+            dtype: dtype in which the elements are sent; None: float16 and bfloat16 as they are, all others as float32.
+            codec: encoding in which they are sent, instead of a dtype: "fp16", "bf16+zstd", "fp32+lz4"
+                (docs/codecs.md); "int8" and "topk" are for workers, which add what these leave out to the next push.
+            ack: a higher acknowledgement level than the model's own.
 
-        Raises RequestError listing everything that is wrong with it, before anything is sent; ConflictError
-        (`worker_required`) in sync and ssp mode; Unavailable, of which InDoubt says that it may have been applied.
+        Raises RequestError listing everything that is wrong, before anything is sent; ConflictError (`worker_required`)
+        in sync and ssp mode; Unavailable, or its subclass InDoubt if the push may have been applied.
         """
         client = self._client
         terms = {"weight": weight, "ack": ack, "base": base}
@@ -124,7 +124,7 @@ class Model:
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
-        """Push a gradient and get the values that the model has then, in one round trip."""
+        """Push a gradient and return the values after it, in one round trip if the gradient covers the whole model."""
         client = self._client
         terms = {"weight": weight, "base": base}
         options = {"ranges": ranges, "dtype": dtype, "codec": codec_of(codec, dtype, self._codec), "out": out}
@@ -135,14 +135,14 @@ class Model:
         )
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
-        """Arrays to compute gradients in: what is pushed from them need not be copied on the shard's own machine.
+        """Return arrays to compute gradients in; on the shard's own machine, pushing them needs no copy.
 
             grads = model.gradients()
             while training:
                 backward(values, out=grads)          # grads["w"][...] = ..., or into grads.flat
                 model.push(grads)
 
-        Elsewhere they are plain arrays.  Several can be had, to fill one while another is pushed.
+        Elsewhere they are plain arrays.  Each call returns new ones, so one set can be filled while another is pushed.
         """
         client = self._client
         return client.run(client.cluster.gradients(self.name, client.deadline(timeout)))
@@ -155,10 +155,10 @@ class Model:
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Worker:
-        """A worker of this model, to be used in a `with` statement.
+        """Return a worker of this model, to be used in a `with` statement.
 
-        A `name` that was used before takes that worker's place, epoch and state.  `codec` is how its gradients travel
-        unless a push says otherwise: "int8", "topk:0.01", "bf16+zstd" (docs/codecs.md).
+        A `name` that was used before takes over that worker's place and state, under a higher epoch.  `codec` encodes
+        its gradients unless a push names another: "int8", "topk:0.01", "bf16+zstd" (docs/codecs.md).
         """
         return Worker(self._client, self.name, name, rank, timeout, codec_of(codec, None, self._codec))
 
@@ -173,7 +173,7 @@ class Model:
         timeout: float | None = None,
         **fields: Any,
     ) -> None:
-        """Change settings while it trains; in force within a second, in sync at one and the same clock.
+        """Change settings during training; they take effect within a second, in sync at the same clock everywhere.
 
         `fields` are single settings of the optimizer, such as `lr=0.05`; `params` changes `lr_scale`, `weight_decay`
         and `trainable` of parameters.
@@ -184,23 +184,23 @@ class Model:
         client.run(control.patch_model(client.cluster, self.name, patch, client.deadline(timeout)))
 
     def assign(self, values: Mapping[str, Any], *, timeout: float | None = None) -> None:
-        """Give parameters new values, each of its parameter's shape; optimizer state stays."""
+        """Set parameters to new values, each of its parameter's shape; optimizer state is kept."""
         self._client.run(control.assign(self._client.cluster, self.name, values, self._client.deadline(timeout)))
 
     def info(self, *, timeout: float | None = None) -> dict[str, Any]:
-        """The model's document: spec, clock, versions and owner of each partition."""
+        """Return the model's document: spec, clock, and the version and owner of each partition."""
         return dict(self._client.run(control.fetch(model_path(self.name), self._client.deadline(timeout))))
 
     def delete(self, *, timeout: float | None = None) -> None:
-        """Remove the model with its values; checkpoints on disk stay."""
+        """Delete the model with its values; checkpoints on disk are kept."""
         self._client.run(control.delete_model(self._client.cluster, self.name, self._client.deadline(timeout)))
 
     def checkpoint(
         self, path: str | os.PathLike[str], *, overwrite: bool = False, timeout: float | None = None
     ) -> dict[str, Any]:
-        """Write a checkpoint to a folder of this machine; its manifest.
+        """Write a checkpoint to a folder on this machine and return its manifest.
 
-        Raises ConflictError (`conflict`) if the folder is there and may not be replaced.
+        Raises ConflictError (`conflict`) if the folder exists and may not be replaced.
         """
         client = self._client
         deadline = client.deadline(timeout)
@@ -209,11 +209,11 @@ class Model:
         )
 
     def workers(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The model's workers, by rank, with clocks and heartbeat ages."""
+        """Return the model's workers, by rank, with clocks and heartbeat ages."""
         return self._listed("workers", timeout)
 
     def metrics(self, name: str, *, timeout: float | None = None) -> list[Point]:
-        """The points of one metric that workers have reported, oldest first: (time_s, clock, worker, value)."""
+        """Return the reported points of one metric, oldest first: (time_s, clock, worker, value)."""
         return self._client.run(control.metric_points(self.name, name, self._client.deadline(timeout)))
 
     def add_tasks(
@@ -228,35 +228,35 @@ class Model:
         static: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Register a dataset as ranges that workers lease; the same again changes nothing.
+        """Register a dataset as ranges that workers lease; repeating the same call changes nothing.
 
-        Either `size` elements in pieces of `chunk`, or `ranges`.  They are worked through `epochs` times (None: for
-        ever).  `static`: each range always goes to the same rank.
+        Give either `size` elements in ranges of `chunk`, or `ranges`.  There are `epochs` passes over them (None:
+        without end).  `static`: each range always goes to the same rank.
         """
         body = control.dataset_document(dataset, size, chunk, ranges, uri, epochs, "static" if static else "dynamic")
         self._client.run(control.send("POST", model_path(self.name, "tasks"), body, self._client.deadline(timeout)))
 
     def tasks(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The datasets, with how much of each is free, leased and done."""
+        """Return the datasets, with how much of each is free, leased and done."""
         return self._listed("tasks", timeout)
 
     def evaluate(self, *, timeout: float | None = None) -> None:
-        """Ask for an evaluation at the present clock, which the next worker that looks makes."""
+        """Request an evaluation at the current clock; the next worker that checks for one performs it."""
         path = model_path(self.name, "evaluations")
         self._client.run(control.send("POST", path, None, self._client.deadline(timeout)))
 
     def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """Have the cluster write a checkpoint below its own state directory; its document."""
+        """Have the cluster write a checkpoint below its own state directory; return its document."""
         path = model_path(self.name, "checkpoints")
         body = {} if name is None else {"name": name}
         return dict(self._client.run(control.once(path, body, self._client.deadline(timeout))))
 
     def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The checkpoints that the cluster keeps of this model."""
+        """Return the checkpoints of this model that the cluster keeps."""
         return self._listed("checkpoints", timeout)
 
     def restore(self, checkpoint: str = "latest", *, timeout: float | None = None) -> None:
-        """Set the model to a checkpoint that the cluster keeps: its name, `latest` or `best`."""
+        """Restore a checkpoint that the cluster keeps, given by its name, `latest` or `best`."""
         path = model_path(self.name, "restore")
         body = {"checkpoint": checkpoint}
         self._client.run(control.once(path, body, self._client.deadline(timeout)))
@@ -274,7 +274,7 @@ def push_numbered(
     terms: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Call[Pushed]:
-    """A push of a sender that joined nothing."""
+    """Push as a sender that has not joined."""
     push_id = yield from numbers.take(deadline)
     try:
         return (yield from transfer.push(cluster, model, deadline, grads, PushTerms(push_id, **terms), **options))
@@ -293,7 +293,7 @@ def pushpull_numbered(
     terms: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Call[Params]:
-    """A pushpull of a sender that joined nothing."""
+    """Push and pull as a sender that has not joined."""
     push_id = yield from numbers.take(deadline)
     try:
         call = transfer.pushpull(cluster, model, deadline, grads, PushTerms(push_id, **terms), **options)

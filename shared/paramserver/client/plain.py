@@ -2,7 +2,7 @@
 
 The native client does not work in a process that was forked after the parent had used it; this slower one takes its
 place there.  A connection serves one request at a time and is kept for the next, unless the node closes it.  If a kept
-connection breaks, only a request that changes nothing is sent again, because the node may have carried it out.
+connection breaks, only a request that changes nothing is sent again, because the node may have carried out the first.
 """
 
 import http.client

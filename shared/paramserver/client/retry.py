@@ -1,8 +1,8 @@
-"""Which failures pass and when to try again: deadline, backoff, and what an answer asks for.
+"""Retries: which failures are temporary, how long to back off, and what to raise at the deadline.
 
 Backoff is exponential with full jitter (M. Brooker, "Exponential Backoff And Jitter", AWS 2015): a random time up to
-50 ms, doubling with each try up to 2 s, never less than the `retry_after_s` an answer quotes (plus jitter).
-A request is always sent again as it was, push id included, so that its second delivery is a duplicate.
+50 ms, doubling with each retry up to 2 s, on top of the `retry_after_s` that an answer asks for.  A request is always
+sent again unchanged, push id included, so that its second delivery is a duplicate.
 """
 
 import random
@@ -19,23 +19,23 @@ _random = random.Random()
 
 
 class Backoff:
-    """The pauses of one call, and whether it may pause again."""
+    """The retry state of one call."""
 
     def __init__(self, deadline: Deadline, rng: random.Random = _random, *, reads: bool = False) -> None:
         self.deadline = deadline
         self.reads = reads
-        """Whether the call changes nothing, so that there is nothing to be in doubt about."""
+        """Whether the call changes nothing, so that it cannot end in doubt."""
         self.in_doubt = False
-        """Whether an attempt may have been done without our knowing."""
+        """Whether an attempt may have taken effect, in whole or in part."""
         self._rng = rng
         self._began_at = deadline.clock()
         self._tries = 0
-        """How many have failed and were followed by a pause."""
+        """Failed attempts that were followed by a pause."""
         self._answer: PsError | None = None
-        """What the cluster last said, as opposed to its silence."""
+        """The last failure that the cluster answered, as opposed to attempts without an answer."""
 
     def pause(self, error: PsError) -> Pause:
-        """The pause before the next try; raises the call's final error if the deadline would pass first."""
+        """Return the pause before the next attempt.  Raises the call's final error if the deadline comes first."""
         self.in_doubt = self.in_doubt or may_be_done(error)
         if isinstance(error, Unavailable) and not _is_silence(error):
             self._answer = error
@@ -50,9 +50,10 @@ class Backoff:
         return Pause(wait_s)
 
     def final(self, error: PsError) -> PsError:
-        """What to raise when time is up: InDoubt if any attempt may have been done, else the last failure.
+        """Return the error for the deadline: InDoubt if an attempt may have taken effect, else the last failure.
 
-        Its reason is the last that the cluster said, if the last try was met by silence.
+        A call that changes nothing is never in doubt: the code is then that of the last answer, or `unavailable`.  If
+        the last attempt got no answer, the detail begins with that of the last failure that was answered.
         """
         error = self._with_reason(error)
         if self.reads and isinstance(error, InDoubt):
@@ -73,7 +74,7 @@ class Backoff:
 
 
 def passes(error: PsError) -> bool:
-    """Whether the same request may succeed a little later."""
+    """Whether the failure is temporary: the same request may succeed a little later."""
     return isinstance(error, Unavailable)
 
 
@@ -82,21 +83,21 @@ def _is_silence(error: PsError) -> bool:
 
 
 def may_be_done(error: PsError) -> bool:
-    """Whether what was asked for may have been done: the answer is lost, or says that a push was accepted before."""
+    """Whether the request may have taken effect: the answer was lost, or says that the push in it was accepted."""
     return isinstance(error, InDoubt) or "push" in error.members
 
 
 def judged(outcome: Outcome) -> Response | PsError:
-    """A response of 2xx as it is, everything else as its error."""
+    """Return a 2xx response as it is, and anything else as its error."""
     if isinstance(outcome, Response) and outcome.status >= 300:
         return error_of(outcome)
     return outcome
 
 
 def deliver(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Response]:
-    """Send one request until a node has answered for good.
+    """Send a request, retrying temporary failures, and return its 2xx response.
 
-    Raises the PsError of a refusal, or of the last failure once the deadline is near.
+    Raises the PsError of a refusal; when the next attempt would be after the deadline, that of `Backoff.final`.
     """
     backoff = backoff or Backoff(deadline, reads=request.method == "GET")
     while True:

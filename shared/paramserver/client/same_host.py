@@ -1,7 +1,7 @@
-"""What a client holds of the shared memory of shards on its own machine: slots for gradients, leases of values.
+"""The client's side of memory shared with shards on its own machine: slots for gradients, leases of values.
 
-A shard's `unix://` address names the folder of its files (docs/protocol.md).  Everything here falls back by itself: a
-slot or a window that cannot be had only means that bytes travel.
+A shard's `unix://` address names the folder of its files (docs/protocol.md).  All of this is optional: if a slot or a
+mapping is not available, the bytes travel over HTTP.
 """
 
 import logging
@@ -27,15 +27,15 @@ from paramserver.types import F32, AnyArray
 log = logging.getLogger("paramserver")
 
 SLOT_BYTES_MIN: Final = 64 << 10
-"""A smaller gradient costs less to send than to look for a slot."""
+"""Smallest gradient that is worth a slot; less is cheaper to send."""
 _SLOTS_KEPT: Final = 4
 """Idle slots kept for each shard."""
 _FRESH_S: Final = SHARED_LEASE_S * 0.6
-"""A slot idle for longer may be taken back at any moment."""
+"""A slot that has been idle for longer is not used: the shard may take it back at any moment."""
 
 
 def is_same_host(address: str | None) -> bool:
-    """Whether that way leads to a shard whose memory can be mapped."""
+    """Whether this is the address of a shard whose memory can be mapped."""
     return address is not None and address.startswith(SCHEME) and POSSIBLE
 
 
@@ -49,7 +49,7 @@ def _path(address: str, file: str) -> str:
 
 @dataclass(slots=True)
 class Slot:
-    """Memory of a shard that this client writes a gradient into."""
+    """A shard's memory, lent to this client to write gradients into."""
 
     address: str
     file: str
@@ -57,11 +57,11 @@ class Slot:
     """1-D uint8, writable."""
     used_at: float
     lies: bool = False
-    """Its pages are those of the arrays that gradients are computed in (see `gradient_arrays`)."""
+    """Whether its pages are mapped into the arrays that gradients are computed in (see `gradient_arrays`)."""
 
     @property
     def path(self) -> str:
-        """The file that it is."""
+        """Path of its file."""
         return _path(self.address, self.file)
 
 
@@ -73,7 +73,7 @@ class _Shard:
 
 
 class Leased(Struct, frozen=True):
-    """Values that one shard lent in place of sending them."""
+    """A lease: values that a shard lent instead of sending them."""
 
     address: str
     number: int
@@ -82,7 +82,7 @@ class Leased(Struct, frozen=True):
 
 
 class SameHost:
-    """Slots and leases of one client; safe between threads.  A forked child has none of its parent's."""
+    """Slots and leases of one client.  Safe between threads; a forked child has none of its parent's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -97,7 +97,7 @@ class SameHost:
         self._dropped: deque[Slot] = deque()
 
     def released(self, address: str | None) -> tuple[int, ...]:
-        """Leases of that shard that are over, to be told with the next request; each is returned once."""
+        """Take the numbers of the shard's ended leases, to report them with the next request."""
         shard = self._shards.get(address or "")
         out: list[int] = []
         with suppress(IndexError):  # another thread may have taken the last one
@@ -106,11 +106,11 @@ class SameHost:
         return tuple(out)
 
     def lenders(self) -> list[str]:
-        """The shards that are to be told of leases."""
+        """Addresses of the shards with ended leases that are not yet reported."""
         return [address for address, shard in list(self._shards.items()) if shard.over]
 
     def slot(self, address: str, size_bytes: int) -> Slot | None:
-        """An idle slot of at least that size."""
+        """Take an idle slot of at least that size; None if there is none."""
         with self._lock:
             self._pick_up()
             idle = self._shard(address).slots
@@ -121,7 +121,7 @@ class SameHost:
             return found
 
     def lent(self, address: str, file: str, size_bytes: int) -> Slot | None:
-        """The slot that the shard has lent; None if it cannot be mapped here."""
+        """Map a slot that the shard has lent; None if it cannot be mapped here."""
         try:
             memory = writable(_path(address, file), size_bytes)
         except (OSError, ValueError) as error:
@@ -130,25 +130,25 @@ class SameHost:
         return Slot(address, file, memory, self._clock())
 
     def fresh(self, slot: Slot) -> bool:
-        """Whether that slot, idle, is surely this client's still."""
+        """Whether an idle slot certainly still belongs to this client."""
         return self._clock() - slot.used_at < _FRESH_S
 
     def touch(self, slot: Slot) -> None:
-        """That slot has been used now."""
+        """Record that the slot was used just now."""
         slot.used_at = self._clock()
 
     def keep(self, slot: Slot) -> None:
-        """That slot is this client's again."""
+        """Make a slot idle that belongs to this client again as of now."""
         self.touch(slot)
         self.idle(slot)
 
     def idle(self, slot: Slot) -> None:
-        """That slot, this client's since it was last used, is to be used by others."""
+        """Make a slot idle, so that other pushes can use it; its time of last use stays."""
         with self._lock:
             self._put(slot)
 
     def dropped(self, slot: Slot) -> None:
-        """The same, told in the middle of whatever a thread does, this object's own methods among it."""
+        """Like `idle`, for finalizers: takes no lock, because they may run in the middle of this object's methods."""
         self._dropped.append(slot)
 
     def _pick_up(self) -> None:
@@ -163,7 +163,7 @@ class SameHost:
         del idle[:-_SLOTS_KEPT]
 
     def returned(self) -> list[Slot]:
-        """All idle slots, which this client has no more use for."""
+        """Take all idle slots, to return them to their shards."""
         with self._lock:
             self._pick_up()
             slots = [s for shard in self._shards.values() for s in shard.slots]
@@ -172,7 +172,7 @@ class SameHost:
         return slots
 
     def hold(self, leased: Sequence[Leased]) -> "Held":
-        """What these leases cover, all partitions side by side."""
+        """Combine leases into one object whose values are in the order of the partitions."""
         for lease in leased:
             self._shard(lease.address)
         pieces = sorted(
@@ -181,12 +181,12 @@ class SameHost:
         return Held(self, self._windows, leased, [(path, size) for _, path, size in pieces])
 
     def done(self, leased: Sequence[Leased]) -> None:
-        """Those leases are over; told by the collector too, in the middle of whatever a thread does."""
+        """End these leases.  Takes no lock, because finalizers call it, too."""
         for lease in leased:
             self._shards.setdefault(lease.address, _Shard()).over.append(lease.number)
 
     def confirmed(self, leased: Sequence[Leased]) -> bool:
-        """Whether a pull, at this moment, would be answered with just what these leases cover."""
+        """Whether a pull, at this moment, would be answered with exactly the values of these leases."""
         return all(self._board(lease.address).confirms(lease.number) for lease in leased)
 
     def _board(self, address: str) -> BoardView:
@@ -203,24 +203,23 @@ class SameHost:
         return found
 
     def _bury(self) -> None:
-        """Let go of what shards that have ended had lent: one that starts anew has another address."""
+        """Forget the shards whose process has ended; a restarted shard has another address."""
         for address, shard in list(self._shards.items()):
             if not (shard.board or BoardView(_folder(address))).lives():
                 self._shards.pop(address, None)
                 self._windows.forget(_folder(address))
 
     def tell(self, error: Exception) -> None:
-        """Say once why memory is not shared."""
+        """Log once why memory is not shared."""
         if not self._told:
             self._told = True
             log.info("shared_memory.unused reason=%s: values travel over HTTP", error)
 
 
 class Held:
-    """Values that shards have lent, all partitions of a pull side by side.
+    """Leased values of all partitions of a pull, in order.
 
-    The leases last as long as this object or any array of it, in the process that was lent them; what cannot be mapped
-    is over when it is dropped.
+    The leases end when this object and all arrays from `values` are gone, in the process that took them.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class Held:
         self._pid = os.getpid()
 
     def values(self) -> F32 | None:
-        """All elements, 1-D, read-only, as a new array; None where they cannot be mapped."""
+        """Return all elements as a new array, 1-D and read-only; None if they cannot be mapped."""
         try:
             values = self._windows.of(self._pieces).values()
         except (OSError, ValueError) as error:
@@ -248,4 +247,4 @@ class Held:
 
 
 def _let_go(held: Held) -> None:
-    """What an array looked at; with the last one it is over."""
+    """Do nothing: as the finalizer of an array, this only keeps `held` alive for as long as the array."""

@@ -29,7 +29,10 @@ def _answers(connected: socket.socket) -> bool:
 
 
 def _shakes_hands(connected: socket.socket, host: str | None) -> bool:
-    """Whether a TLS handshake succeeds.  The certificate is not verified: nothing is sent, and no answer is trusted."""
+    """Return True if a TLS handshake succeeds, else raise OSError.
+
+    The certificate is not verified, because no request is sent and no answer trusted.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with context.wrap_socket(connected, server_hostname=host):

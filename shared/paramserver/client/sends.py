@@ -1,7 +1,7 @@
-"""The sends of one push or pull, to all shards they concern at once, kept until every part is done.
+"""Sends the parts of one push or pull to all their shards at once, and retries until every part is done.
 
-A shard that refuses because it no longer owns a partition, or that cannot be reached, only delays the parts it was to
-have: the map is fetched anew and what is not done yet is sent again, to whoever owns it then, under the same push id.
+A shard that no longer owns a partition, or that cannot be reached, only delays the parts that were for it: the map is
+fetched again, and the parts that are not done are sent to their current owners, under the same push id.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unr
 from paramserver.wire.frame import PullReply, PushReply
 
 REFRESH_S: Final = 2.0
-"""How long a call waits for a new map before it tries again by the old one."""
+"""How long a call waits for a newer map before it retries with the old one."""
 
 
 class Transfer:
-    """The sends of one call, kept until every part is done."""
+    """The state of one push or pull while its parts are sent."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class Transfer:
         self._backoff = Backoff(deadline, reads=reads)
         self._moved = 0
         self._taken: list[int] = []
-        """Partitions that have their part of a push."""
+        """Partitions that have accepted their part of a push."""
         self._states: list[Callable[[], str]] = []
-        """What became of it there."""
+        """One function per good response, which reads the state of the push (`Pushed.state`) from it."""
         self._modes = {held.spec.consistency.mode}
-        """Those that the model was in, as far as is known."""
-        # In sync a push counts on all partitions or on none, which is known at its end.
+        """All modes that the model is known to have been in during this call."""
+        # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
         self._draft = draft if draft is not None and held.spec.consistency.mode != "sync" else None
 
     def groups(self, parts: list[Part]) -> list[tuple[str | None, list[Part]]]:
-        """The parts by the way they take."""
+        """Group parts by route: a shard's address, or None for the URLs that the client was given."""
         out: dict[str | None, list[Part]] = {}
         for part in parts:
             out.setdefault(self.cluster.route(self.held, part.partition), []).append(part)
@@ -66,10 +66,10 @@ class Transfer:
         outgoing: Outgoing | None = None,
         state: Callable[[int, Response], str] | None = None,
     ) -> Call[tuple[list[tuple[int, Response]], list[Part]]]:
-        """Sort outcomes into the good ones (index, response) and the parts to send again, after a pause if any.
+        """Return the good outcomes as (index, response), and the parts to send again; backs off first if needed.
 
-        `state`: of a push, what became of it by the answer of that index.
-        Raises the first refusal that trying again cannot change, or the failure that outlasted the deadline.
+        `state` reads the state of a push from the response of that index.  Raises the first refusal that a retry cannot
+        change, or the error of `Backoff.final` at the deadline.
         """
         good: list[tuple[int, Response]] = []
         again: list[Part] = []
@@ -91,7 +91,7 @@ class Transfer:
                 stale = True
                 failures.append(result)
             elif result.code == "slot_gone":
-                continue  # another slot is asked for at once
+                continue  # retried at once with another slot
             elif passes(result):
                 stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
                 if to is not None and isinstance(result, Unreachable):
@@ -113,7 +113,7 @@ class Transfer:
         if failures:
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
             self._moved += 1
-            if not moved_once:  # a first 421 is answered at once with a fresh map; everything else waits
+            if not moved_once:  # a first 421 only needs a fresh map; every other failure backs off
                 yield self._backoff.pause(failures[0])
             if stale:
                 yield from self._refresh()
@@ -121,9 +121,10 @@ class Transfer:
         return good, again
 
     def _raise_in_part(self, refused: PsError) -> None:
-        """Raise InDoubt where others have, or may have, what one shard refuses: pushed again it counts twice there.
+        """Raise InDoubt if other shards have, or may have, accepted the push that one has refused.
 
-        Where it is only staged it counts on all partitions or on none: then it is the refusal, with these `partitions`.
+        Pushed again, the gradient would count twice there.  If the push is only staged, it counts on all partitions or
+        on none: then the refusal itself is raised, with the `partitions` that have accepted their parts.
         """
         taken = sorted({*self._taken, *refused.members.get("partitions", ())})
         if not (taken or self._backoff.in_doubt):
@@ -142,7 +143,7 @@ class Transfer:
     def _slots(
         self, outgoing: Outgoing, groups: list[tuple[str | None, list[Part]]], found: dict[str | None, Slot]
     ) -> Call[None]:
-        """Into `found` a slot for each way on this machine that is worth one; what gets none is sent."""
+        """Find a slot for each group of parts that is worth one, and add it to `found`; the other groups are sent."""
         wanted: list[tuple[str, int]] = []
         for to, parts in groups:
             size = outgoing.slot_bytes(to, parts)
@@ -169,38 +170,41 @@ class Transfer:
         pull: PullTerms | None = None,
         sinks: Sequence[Incoming] = (),
     ) -> Call[list[Outcome]]:
-        """The outcomes of a push, or with `pull` of a pushpull into `sinks`, by each way; slots are kept, or left."""
+        """Send a push, or with `pull` a pushpull into `sinks`, and return the outcome of each group.
+
+        Slots that belong to this client again afterwards are kept, the others abandoned.
+        """
         slots: dict[str | None, Slot] = {}
         begun, outcomes = False, []
         try:
-            yield from self._slots(outgoing, groups, slots)  # who is interrupted in there has some of them
+            yield from self._slots(outgoing, groups, slots)  # if this is interrupted, `slots` has those found so far
             bare = outgoing.requests(self.held, groups, slots, pull, 0.0)
             requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
             begun = True
             outcomes = yield requests
             return outcomes
-        finally:  # whoever is interrupted knows nothing of any slot
+        finally:  # if the requests were interrupted, their slots may still be read and are abandoned
             for i, (to, parts) in enumerate(groups):
                 if (slot := slots.get(to)) is None:
                     continue
                 ours = not begun or (bool(outcomes) and _is_over(outcomes[i], sinks[i] if sinks else None))
-                if outgoing.place is not None and (begun or slot.lies):  # else who knows what was written to it
+                if outgoing.place is not None and (begun or slot.lies):  # otherwise its contents may be incomplete
                     outgoing.place.settled(slot, parts, ours=ours)
                 elif ours:
                     self.cluster.same_host.keep(slot)
 
     def without_memory(self, arrivals: Arrivals) -> list[Part]:
-        """What shards lent cannot be mapped here: they are reached by their other addresses; all parts anew."""
+        """Reach the lenders by their other addresses, because their memory cannot be mapped; return all parts."""
         for address in arrivals.lenders:
             self.cluster.lost(address, self.deadline.clock())
         return list(self.selection.parts)
 
     def remember(self, replies: Sequence[PushReply], leased: Sequence[Leased], clock: int) -> None:
-        """Keep what a push has made, where all shards have lent it: the next pull may want it.
+        """Keep the values that a push has produced, if all of them are leased: the next pull may want them.
 
-        sync: so many commits are in it.
+        sync: the values include at least `clock` commits.
         """
-        held = self.cluster.same_host.hold(leased)  # what is not kept is over with this
+        held = self.cluster.same_host.hold(leased)  # if it is not kept below, its leases end
         versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
         timelines = {r.timeline for r in replies}
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.held.spec.partitions:
@@ -208,9 +212,9 @@ class Transfer:
             self.cluster.present.pushed(origin, held, clock)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
-        """The replies of the newest timeline, and the parts to pull again because theirs was older.
+        """Return the replies of the newest timeline, and the parts to pull again because theirs was older.
 
-        While a synchronous model goes back to an earlier clock, some shards hear of it a moment before the others.
+        During a rollback of a synchronous model, some shards learn of the new timeline before others.
         """
         newest = max(r.timeline for r in replies)
         kept = [r for r in replies if r.timeline == newest]
@@ -221,7 +225,7 @@ class Transfer:
         return kept, older
 
     def _refresh(self) -> Call[None]:
-        """Take up a newer map if a scheduler tells one soon; shards serve on without it."""
+        """Adopt a newer map if a scheduler answers soon; without one, the shards still serve."""
         soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
         try:
             fresh = yield from self.cluster.map_of(self.held.name, soon, newer_than=self.held)
@@ -234,7 +238,7 @@ class Transfer:
 
 
 def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:
-    """Whether a push was applied or refused for good, so that its slot is this client's again."""
+    """Whether a push was applied or refused for good, so that its slot belongs to this client again."""
     if not isinstance(outcome, Response):
         return False
     over = outcome.status == 200
@@ -248,6 +252,6 @@ def _is_over(outcome: Outcome, sink: Incoming | None) -> bool:
 
 
 def origin_of(model: str, generation: int, timeline: int, versions: Mapping[int, tuple[int, int]]) -> Origin:
-    """Where values of these (version, incarnation) by partition come from."""
+    """Return the origin of values with these versions: partition -> (version, incarnation)."""
     oldest, newest = min([v for v, _ in versions.values()]), max([i for _, i in versions.values()])
     return Origin(model, generation, timeline, oldest, newest, versions)

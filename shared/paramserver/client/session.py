@@ -25,7 +25,7 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 NOTHING: Final = (-1, -1)
-"""Stands for epoch and timeline of a push that was dropped."""
+"""Stands for the epoch and timeline of a push that does not count."""
 
 
 class Session(Membership):
@@ -45,7 +45,7 @@ class Session(Membership):
         self._pulled: tuple[int, int, int] | None = None
         """(epoch, timeline, model generation) of the values that gradients are currently computed from."""
         self.pushed: tuple[int, int] | None = None
-        """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: its pushes were dropped."""
+        """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: none of its pushes counts."""
         self._torn = 0
         """sync: the epoch in which a push may have reached some shards but not all; see `mend`."""
 

@@ -1,4 +1,4 @@
-"""Read-only arrays that all threads of a client share, one set for each selection of each model."""
+"""Read-only pulls that all threads of a client share, one for each model, selection and dtype."""
 
 import threading
 from collections import OrderedDict
@@ -14,11 +14,11 @@ from paramserver.core.fields import whole_number
 from paramserver.core.selection import listed
 
 KEPT_MAX: Final = 8
-"""Sets that are kept; the one used least lately goes first."""
+"""Pulls that are kept; the one stored least recently is evicted first."""
 
 
 class SharedArrays:
-    """The newest read-only pull of each selection; safe between threads.  A forked child has none at first."""
+    """The newest read-only pull of each selection.  Safe between threads; empty in a forked child."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -30,7 +30,7 @@ class SharedArrays:
         self._kept: OrderedDict[Hashable, Params] = OrderedDict()
 
     def drop(self) -> None:
-        """None is kept any more: its client is closed."""
+        """Forget all arrays, because the client is closed."""
         with self._lock:
             self._kept.clear()
 
@@ -42,7 +42,7 @@ class SharedArrays:
         run: Callable[[Call[Params]], Params],
         deadline: Deadline,
     ) -> Params:
-        """The arrays at hand if they have reached `min_version`, else fresh ones."""
+        """Return the kept arrays if they have reached `min_version`, else pull fresh ones."""
         kept = self.kept(model, options)
         if kept is not None:
             return kept
@@ -50,9 +50,9 @@ class SharedArrays:
         return self.keep(model, options, run(pulling))
 
     def kept(self, model: str, options: dict[str, Any]) -> Params | None:
-        """The arrays at hand, if `min_version` is asked for and they have reached it.
+        """Return the kept arrays if `min_version` is given and they have reached it, else None.
 
-        Names and ranges in `options` can be read again afterwards.
+        Normalizes `min_version`, `names` and `ranges` in `options`, so that iterators there can be read again.
         """
         options["min_version"] = whole_number("min_version", options["min_version"])
         options["names"], options["ranges"] = listed(options["names"], options["ranges"])
@@ -62,12 +62,12 @@ class SharedArrays:
             key = _key(model, options)
             found = self._kept.get(key)
             if found is not None and found.origin.generation != self._cluster.generation(model):
-                del self._kept[key]  # of a model that was deleted meanwhile
+                del self._kept[key]  # the model has been deleted or created again
                 found = None
         return found if found is not None and found.version >= options["min_version"] else None
 
     def keep(self, model: str, options: dict[str, Any], fresh: Params) -> Params:
-        """Share these from now on; they become read-only."""
+        """Make these arrays read-only, and share them from now on."""
         fresh = fresh.frozen()
         with self._lock:
             key = _key(model, options)

@@ -1,4 +1,4 @@
-"""From the arguments of `create_model` and `set` to the JSON objects that the cluster takes."""
+"""Builds JSON documents for the cluster from the arguments of `create_model` and `set`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ Init: TypeAlias = str | Mapping[str, Any]
 class Param:
     """One parameter of a model to be created.
 
-    `value` is its shape, or an array that holds its first values.  `init` is a kind (`"zeros"`, `"xavier_uniform"`,
-    ...) or a mapping with the kind's own fields: `{"kind": "normal", "std": 0.02, "seed": 1}`.
+    `value` is its shape, or an array of its initial values.  `init` is a kind (`"zeros"`, `"xavier_uniform"`, ...) or a
+    mapping with the kind's own fields: `{"kind": "normal", "std": 0.02, "seed": 1}`.
     """
 
     value: Any
@@ -45,9 +45,9 @@ def model_document(
     consistency: Consistency | Mapping[str, Any] | str | None,
     others: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, AnyArray]]:
-    """The body of `POST /models`, and the arrays to upload once it is accepted.
+    """Return the body of `POST /models`, and the arrays to upload once it is accepted.
 
-    Raises RequestError listing everything that is wrong, before anything is sent.
+    Raises RequestError, listing everything that is wrong; nothing has been sent then.
     """
     if not isinstance(params, Mapping):
         raise problem("invalid_field", "params must map names to arrays or shapes", hint='{"w": w0, "b": (10,)}')
@@ -79,7 +79,7 @@ def patch_document(
     others: Mapping[str, Any],
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The merge patch of `Model.set`; `fields` are single fields of the optimizer, such as `lr`."""
+    """Return the merge patch of `Model.set`; `fields` are single fields of the optimizer, such as `lr`."""
     body: dict[str, Any] = {k: v for k, v in others.items() if v is not None}
     change: dict[str, Any] = _optimizer(optimizer) if optimizer is not None else {}
     for key, value in fields.items():

@@ -1,9 +1,9 @@
-"""One push whose gradients come one after the other: what is whole goes out while the next are being computed.
+"""A push whose gradients are added one by one: complete partitions are sent while the next gradients are computed.
 
-Back-propagation has the last layer's gradient first, and the next forward pass wants the first layer's values first.
-So of the partitions that are whole, those with the lowest numbers are sent first (after Jayarajan et al.,
-"Priority-based parameter propagation for distributed DNN training", 2019).  All pieces carry one push id: a partition
-gets its part once, in however many requests the parts travelled.
+Backpropagation yields the last layer's gradient first, and the next forward pass needs the first layer's values first.
+So of the complete partitions, those with the lowest numbers are sent first (after Jayarajan et al., "Priority-based
+parameter propagation for distributed DNN training", 2019).  All requests carry the same push id: each partition gets
+its part exactly once, however many requests there are.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, Unavailable, combined, problem
 
 BUCKET_BYTES: Final = 4 << 20
-"""About how much is sent at once: what is more urgent and comes meanwhile waits no longer than for this."""
+"""Approximate size of one send; it bounds how long a more urgent partition that becomes complete meanwhile waits."""
 
 ANOTHER: Final = "with worker.stream() as push: begins another"
 
@@ -35,7 +35,7 @@ class Run(Protocol):
 
 
 class Pieces:
-    """Which partitions have all their gradients, in the order in which they are wanted."""
+    """The gradients put so far, and the complete partitions in the order in which they are to be sent."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -46,10 +46,10 @@ class Pieces:
                 self._partitions.setdefault(name, []).append(index)
         self._whole: list[int] = []
         self.grads: dict[str, Any] = {}
-        """All that has come."""
+        """Gradients put so far, by parameter name."""
 
     def put(self, name: str, grad: Any) -> None:
-        """That parameter's gradient is here.  Raises NotFoundError, or RequestError if it was here before."""
+        """Add a parameter's gradient.  Raises NotFoundError, or RequestError if it was put before."""
         if name not in self._layout.by_name:
             raise combined(unknown(self._layout, [name]))
         if name in self.grads:
@@ -61,7 +61,7 @@ class Pieces:
                 heapq.heappush(self._whole, index)
 
     def take(self) -> frozenset[int]:
-        """The next partitions to be sent, about `BUCKET_BYTES` of them; empty while none is whole."""
+        """Take the complete partitions to send next, about `BUCKET_BYTES` in all; empty if there are none."""
         taken: set[int] = set()
         size = 0
         while self._whole and (not taken or size < BUCKET_BYTES):
@@ -71,13 +71,13 @@ class Pieces:
         return frozenset(taken)
 
     def rest(self) -> frozenset[int]:
-        """The partitions of which only a part has come."""
+        """The incomplete partitions for which at least one gradient was put."""
         return frozenset(
             i for i, names in enumerate(self._missing) if names and any(s in self.grads for s in self._names(i))
         )
 
     def names(self, partitions: frozenset[int]) -> list[str]:
-        """The parameters in these partitions whose gradients are here."""
+        """Names of the parameters in these partitions whose gradients were put."""
         return sorted({n for i in partitions for n in self._names(i) if n in self.grads})
 
     def _names(self, index: int) -> list[str]:
@@ -85,7 +85,7 @@ class Pieces:
 
 
 class Stream:
-    """The calls of one such push; safe between the thread that puts and the one that sends."""
+    """The calls of one streamed push.  Safe between the thread that puts and the one that sends."""
 
     def __init__(self, session: Session, options: Mapping[str, Any]) -> None:
         self._session, self._options = session, dict(options)
@@ -96,8 +96,11 @@ class Stream:
         self._opened = self._sent = self.over = False
 
     def open(self, deadline: Deadline) -> Call[None]:
-        """Begin the push.  Raises ConflictError where it was begun before, RequestError where its optimizer wants the
-        norm of the whole gradient first."""
+        """Begin the push.
+
+        Raises ConflictError if it was begun before, and RequestError if the optimizer clips by the norm of the whole
+        gradient.
+        """
         if self._opened:
             raise problem("conflict", "a stream is one push, and this one was begun before", hint=ANOTHER)
         self._opened = True
@@ -113,7 +116,7 @@ class Stream:
             self._pieces.put(name, grad)
 
     def send(self, deadline: Deadline, *, last: bool = False) -> Call[bool]:
-        """Send what is most urgent, or with `last` the partitions that did not become whole.  False: nothing is."""
+        """Send the most urgent complete partitions, or with `last` the incomplete ones; False if there are none."""
         assert self._pieces is not None
         with self._lock:
             partitions = self._pieces.rest() if last else self._pieces.take()
@@ -133,11 +136,11 @@ class Stream:
                 raise
             self._done.append(done)
             if done.state == "dropped":
-                self.give_up()  # nor is anything that comes after
+                self.give_up()  # the rest is not sent either
         return True
 
     def close(self) -> Pushed:
-        """What became of all of it; raises RequestError (`empty_push`) where nothing was put."""
+        """End the push and return its result.  Raises RequestError (`empty_push`) if nothing was put."""
         assert self._pieces is not None
         terms, self._terms = self._terms, None
         if terms is None:
@@ -148,7 +151,7 @@ class Stream:
         return summed(self._done)
 
     def give_up(self) -> None:
-        """No more is sent: the block has failed."""
+        """Send nothing more, because the block has failed or the push was dropped."""
         if self._terms is not None:
             if self._sent:
                 self._session.tear(self._terms)
@@ -163,36 +166,36 @@ class Stream:
 
 
 class PushStream:
-    """`with worker.stream() as push: push.put(name, grad)`; afterwards `push.result` says what became of it.
+    """`with worker.stream() as push: push.put(name, grad)`; afterwards `push.result` is the result.
 
-    A gradient must not be changed before the block ends.  What was not put is not touched.  If the block raises, what
-    has been sent by then stays sent, as with a worker that dies in the middle of a push, and no gradient is read any
-    more, as with Ctrl-C at its end.
+    A gradient must not be changed before the block ends.  Parameters without a gradient are not changed.  If the block
+    raises, or is interrupted at its end, what has been sent by then stays sent, as if the worker had died in the middle
+    of the push, and no gradient is read any more.
     """
 
     def __init__(self, run: Run, deadline: Callable[[], Deadline], session: Session, **options: Any) -> None:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
-        self._more = SimpleQueue[None]()  # no semaphore: see `together`
+        self._more = SimpleQueue[None]()  # not a semaphore: see `together`
         self._reading = Interruptible()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
         self.result = DROPPED
-        """What became of the push; known when the block has ended."""
+        """The result of the push, set when the block has ended."""
 
     def __enter__(self) -> "PushStream":
         self._run(self._stream.open(self._deadline()))
         try:
             self._thread.start()
-        except BaseException:  # no block follows that would do so; the thread may be there
+        except BaseException:  # __exit__ will not be called, and the thread may have started
             self._end()
             raise
         return self
 
     def put(self, name: str, grad: Any) -> None:
-        """One parameter's gradient, whole; may be called from any thread.
+        """Add the whole gradient of one parameter; may be called from any thread.
 
-        Raises NotFoundError (`unknown_parameter`), or RequestError for one that was put before.  What a push refuses is
+        Raises NotFoundError (`unknown_parameter`), or RequestError if it was put before.  Errors of the push itself are
         raised when the block ends.
         """
         self._stream.put(name, grad)
@@ -212,7 +215,7 @@ class PushStream:
             self._end()
 
     def _end(self) -> None:
-        """Nothing is sent any more, and the thread ends: when this returns it reads no gradient."""
+        """Stop sending and let the thread end; when this returns, it reads no gradient any more."""
         self._stream.over = True
         self._more.put(None)
         self._reading.give_up()
@@ -223,17 +226,17 @@ class PushStream:
         try:
             while not over:
                 self._more.get()
-                over = self._stream.over  # then nothing is put after what is sent now
+                over = self._stream.over  # if set, nothing is put after this, and the sends below are the last
                 while self._run(self._stream.send(self._deadline()), self._reading):
                     pass
         except GivenUp:
             pass
-        except BaseException as e:  # raised in the thread that the block belongs to
+        except BaseException as e:  # __exit__ raises it in the block's thread
             self._error = e
 
 
 class AsyncPushStream:
-    """The same on asyncio: `async with worker.stream() as push: push.put(name, grad)`."""
+    """`PushStream` on asyncio: `async with worker.stream() as push: push.put(name, grad)`."""
 
     def __init__(
         self, run: Callable[[Call[Any]], Any], deadline: Callable[[], Deadline], session: Session, **options: Any
@@ -244,7 +247,7 @@ class AsyncPushStream:
         self._failed = False
         self._task: asyncio.Task[None] | None = None
         self.result = DROPPED
-        """What became of the push; known when the block has ended."""
+        """The result of the push, set when the block has ended."""
 
     async def __aenter__(self) -> "AsyncPushStream":
         await self._run(self._stream.open(self._deadline()))
@@ -252,7 +255,7 @@ class AsyncPushStream:
         return self
 
     def put(self, name: str, grad: Any) -> None:
-        """See `PushStream.put`; what is whole is sent while the event loop gets its turn."""
+        """See `PushStream.put`; complete partitions are sent whenever the event loop runs."""
         self._stream.put(name, grad)
         self._more.set()
 
@@ -262,8 +265,8 @@ class AsyncPushStream:
         self._more.set()
         try:
             if kind is not None:
-                self._task.cancel()  # whoever is cancelled does not wait for a shard
-                await asyncio.gather(self._task, return_exceptions=True)  # the block's own error counts
+                self._task.cancel()  # a cancelled block must not wait for a shard
+                await asyncio.gather(self._task, return_exceptions=True)  # the block's own error is the one to raise
             else:
                 await self._task
                 await self._run(self._stream.send(self._deadline(), last=True))

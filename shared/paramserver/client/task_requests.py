@@ -1,4 +1,4 @@
-"""What one worker asks the cluster to hand out: ranges of a dataset, evaluations."""
+"""Requests of one worker for tasks: ranges of a dataset, evaluations."""
 
 import logging
 from collections.abc import Mapping
@@ -15,13 +15,16 @@ log = logging.getLogger("paramserver")
 
 
 class TaskRequests:
-    """Leases tasks for one session, and says which are worked through."""
+    """Leases tasks for one session, and reports those that are done."""
 
     def __init__(self, session: Session) -> None:
         self._session: Final = session
 
     def lease(self, dataset: str, deadline: Deadline, wait: bool = True) -> Call[Task | None]:
-        """The next range of a dataset; None when it is worked through, or the worker is to finish."""
+        """Lease the next range of a dataset; None when the dataset is finished, or the worker is asked to finish.
+
+        Without `wait`, also None if no range is free now.
+        """
         s = self._session
         while s.status not in ("draining", "stop"):
             yield from s.while_paused()
@@ -40,18 +43,18 @@ class TaskRequests:
         return None
 
     def _lease(self, dataset: str, deadline: Deadline, wait: bool) -> Call[Any]:
-        """The scheduler's answer to one request for a task; None: see `Session.ask`."""
+        """Send one request for a task and return the answer; None as in `Session.ask`."""
         s = self._session
         epoch, timeline = s.numbers.epoch, s.timeline
         body = {"dataset": dataset, "holding": s.holding.ids(dataset)}
         path = model_path(s.model, "tasks", "lease")
         doc = yield from s.ask(path, body, epoch, timeline, POLL_S if wait else 0.0, deadline.clock)
-        if doc:  # while it waited it held nobody up, so the model may be some clocks further
+        if doc:  # no barrier waits for a worker that waits for a task, so the model may have gone on meanwhile
             s.catch_up(int(doc.get("clock") or 0), epoch, timeline)
         return doc
 
     def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, Any] | None = None) -> Call[None]:
-        """Say that a task is worked through."""
+        """Report a task as done."""
         s = self._session
         body: dict[str, Any] = {"worker": s.worker, "epoch": s.numbers.epoch}
         if metrics:

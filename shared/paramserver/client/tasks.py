@@ -1,4 +1,4 @@
-"""Pieces of work that the cluster hands out."""
+"""Tasks that the cluster hands out, and those that a worker is working on."""
 
 import threading
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ EVALUATE: Final = "evaluate"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A piece of work: a range of a dataset."""
+    """A unit of work: a range of a dataset, or an evaluation."""
 
     id: str
     dataset: str
@@ -20,16 +20,16 @@ class Task:
     stop: int
     """One past the last element."""
     index: int
-    """Which range of the dataset this is."""
+    """Number of the range within the dataset."""
     pass_: int
-    """How often the dataset was worked through before."""
+    """Number of passes over the dataset before this one."""
     uri: str | None
-    """What the dataset was registered with, for the worker's own code to open."""
+    """URI that the dataset was registered with, for the worker's own code to open."""
     document: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any]) -> "Task":
-        """The task that an answer describes."""
+        """Return the task that a JSON document describes."""
         return cls(
             str(doc["id"]),
             str(doc.get("dataset", doc.get("kind", ""))),
@@ -43,11 +43,11 @@ class Task:
 
 
 class Holding:
-    """The tasks that one worker works on; safe between its threads.
+    """The tasks that one worker is working on.  Safe between its threads.
 
-    Each request for another task names them, and what else the scheduler has leased to the worker is free again: a
-    range whose loop was left, or whose lease was answered to nobody.  So that it is never one that is just being
-    leased, a worker asks for one task of a dataset at a time.
+    Each request for another task names them, and the scheduler frees whatever else it has leased to the worker: a range
+    whose loop was left, or whose lease got lost on the way.  A worker has at most one such request per dataset in
+    flight; a second one would free the task that the first is just receiving.
     """
 
     def __init__(self) -> None:
@@ -55,22 +55,22 @@ class Holding:
         self._asking: set[str] = set()
         self._lock = threading.Lock()
         self.evaluation_failed = False
-        """An evaluation was begun and not made: it is still this worker's, which may ask for it again."""
+        """Whether an evaluation was taken but not finished: it is still leased to this worker, which can ask again."""
 
     def begin(self, dataset: str) -> bool:
-        """Whether this dataset may be asked for a task now; who is told so calls `end`."""
+        """Return whether a task of this dataset may be requested now; if so, the caller must call `end`."""
         with self._lock:
             mine = dataset not in self._asking
             self._asking.add(dataset)
             return mine
 
     def ids(self, dataset: str) -> list[str]:
-        """The tasks of that dataset."""
+        """Ids of the tasks of that dataset that are being worked on."""
         with self._lock:
             return [t.id for t in self._tasks.values() if t.dataset == dataset]
 
     def take(self, dataset: str, doc: Mapping[str, Any]) -> Task | None:
-        """The task that an answer brings, if any."""
+        """Record and return the task in an answer, if any."""
         task = Task.from_document(doc["task"]) if doc.get("task") else None
         with self._lock:
             if task is not None:
@@ -80,17 +80,17 @@ class Holding:
         return task
 
     def end(self, dataset: str) -> None:
-        """The answer is here, or given up."""
+        """Allow the next request for this dataset."""
         with self._lock:
             self._asking.discard(dataset)
 
     def done(self, task: Task) -> None:
-        """It is worked through."""
+        """Remove a task that is done."""
         with self._lock:
             self._tasks.pop(task.id, None)
 
     def put_down(self, task: Task) -> None:
-        """It is not worked on any more, done or not."""
+        """Remove a task that is no longer worked on, done or not; an unfinished evaluation counts as failed."""
         with self._lock:
             left = self._tasks.pop(task.id, None)
             if left is not None and left.dataset == EVALUATE:

@@ -1,8 +1,8 @@
-"""Requests of one call that are under way at the same time, and the threads that help whoever waits for them.
+"""Concurrent requests of one blocking call, and the helper threads that perform them beside the calling thread.
 
-A call that is interrupted (Ctrl-C) leaves nobody behind: before the error goes on to the caller, no thread reads its
-gradients or writes into its `out` any more.  The interrupt itself may come anywhere, so nothing here is a condition or
-a semaphore of `threading`: interrupted while they are entered, these stay locked for ever.
+An interrupted call (Ctrl-C) leaves nothing running: before the error reaches the caller, no thread reads its gradients
+or writes into its `out` any more.  The interrupt may come at any point, so nothing here is a `threading.Condition` or
+`Semaphore`: interrupted while being entered, these stay locked forever.
 """
 
 import threading
@@ -20,13 +20,13 @@ Work: TypeAlias = Callable[[], object]
 
 
 class GivenUp(Exception):
-    """The caller has been interrupted: its memory is not to be touched any more."""
+    """Raised in helper threads when the caller has been interrupted: its memory must not be touched any more."""
 
 
 class Helpers:
-    """Threads that do what others ask for, made when they are needed; they end with this object, or `close`.
+    """A thread pool that grows on demand; its threads end on `close`, or when this object is collected.
 
-    Not a pool of `concurrent.futures`, whose threads end with the main one: other threads may train on for long.
+    `concurrent.futures` is not used, because its threads end with the main thread: others may go on training.
     """
 
     def __init__(self, threads_max: int) -> None:
@@ -34,12 +34,12 @@ class Helpers:
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = SimpleQueue[None]()
-        """Has an element for each thread that waits for work, and is promised none."""
+        """One element per idle thread that no work has been assigned to yet."""
         self._asked = SimpleQueue[Work | None]()
         weakref.finalize(self, self._asked.put, None).atexit = False
 
     def ask(self, work: Work) -> None:
-        """Have a thread do this; where none can be had, nobody does."""
+        """Have a thread do this work; if no thread is available, it is not done."""
         try:
             self._idle.get_nowait()
         except Empty:
@@ -49,40 +49,40 @@ class Helpers:
                 args = (self._asked, self._idle)
                 try:
                     threading.Thread(target=_help, args=args, name="paramserver", daemon=True).start()
-                except RuntimeError:  # the system has no more of them, or the interpreter is ending
+                except RuntimeError:  # the system cannot start more threads, or the interpreter is shutting down
                     return
                 self._threads += 1
         self._asked.put(work)
 
     def close(self) -> None:
-        """The threads end when they have done what was asked for."""
+        """End the threads once they have done the work that was submitted."""
         self._asked.put(None)
 
 
 def _help(asked: "SimpleQueue[Work | None]", idle: "SimpleQueue[None]") -> None:
     while (work := asked.get()) is not None:
         work()
-        del work  # and with it the caller's memory
+        del work  # it references the caller's memory
         idle.put(None)
     asked.put(None)  # for the next thread
 
 
 class Interruptible:
-    """What other threads do with a caller's memory, until it is over or the caller is interrupted."""
+    """Tracks which threads use a caller's memory, so that an interrupted caller can stop them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = SimpleQueue[None]()
-        """What another thread does gives it an element, for the caller to look again."""
+        """Other threads put an element here to wake the caller when something has changed."""
         self._given_up = False
         self._touching: dict[int, Callable[[], object]] = {}
-        """Which threads are using the caller's memory, and how to keep each from going on."""
+        """id of each thread that is using the caller's memory -> function that makes it stop."""
 
     @contextmanager
     def touching(self, cut: Callable[[], object]) -> Iterator[None]:
-        """While this thread uses the caller's memory; `cut`, called by another one, ends that soon.
+        """Mark this thread as using the caller's memory; `cut`, called by another thread, makes it stop soon.
 
-        Raises GivenUp where it may not.
+        Raises GivenUp if the caller has been interrupted.
         """
         me = threading.get_ident()
         with self._lock:
@@ -97,10 +97,10 @@ class Interruptible:
             self._changed.put(None)
 
     def give_up(self) -> None:
-        """The caller's memory is the caller's alone when this returns."""
+        """Stop all threads that use the caller's memory; when this returns, none does any more."""
         with self._lock:
             self._given_up = True
-            self._touching.pop(threading.get_ident(), None)  # it may have been interrupted before it said so itself
+            self._touching.pop(threading.get_ident(), None)  # this thread may have been interrupted before it did so
             for cut in self._touching.values():
                 cut()
         while self._touching:
@@ -108,26 +108,26 @@ class Interruptible:
 
 
 class Together(Interruptible):
-    """Some requests, each performed by whoever is there first: the caller, or a helper.
+    """Concurrent requests, each performed by the caller or a helper thread, whichever takes it first.
 
-    The caller itself may do that for another thread, which is interrupted (`within`).
+    The caller may itself be working for another thread, which can be interrupted, too (`within`).
     """
 
     def __init__(self, perform: Perform, requests: Sequence[Request], within: Interruptible | None = None) -> None:
         super().__init__()
         self._perform, self._requests, self._within = perform, requests, within
         self._waiting = deque(range(len(requests)))
-        """Which ones nobody has begun."""
+        """Indices of the requests that no thread has begun."""
         self._outcomes: dict[int, Outcome] = {}
         self._error: BaseException | None = None
 
     def outcomes(self, helpers: Helpers) -> list[Outcome]:
-        """All outcomes, in order.  Whatever it raises, the caller's memory is the caller's alone then."""
+        """Perform all requests and return the outcomes in order.  If it raises, no thread uses the caller's memory."""
         try:
             for _ in self._requests[1:]:
                 helpers.ask(self._one_as_helper)
             while self._one(self._waiting.popleft):
-                pass  # the first one always, and all that no helper has come to
+                pass  # the caller performs the first request, and those that no helper has taken
             while len(self._outcomes) < len(self._requests) and self._error is None:
                 self._changed.get()
             if self._error is not None:
@@ -140,12 +140,12 @@ class Together(Interruptible):
 
     @contextmanager
     def touching(self, cut: Callable[[], object]) -> Iterator[None]:
-        """See `Interruptible.touching`; whoever this is done for may have been interrupted too."""
+        """See `Interruptible.touching`; also raises GivenUp if the thread behind `within` has been interrupted."""
         with touching(self._within, cut), super().touching(cut):
             yield
 
     def _one(self, which: Callable[[], int]) -> bool:
-        """Perform one that nobody has begun; False: there is none."""
+        """Perform one request that no thread has begun; return False if there is none."""
         try:
             index = which()
         except IndexError:
@@ -158,13 +158,13 @@ class Together(Interruptible):
         try:
             self._one(self._waiting.pop)
         except GivenUp:
-            self._error = GivenUp()  # without what it knows of the request
+            self._error = GivenUp()  # a new one, because the traceback of the first references the request
             self._changed.put(None)
-        except BaseException as e:  # raised in the caller's thread
+        except BaseException as e:  # `outcomes` raises it in the caller's thread
             self._error = e
             self._changed.put(None)
 
 
 def touching(within: Interruptible | None, cut: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
-    """See `Interruptible.touching`; a request that is alone is performed by the caller, and ends with it."""
+    """See `Interruptible.touching`; a no-op without `within`, when the caller performs the only request by itself."""
     return nullcontext() if within is None else within.touching(cut)

@@ -1,4 +1,4 @@
-"""Push, pull and pushpull of one model, as calls; how parts reach their shards is in `sends`."""
+"""Push, pull and pushpull of one model, as calls; `sends` delivers the parts to their shards."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,7 +37,7 @@ _WIDTH: Final = {"bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 
 
 def wire_dtype(selection: Selection, dtype: str | None) -> DType:
-    """In which dtype a pull travels: as asked, or the widest of the parameters'."""
+    """Return the dtype in which pulled values are sent: the one asked for, or the widest of the parameters'."""
     if dtype is not None and dtype not in ITEMSIZE:
         raise problem("invalid_dtype", f"dtype '{dtype}' cannot be pulled", hint=f"one of {', '.join(ITEMSIZE)}")
     if dtype is None:
@@ -61,11 +61,11 @@ def pull(
     timeline: int | None = None,
     view: bool = False,
 ) -> Call[Params]:
-    """The present values of the elements chosen; waits up to `wait_s` for `min_version` and, in sync, `min_clock`.
+    """Pull the current values of the selected elements.
 
-    `view`: they may be read-only memory of shards on this machine.
-
-    Raises NotFoundError, ConflictError (`version_not_reached`), or Unavailable when the deadline passes.
+    Waits up to `wait_s` for `min_version` and, in sync, `min_clock`.  `view`: the values may be read-only memory of
+    shards on this machine.  Raises NotFoundError, ConflictError (`version_not_reached`), or Unavailable at the
+    deadline.
     """
     min_version, wait_s = whole_number("min_version", min_version), seconds(wait_s, "wait_s")
     held = yield from cluster.map_of(model, deadline)
@@ -117,7 +117,7 @@ def pull(
 
 
 def _lent(selection: Selection, values: AnyArray, origin: Origin, out: Params | None, *, view: bool) -> Params:
-    """Values that are at hand already, as a pull hands them out."""
+    """Return kept leased values as a pull would: as a view, or copied."""
     flat = values
     if not view or out is not None:
         flat = _memory(selection, "float32", out)
@@ -138,13 +138,13 @@ def push(
     feedback: Feedback | None = None,
     partitions: frozenset[int] | None = None,
 ) -> Call[Pushed]:
-    """Deliver a gradient exactly once to every partition it touches, or to those of `partitions` alone."""
+    """Deliver a gradient exactly once to every partition it touches, or only to those in `partitions`."""
     held = yield from cluster.map_of(model, deadline)
-    with drafted(feedback) as draft:  # given back where the push fails
+    with drafted(feedback) as draft:  # restored if the push fails
         gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft, partitions)
         whole = partitions is None and gradient.selection.size == held.layout.size
         if not whole and terms.ends_s is not None:
-            terms = replace(terms, ends_s=None)  # what it does not touch may take the commit later
+            terms = replace(terms, ends_s=None)  # partitions that it does not touch may take the commit later
         mapped = whole and cluster.present.wanted(model)
         outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host, mapped=mapped)
         transfer = Transfer(cluster, held, gradient.selection, deadline, draft)
@@ -163,7 +163,7 @@ def push(
         if leased:
             transfer.remember(replies, leased, _reached(pushed, terms))
         if pushed.late and draft is not None:
-            draft.give_back()  # nothing of it will be applied on any partition
+            draft.give_back()  # the push will not be applied on any partition
         return pushed
 
 
@@ -179,9 +179,9 @@ def pushpull(
     dtype: str | None = None,
     codec: Codec | None = None,
 ) -> Call[tuple[Pushed, Params]]:
-    """A push, and in the same round trip a pull of what the model is then.
+    """Push a gradient and pull the whole model after it.
 
-    The pull is of the whole model; partitions that the gradient does not touch are pulled beside it.
+    This takes one round trip if the gradient covers the whole model (see `exchange`), else a pull follows the push.
     """
     options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec}
     pushed, params = yield from exchange(cluster, model, deadline, grads, terms, out=out, **options)
@@ -191,8 +191,10 @@ def pushpull(
 
 
 def after_push(pulling: Call[Params]) -> Call[Params]:
-    """What a pull brings that is asked for besides a push which was accepted; raises InDoubt where it fails, for who is
-    told that nobody could be reached would push again."""
+    """Run the pull that follows an accepted push.
+
+    If it fails, raises InDoubt: an error such as `unreachable` would make the caller push again.
+    """
     try:
         return (yield from pulling)
     except Unavailable as e:
@@ -216,17 +218,17 @@ def exchange(
     codec: Codec | None = None,
     feedback: Feedback | None = None,
 ) -> Call[tuple[Pushed, Params | None]]:
-    """A push, and what the model is then where one round trip can bring it; otherwise it is still to be pulled.
+    """Push a gradient and, if one round trip can do both, return the values after it; None: they must be pulled.
 
-    It cannot for a gradient of some partitions only, and where a push ends its worker's iteration which was not
-    `released` in time.
+    They must be pulled if the gradient covers only a part of the model, if a push that ends an iteration was not
+    `released` in time, if leased values cannot be mapped, and if shards answered from different timelines.
     """
     held = yield from cluster.map_of(model, deadline)
     if ranges is not None:
         ranges = listed(None, ranges)[1]
     if out is not None:
         grads = apart(grads, out.flat)
-    with drafted(feedback) as draft:  # given back where the push fails
+    with drafted(feedback) as draft:  # restored if the push fails
         gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft)
         selection = gradient.selection
         if len(selection.params) < len(held.spec.params) or selection.ranged:
@@ -257,7 +259,7 @@ def exchange(
         if pushed.late and draft is not None:
             draft.give_back()
         if terms.ends_s is not None and not pushed.released:
-            arrivals.drop()  # of shards that had the commit in time
+            arrivals.drop()  # shards that had the commit in time have lent their values
             return pushed, None
         found = arrivals.gather(selection, flat, view=view and out is None)
         if found is None:
@@ -281,14 +283,15 @@ def _state_in(sinks: Sequence[Incoming], i: int, _: Response) -> str:
 
 
 def _reached(pushed: Pushed, terms: PushTerms) -> int:
-    """sync: commits that are in what came with the answer to that push."""
+    """sync: return how many commits the values in the answer to the push include; 0 if that is not known."""
     return terms.clock + 1 if pushed.released and terms.clock is not None else 0
 
 
 def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
-    """The terms with base versions per partition, where `base` is a pull of this creation of the model.
+    """Check weight, ack and base; return the terms with base versions per partition if `base` is a pull.
 
-    Raises RequestError (`invalid_field`) for what is no weight, level or pull.
+    Raises RequestError (`invalid_field`) if one is invalid, and FencedError (`model_replaced`) if `base` was pulled
+    from an earlier creation of the model.
     """
     weight, base = plain(terms.weight), terms.base
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < NUMBER_MAX:
@@ -315,7 +318,7 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
 
 
 def check_out(held: ModelMap, out: Params | None) -> None:
-    """Before a push: raise RequestError where the pull of the whole model that follows it could not go into `out`."""
+    """Before a push: raise RequestError if the pull of the whole model after it cannot go into `out`."""
     if out is not None:
         whole = select(held.layout)
         _memory(whole, wire_dtype(whole, None), out)

@@ -1,9 +1,9 @@
-"""The two drivers: they perform the requests of calls, one blocking, one on asyncio.
+"""The two drivers, one blocking, one on asyncio: they perform the requests of calls.
 
-A shard's own address is spoken to in HTTP/2 with prior knowledge, over connections of our own (see `direct`), the URLs
-the client was given over pyreqwest in HTTP/1.1, or what TLS negotiates.  Several URLs are tried in turn, beginning with
-the one that answered last (see `addresses`).  Native errors become values: Unreachable if nothing can have arrived,
-InDoubt otherwise.
+Requests to a shard's own address use HTTP/2 with prior knowledge over our own connections (see `direct`).  Those to the
+URLs that the client was given go through pyreqwest, in HTTP/1.1 or what TLS negotiates; several URLs are tried in turn,
+beginning with the one that answered last (see `addresses`).  Native errors become values: Unreachable if nothing can
+have arrived, InDoubt otherwise.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ B = TypeVar("B", bound=BaseClientBuilder)
 log = logging.getLogger("paramserver")
 
 PARALLEL_MAX: Final = 256
-"""Threads of one blocking client that wait for shards at the same time, made when they are needed.  A commit is waited
-for in them: with fewer than the workers in threads of this client need, the ones that could make it would queue."""
+"""Maximum number of helper threads of one blocking client, started on demand.  Each request that waits for a commit
+occupies one: with too few for all workers (threads) of the client, the pushes that would complete the commit queue."""
 
 
 def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsError:
-    """The PsError of a native one; only a connection that never came about is sure to have done nothing."""
+    """Return the PsError for a native error; only a failure to connect is certain to have had no effect."""
     causes = _causes(error)
     if isinstance(error, native.BuilderError):
         return problem("malformed", f"{url} is not a URL that can be asked: {causes[-1]}")
     if isinstance(error, native.ClientClosedError):
         return problem("in_doubt", "this client was closed while it waited")
-    if "client error (Connect)" in causes:  # the class does not tell: any timeout before the answer is a ConnectTimeout
+    if "client error (Connect)" in causes:  # the class cannot tell: any timeout before the answer is a ConnectTimeout
         return unreachable(url, causes[-1])
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{url} did not answer within {timeout_s:.3g} s")
@@ -53,7 +53,7 @@ def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsEr
 
 
 def _causes(error: native.PyreqwestError) -> list[str]:
-    """What went wrong, outermost first; the innermost in plain words ('connection refused')."""
+    """Return the messages of the error chain, outermost first; the innermost in plain words ('connection refused')."""
     details: Mapping[str, Any] = getattr(error, "details", None) or {}
     causes = [str(c["message"]) for c in details.get("causes") or ()] or [error.message]
     innermost = causes[-1].split(" (os error")[0]
@@ -61,20 +61,20 @@ def _causes(error: native.PyreqwestError) -> list[str]:
 
 
 def trusting(builder: B, credentials: Credentials) -> B:
-    """A client that trusts these authorities besides those of the system."""
+    """Make the client trust the credentials' certificate authorities besides those of the system."""
     for certificate in credentials.authorities:
         builder = builder.add_root_certificate_pem(certificate.encode())
     return builder
 
 
 def _tuned(builder: B, credentials: Credentials, urls: Sequence[str]) -> B:
-    """A client for the URLs given."""
+    """Configure a client for the given URLs."""
     b = trusting(builder, credentials).follow_redirects(False).gzip(False).brotli(False).zstd(False).deflate(False)
     b = b.connect_timeout(timedelta(seconds=CONNECT_S)).tcp_nodelay(True).user_agent("paramserver-python")
     if credentials.token:
         b = b.default_headers(credentials.headers)
     if all(_is_loopback(u) for u in urls):
-        b = b.no_proxy()  # a proxy of the environment cannot reach this machine
+        b = b.no_proxy()  # a proxy from the environment cannot reach this machine
     return b.http2(True) if any(u.startswith("https:") for u in urls) else b.http1_only()
 
 
@@ -84,7 +84,7 @@ def _is_loopback(url: str) -> bool:
 
 
 class BlockingTransport:
-    """Performs calls in the calling thread; safe to share between threads, and noticing a fork."""
+    """Performs calls in the calling thread.  Safe to share between threads, and usable after a fork."""
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
@@ -99,7 +99,7 @@ class BlockingTransport:
         self._closed = False
 
     def run(self, call: Call[T], within: Interruptible | None = None) -> T:
-        """Drive a call to its result.  Raises GivenUp where another thread has it done, which is interrupted."""
+        """Drive a call to its result.  Raises GivenUp if the thread that it is done for (`within`) is interrupted."""
         try:
             with touching(within):
                 effect = next(call)
@@ -131,7 +131,7 @@ class BlockingTransport:
         """Close connections; the transport cannot be used afterwards."""
         with self._lock:
             closed, self._closed = self._closed, True
-            if closed or self._pid != os.getpid():  # nothing is this process's yet
+            if closed or self._pid != os.getpid():  # this process has opened nothing yet
                 return
             self._shards.close()
             if self._plain is not None:
@@ -147,11 +147,11 @@ class BlockingTransport:
         with self._lock:
             if self._pid == os.getpid():
                 return
-            if self._pid != -1:  # a native client must not even be dropped in a child: its threads are the parent's
+            if self._pid != -1:  # a child must not even destroy a native client: its threads belong to the parent
                 self._forsaken += [self._control, self._helpers]
             try:
                 self._control = _tuned(SyncClientBuilder(), self._credentials, self._addresses.given).build()
-            except RuntimeError:  # the native runtime refuses a child whose parent had used it
+            except RuntimeError:  # the native runtime does not start in a child whose parent has used it
                 log.info("client.plain reason=forked pid=%d", os.getpid())
                 self._plain = PlainTransport(self._credentials)
                 self._control = None
@@ -181,7 +181,7 @@ class BlockingTransport:
             b = b.timeout(timedelta(seconds=request.timeout_s))
             if (body := request.whole) is not None:
                 with touching(within):
-                    # It is sent from where it lies, by a thread that hears of nothing: from memory of its own then.
+                    # A native thread sends the body in place and cannot be stopped, so an interruptible call copies it.
                     b = b.body_bytes(body if within is None else bytes(body))
             if request.sink is None:
                 r = b.build().send()
@@ -200,12 +200,12 @@ class BlockingTransport:
                 return Response(r.status, _lowered(r.headers), b"", url)
         except native.PyreqwestError as e:
             return translated(url, e, request.timeout_s)
-        except PsError as e:  # what the sink found wrong
+        except PsError as e:  # raised by the sink
             return e
 
 
 class AsyncTransport:
-    """Performs calls on the running event loop; made on first use, of the loop that uses it."""
+    """Performs calls on the running event loop, which owns the connections; they are opened on first use."""
 
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
@@ -245,7 +245,7 @@ class AsyncTransport:
     async def close(self) -> None:
         """Close connections; the transport cannot be used afterwards."""
         closed, self._closed = self._closed, True
-        if closed or self._pid != os.getpid():  # nothing is this process's yet
+        if closed or self._pid != os.getpid():  # this process has opened nothing yet
             return
         await self._shards.close()
         if self._plain is not None:
@@ -311,13 +311,13 @@ def _lowered(headers: Any) -> dict[str, str]:
 
 
 def _closed(maker: str) -> PsError:
-    """What a closed client answers by itself; to try again is no use."""
+    """Return the outcome of a request on a closed client, an error that is not retried."""
     return problem("conflict", "this client is closed", hint=f"make another with {maker}")
 
 
 def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -> None:
-    """Raise Unreachable, in words for a person, unless one of the URLs answers at all."""
-    for _ in urls:  # one that is silent is not asked first again
+    """Raise Unreachable, with a readable reason, unless one of the URLs answers at all."""
+    for _ in urls:  # after a timeout, the next attempt begins with another URL
         (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
         if not isinstance(outcome, InDoubt):
             break

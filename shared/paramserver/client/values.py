@@ -1,4 +1,4 @@
-"""Values that parameters are given: made arrays and checked before anything is sent."""
+"""Converts values for parameters to arrays, and checks them before anything is sent."""
 
 from typing import Any
 
@@ -9,13 +9,14 @@ from paramserver.types import AnyArray
 
 
 def values_of(name: str, value: Any) -> AnyArray:
-    """`value` as an array of this machine's byte order.
+    """Return `value` as an array in native byte order.
 
-    Raises RequestError: `invalid_dtype`, or `non_finite` for what float32 cannot hold, in which the server computes.
+    Raises RequestError: `invalid_dtype`, or `non_finite` for values that float32, in which the server computes, cannot
+    hold.
     """
     try:
         array = np.asarray(value)
-    except Exception as e:  # whatever a foreign __array__ raises
+    except Exception as e:  # a foreign __array__ may raise anything
         raise problem("invalid_dtype", f"'{name}' cannot be made an array: {e}", where=name) from None
     if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiub":
         raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which cannot hold values", where=name)
@@ -30,7 +31,7 @@ def values_of(name: str, value: Any) -> AnyArray:
 
 
 def not_held(name: str, dtype: str | None) -> PsError:
-    """The error for a parameter that holds NaN or infinity, or, with `dtype`, what that cannot hold."""
+    """Return the error for a parameter that holds NaN or infinity or, with `dtype`, numbers too large for it."""
     if dtype is None:
         return problem("non_finite", f"'{name}' holds NaN or infinity", where=name)
     return problem("non_finite", f"'{name}' holds numbers that are too large for {dtype}", where=name)

@@ -1,9 +1,9 @@
-"""Buffers of shards of this machine, mapped side by side into one range of addresses.
+"""Maps the buffers of shards on this machine into one contiguous range of addresses.
 
-A model's values lie in one buffer for each partition, each a file of the shard's shared folder.  A `Window` maps them
-read-only, one behind the other, so that parameters which span partitions, even of several shards, are plain contiguous
-arrays and nothing is copied.  A `Room` is memory of one's own whose pages can become those of slots, and be one's own
-again, while arrays lie in it.  Python's own `mmap` cannot choose an address, hence `ctypes`.
+A model's values are in one buffer per partition, each a file in the shard's shared folder.  A `Window` maps them
+read-only, end to end, so that parameters that span partitions, even of several shards, are plain contiguous arrays and
+nothing is copied.  A `Room` is private memory whose pages can be replaced by those of slots, and become private again,
+while arrays in it stay in use.  Python's own `mmap` cannot choose an address, hence `ctypes`.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from paramserver.types import F32, AnyArray
 PAGE_BYTES: Final = mmap.PAGESIZE
 POSSIBLE: Final = sys.platform.startswith("linux")
 KEPT_MAX: Final = 8
-"""Windows kept for when the same buffers come again, which they do: a shard takes turns with a few."""
+"""Windows kept for reuse: a shard cycles through a few buffers, so the same ones come again."""
 _PROT_NONE: Final = 0
 _READ_WRITE: Final = 0x1 | 0x2
 _MAP_FIXED: Final = 0x10
@@ -36,9 +36,9 @@ _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS
 _OF_A_ROOM: Final[dict[str, int]] = {"flags": _PRIVATE} if POSSIBLE else {}
 
 Piece = tuple[str, int]
-"""(path of a buffer's file, bytes of it that are mapped)."""
+"""(path of a buffer's file, bytes of it to map)."""
 Run = tuple[int, int, int]
-"""(where in a room, where in a file, bytes): the first two at pages."""
+"""(offset in a room, offset in a file, bytes); both offsets are multiples of the page size."""
 
 
 @cache
@@ -55,16 +55,19 @@ def _libc() -> Any:
 
 
 class Window:
-    """Some buffers mapped end to end; unmapped when no array of it is left."""
+    """Buffers mapped end to end; unmapped when neither this object nor an array of it is left."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        """Raises OSError if a file cannot be mapped, ValueError if a piece other than the last ends within a page."""
+        """Map the pieces.
+
+        Raises OSError if a file cannot be mapped, and ValueError if a piece other than the last ends within a page.
+        """
         if any(size % PAGE_BYTES for _, size in pieces[:-1]):
             raise ValueError("buffers that end within a page cannot lie side by side")
         size = sum(size for _, size in pieces)
         start = _mapped(None, size, _PROT_NONE, _PRIVATE, -1)
         memory = (ctypes.c_char * size).from_address(start)
-        # At the end of the process arrays may be read still: by what runs then, or by threads that nobody waits for.
+        # Not at exit, because arrays may still be read then: by exit handlers and daemon threads.
         weakref.finalize(memory, _libc().munmap, start, size).atexit = False
         at = start
         flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
@@ -80,9 +83,9 @@ class Window:
         self._memory = memory
 
     def values(self) -> F32:
-        """All elements, 1-D and read-only: writing to them would end the process.
+        """Return all elements, 1-D and read-only: writing to them would crash the process.
 
-        Each call gives an array of its own, which every view of it keeps alive: so its end is the end of them all.
+        Each call returns a new array.  All views of it keep it alive, so a finalizer on it runs after the last of them.
         """
         values = np.frombuffer(memoryview(self._memory), np.float32)
         values.flags.writeable = False
@@ -97,7 +100,7 @@ def _mapped(at: int | None, size: int, protection: int, flags: int, file: int, o
 
 
 def _moved(start: int, size: int, to: int) -> None:
-    """Those pages are at `to` from now on, in place of what was there; nobody finds neither."""
+    """Move pages to `to`, replacing the pages there atomically: other threads see the old or the new ones, no gap."""
     if _libc().mremap(start, size, size, _MOVES, to) == _MAP_FAILED:
         raise _failed("move", size)
 
@@ -108,23 +111,23 @@ def _failed(what: str, size: int) -> OSError:
 
 
 def private(size_bytes: int) -> mmap.mmap:
-    """Memory of one's own, zeros at first, that can be a room."""
+    """Allocate private, zeroed memory that can be a `Room`."""
     return mmap.mmap(-1, size_bytes, **_OF_A_ROOM)
 
 
 class Room:
-    """Private memory of which runs of pages can be those of a file instead; it lasts as long as any array in it."""
+    """Private memory in which runs of pages can be mapped from a file; it lives as long as any array in it."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = weakref.ref(memory)
         self._start = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
     def held(self) -> mmap.mmap | None:
-        """The memory, which must be held while anything is done here; None once it is gone."""
+        """Return the memory, which must be referenced during all operations here; None once it is freed."""
         return self._memory()
 
     def show(self, path: str, runs: Sequence[Run]) -> None:
-        """From now on those runs are the file's; raises OSError, some of them being the file's already."""
+        """Map these runs from the file.  Raises OSError; some of them may be mapped then."""
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_size < max(_whole_pages(at + size) for _, at, size in runs):
@@ -135,12 +138,12 @@ class Room:
             os.close(file)
 
     def keep(self, runs: Sequence[Run]) -> None:
-        """Those runs are private again, with the same contents; whoever reads them meanwhile finds nothing else.
+        """Make these runs private again, with the same contents, which concurrent readers see throughout.
 
-        Raises OSError, those runs from the first that failed being as they were.
+        Raises OSError; the run that failed and those after it are unchanged then.
         """
         for start, _, size in runs:
-            # Filled elsewhere first: mapped in its place it would be zeros for a moment, which another push may see.
+            # Copied to fresh pages first: mapped in place, they would be zeros for a moment, which a push may read.
             pages, at = _whole_pages(size), self._start + start
             fresh = _mapped(None, pages, _READ_WRITE, _PRIVATE, -1)
             try:
@@ -151,12 +154,12 @@ class Room:
                 raise
 
     def clear(self, runs: Sequence[Run]) -> None:
-        """Those runs are private again, and zeros."""
+        """Make these runs private again, and zero."""
         for start, _, size in runs:
             self._map(start, size, _PRIVATE, -1, 0)
 
     def guard(self, runs: Sequence[Run]) -> None:
-        """Those runs can only be read, until they are private again: a write to them ends the process."""
+        """Make these runs read-only until they are private again: a write to them crashes the process."""
         for start, _, size in runs:
             if _libc().mprotect(self._start + start, _whole_pages(size), mmap.PROT_READ):
                 raise _failed("guard", size)
@@ -170,14 +173,14 @@ def _whole_pages(size_bytes: int) -> int:
 
 
 class Windows:
-    """The windows used lately; safe between threads."""
+    """A cache of the most recently used windows.  Safe between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[Piece, ...], Window] = OrderedDict()
 
     def of(self, pieces: Sequence[Piece]) -> Window:
-        """The window over these buffers; raises what `Window` does."""
+        """Return the window over these buffers.  Raises OSError and ValueError like `Window`."""
         key = tuple(pieces)
         with self._lock:
             found = self._kept.get(key)
@@ -192,14 +195,14 @@ class Windows:
         return window
 
     def forget(self, folder: str) -> None:
-        """No buffers of that folder come again."""
+        """Drop all windows with buffers of that folder."""
         with self._lock:
             for key in [key for key in self._kept if any(path.startswith(f"{folder}/") for path, _ in key)]:
                 del self._kept[key]
 
 
 def writable(path: str, size_bytes: int) -> AnyArray:
-    """A lent slot, mapped to be written: 1-D uint8.  Raises OSError if it is gone."""
+    """Map a lent slot for writing: 1-D uint8.  Raises OSError if it is gone."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return np.frombuffer(mmap.mmap(file, size_bytes, flags=mmap.MAP_SHARED | _MAP_POPULATE), np.uint8)

@@ -1,4 +1,4 @@
-"""A worker, as the blocking client sees it: a session, and a thread that keeps its heartbeat going."""
+"""A worker of the blocking client: a session, and a thread that sends its heartbeats."""
 
 import logging
 import os
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
 LEAVE_S = 5.0
-"""How long a worker tries to say goodbye."""
+"""How long a worker tries to tell the scheduler that it leaves."""
 
 
 class Worker(WorkerView):
     """One worker of one model: joins when its `with` block begins, leaves when it ends.
 
-    Between the two it keeps its lease alive from a thread of its own, numbers its pushes and clocks, and follows what
-    happens to the model (see `docs/sdk.md`).  It belongs to the process that opened it.
+    Inside the block it renews its lease from a background thread, numbers its pushes and clocks, and follows rollbacks
+    and requests of the scheduler (see `docs/sdk.md`).  It belongs to the process that opened it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Worker(WorkerView):
         self._thread: threading.Thread | None = None
         self._pid = -1
         self.run: Mapping[str, Any] | None = None
-        """The run this worker has a place in, if any."""
+        """The run that this worker takes part in, if any."""
 
     def __enter__(self) -> "Worker":
         if self._pid != -1:
@@ -70,9 +70,9 @@ class Worker(WorkerView):
 
     def __exit__(self, *exc: object) -> None:
         if self._pid != os.getpid():
-            return  # a forked child leaves its parent's worker alone
+            return  # a forked child must not end its parent's worker
         if self._stop.is_set():
-            return  # it has left
+            return  # it has already left
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -89,7 +89,7 @@ class Worker(WorkerView):
         wait_s: float | None = None,
         timeout: float | None = None,
     ) -> Params:
-        """The present values (see `Model.pull`); in sync at least those of the commit that released this clock."""
+        """Pull the current values (see `Model.pull`); in sync they include the commit that released this clock."""
         s, deadline = self._session, self._deadline(timeout)
         return self._run(
             s.pull(deadline, names=names, ranges=ranges, out=out, dtype=dtype, min_version=min_version, wait_s=wait_s)
@@ -107,16 +107,19 @@ class Worker(WorkerView):
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
-        """Push a gradient for the present clock (see `Model.push`); several in one clock add up.
+        """Push a gradient for the current clock (see `Model.push`); several pushes in one clock add up.
 
-        `base` is what this worker pulled last unless given.  `state` is `dropped` when the model went back to an
-        earlier clock meanwhile, or the worker had been given up for dead.
+        `base` defaults to what this worker pulled last.  The result's `state` is `dropped` if the model went back to an
+        earlier clock meanwhile, or the worker lost its lease.
         """
         options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": codec, "ack": ack}
         return self._run(self._session.push(grads, self._deadline(timeout), base=base, weight=weight, **options))
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
-        """Arrays to compute gradients in (see `Model.gradients`): `step`, `exchange` and `push` need not copy them."""
+        """Return arrays to compute gradients in, which `step`, `exchange` and `push` need not copy.
+
+        See `Model.gradients`.
+        """
         return self._run(self._session.cluster.gradients(self.model, self._deadline(timeout)))
 
     def stream(
@@ -129,14 +132,14 @@ class Worker(WorkerView):
         ack: str | None = None,
         timeout: float | None = None,
     ) -> PushStream:
-        """A push whose gradients are put in one after the other; what is whole is sent while the next is computed.
+        """Begin a push whose gradients are put one by one; complete partitions are sent while the next is computed.
 
             with worker.stream() as push:
                 for name, gradient in backward():        # the last layer first
                     push.put(name, gradient)
             push.result.state
 
-        One push: it counts once, under one number.  Wants a cluster that does not clip by norm.  See `PushStream`.
+        It counts as a single push.  The model's optimizer must not have `clip_norm`.  See `PushStream`.
         """
         options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec, "ack": ack}
         return PushStream(self._run, lambda: self._deadline(timeout), self._session, **options)
@@ -152,15 +155,15 @@ class Worker(WorkerView):
         codec: str | None = None,
         timeout: float | None = None,
     ) -> Params:
-        """Push a gradient, then pull; the clock stays where it is."""
+        """Push a gradient, then pull; the clock does not advance."""
         options: dict[str, Any] = {"base": base, "weight": weight, "dtype": dtype, "codec": codec}
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **options))
 
     def clock(self, *, timeout: float | None = None) -> int:
-        """Report this iteration finished and wait until the next may begin; its number.
+        """Report this iteration finished, wait until the next may begin, and return its number.
 
-        Waits for the other workers in sync and ssp: for as long as it takes, or `timeout` seconds.  Raises Unavailable
-        naming whom it waited for.
+        In sync and ssp it waits for the other workers, for as long as it takes or for `timeout` seconds.  Raises
+        Unavailable, naming the workers it waited for.
         """
         return self._run(self._iterations.advance(self._deadline(timeout), timeout))
 
@@ -176,9 +179,9 @@ class Worker(WorkerView):
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Pushed:
-        """Push, clock and report: one iteration done.
+        """Finish one iteration: push the gradient, report the metrics, and end the clock.
 
-        Metrics travel with the heartbeat; of many steps a second only some points are kept.
+        Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
         told, deadline = {"loss": loss, **metrics}, self._deadline(timeout)
         return self._run(
@@ -199,7 +202,7 @@ class Worker(WorkerView):
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Params:
-        """A whole iteration in one round trip: `step`, and the values that the next one begins with.
+        """Finish one iteration like `step`, and return the values for the next one, all in one round trip.
 
             values = worker.pull()
             while training:
@@ -214,15 +217,15 @@ class Worker(WorkerView):
         return self._run(exchanging)
 
     def report(self, *, timeout: float | None = None, **metrics: SupportsFloat | None) -> None:
-        """Report metrics of the present clock now: `report(accuracy=0.97)`."""
+        """Report metrics of the current clock now: `report(accuracy=0.97)`."""
         self._run(self._session.report(metrics, self._deadline(timeout)))
 
     def tasks(self, dataset: str = "train") -> Iterator[Task]:
-        """Ranges of a dataset, leased one at a time; each counts as done when the next one is asked for.
+        """Iterate over ranges of a dataset, leased one at a time; each counts as done when the next one is requested.
 
-        Ends when the dataset is worked through or the worker is to finish.  What a worker leaves undone goes to others,
-        so a range may be worked on twice, and none is lost.  A range whose loop is left (`break`, an exception) is free
-        again when this worker asks for its next one.
+        Ends when the dataset is finished or the worker is asked to finish.  Ranges that a worker leaves undone go to
+        others, so a range may be worked on twice, but none is lost.  If the loop is left (`break`, an exception), its
+        range is free again once this worker requests the next one.
         """
         while (task := self._run(self._tasks.lease(dataset, self._deadline(None)))) is not None:
             try:
@@ -232,10 +235,10 @@ class Worker(WorkerView):
                 self._session.holding.put_down(task)
 
     def evaluate(self, measure: Callable[[Params], Mapping[str, SupportsFloat]]) -> dict[str, float] | None:
-        """Make the evaluation that is waiting, if any: `measure` gets the present values and returns metrics.
+        """Perform the pending evaluation, if any: `measure` gets the current values and returns metrics.
 
-        Cheap to call at every step: without one it asks nobody and returns None.  If `measure` raises, the evaluation
-        waits on.
+        Cheap to call at every step: if none is pending, it sends no request and returns None.  If `measure` raises, the
+        evaluation stays pending.
         """
         if not self._session.evaluation_waits:
             return None
@@ -268,7 +271,7 @@ class Worker(WorkerView):
         while not self._stop.wait(min(limits.HEARTBEAT_S, self._session.lease_s / 5)):
             try:
                 self._client.run(self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2))))
-            except Exception as e:  # whatever it is: the lease is to go on
+            except Exception as e:  # whatever it is, the heartbeats must continue
                 if not silent:
                     unforeseen = not isinstance(e, PsError)
                     log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, e, exc_info=unforeseen)

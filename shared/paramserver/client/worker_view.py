@@ -1,4 +1,4 @@
-"""What a worker says of itself, the blocking one and the one on asyncio alike: all of it is in its session."""
+"""The read-only properties that blocking and asyncio workers share; all of them come from the session."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from paramserver.errors import PsError, problem
 
 
 def of_another_process() -> PsError:
-    """What is said in a child that was forked while the worker was open."""
+    """Return the error for using a worker in a child that was forked while it was open."""
     return problem("conflict", "this worker belongs to the process that opened it", hint="open one after the fork")
 
 
 class WorkerView:
-    """The readable side of a worker."""
+    """Base class of workers: their properties."""
 
     _session: Session
 
@@ -21,7 +21,7 @@ class WorkerView:
 
     @property
     def name(self) -> str:
-        """The id that the scheduler gave it, such as `demo/w0`."""
+        """The id that the scheduler issued, such as `demo/w0`."""
         return self._session.worker
 
     @property
@@ -31,25 +31,25 @@ class WorkerView:
 
     @property
     def rank(self) -> int:
-        """Its integer place in sums and data, unique among the live workers of the model."""
+        """Position of the worker in the order of summation and in data assignment; unique among the live workers."""
         return self._session.rank
 
     @property
     def clock_number(self) -> int:
-        """Iterations finished; also the number of the one to work on."""
+        """Iterations finished, which is also the number of the current one."""
         return self._session.clock
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values of its own that checkpoints keep, and that the next worker of this name starts with."""
+        """The worker's own JSON values, saved in checkpoints and given to the next worker of this name."""
         return self._session.reports.state
 
     @property
     def draining(self) -> bool:
-        """Whether it should finish what it does and leave: the run is over, or somebody asked."""
+        """Whether the worker should finish its work and leave: the run is over, or somebody has asked it to."""
         return self._session.status in ("draining", "stop")
 
     @property
     def evaluation_waits(self) -> bool:
-        """Whether an evaluation is waiting for a worker to make it."""
+        """Whether an evaluation may be waiting for a worker."""
         return self._session.evaluation_waits
