@@ -1,4 +1,4 @@
-"""Runs and the worker pool: who works at which place, and when a run ends."""
+"""Runs and the worker pool: which member works at which place, and when a run ends."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -14,12 +14,12 @@ from paramserver.core.series import check_metrics
 from paramserver.errors import looking, problem
 
 SAVE_TIME_S: Final = 15.0
-"""How much of a run's counted time a killed scheduler may lose."""
+"""Interval between stores of a run's running time: the most of it that a killed scheduler loses."""
 MEMBERS_MAX: Final = 4096
 
 
 class RunDesk:
-    """Handles the events of runs and pool members."""
+    """Handles run and pool events."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.c = cluster
@@ -27,7 +27,7 @@ class RunDesk:
     # --- runs ---
 
     def find(self, run: Any) -> Run:
-        """The run of that id; raises NotFoundError."""
+        """Return the run of that id; raises NotFoundError (`unknown_run`)."""
         found = self.c.runs.get(run) if isinstance(run, str) else None
         if found is None:
             raise problem("unknown_run", f"no run {run!r:.80}")
@@ -62,7 +62,7 @@ class RunDesk:
             saved_s=now,
         )
         self.c.runs[id_] = run
-        # A run whose workers have not yet reported is still what they are told about.
+        # An ended run is kept while a member still has a place in it, because heartbeat replies describe that run.
         held = {m.place[0] for m in self.c.members.values() if m.place is not None}
         ended = [r for r in self.c.runs.values() if r.ended and r.id not in held]
         for old in ended[: max(0, len(self.c.runs) - limits.RUNS_KEPT_MAX)]:
@@ -98,7 +98,7 @@ class RunDesk:
         self.c.answer(e.request, run.document())
 
     def end(self, run: Run, state: str, reason: str, now: float) -> None:
-        """The run is over; its workers learn it from their heartbeats and free their places."""
+        """End the run; its workers learn this from their heartbeats and then give up their places."""
         run.change(state, now, reason)
         self._changed(run, now)
 
@@ -120,11 +120,11 @@ class RunDesk:
         return [m for m in self.c.members.values() if m.alive and m.place is None]
 
     def of_model(self, model: Model) -> Run | None:
-        """The run that is training that model."""
+        """The run that is training the model; None if there is none."""
         return next((r for r in self.c.runs.values() if r.model == model.name and not r.ended), None)
 
     def worker_state(self, model: Model, worker: str) -> str:
-        """What its run asks of a worker of that model: active, paused or stop; active for one that is in no run."""
+        """What a worker of the model is asked to be by its run: `active`, `paused` or `stop`; `active` if in no run."""
         run_id, _, place = worker.partition("/w")
         run = self.c.runs.get(run_id)
         if run is None or run.model != model.name:
@@ -135,7 +135,7 @@ class RunDesk:
         return "paused" if run.state == "paused" else "active"
 
     def watch(self, model: Model, now: float) -> None:
-        """Ends the run of that model when its clocks or minutes are over."""
+        """End the model's run once its limit of clocks or minutes is reached; until then, store its running time."""
         run = self.of_model(model)
         if run is None:
             return
@@ -150,7 +150,7 @@ class RunDesk:
             self.c.save_run(run)
 
     def saw_metrics(self, model: Model, metrics: Mapping[str, float], now: float) -> None:
-        """Ends the run of that model when a metric reaches its bound."""
+        """End the model's run if one of these metrics reaches its bound."""
         run = self.of_model(model)
         if run is None or run.state not in ("running", "paused"):
             return
@@ -161,7 +161,7 @@ class RunDesk:
                 return
 
     def model_gone(self, name: str, now: float) -> None:
-        """The model was deleted."""
+        """Stop the runs of a deleted model."""
         for run in self.c.runs.values():
             if run.model == name and not run.ended:
                 self.end(run, "stopped", f"model '{name}' was deleted", now)
@@ -196,13 +196,13 @@ class RunDesk:
         member.heard_s = now
         member.metrics = metrics
         if member.place is not None and member.place[0] not in self.c.runs:
-            # Older versions forgot runs that members were still in, and stored it so.
+            # Earlier releases could forget a run that a member was still in, and stored that state.
             self._free(member, now)
             self.fill(now)
         self.c.answer(e.request, self.assignment(member))
 
     def assignment(self, member: Member) -> dict[str, Any]:
-        """What that member is to do."""
+        """What the member is to do: the body of its heartbeat reply."""
         if member.place is None:
             return {"state": "idle", "run": None}
         run_id, place = member.place
@@ -232,13 +232,13 @@ class RunDesk:
         self.c.answer(e.request, None, 204)
 
     def part(self, member: Member, now: float) -> None:
-        """That incarnation is gone; its place is free again."""
+        """Mark this incarnation of a member as dead and free its place."""
         self._free(member, now)
         member.alive = False
         self.c.save_member(member)
 
     def expire(self, now: float) -> None:
-        """Members whose lease has run out; the dead of long ago are forgotten."""
+        """Mark members whose lease has expired as dead; forget all dead ones but the 256 heard from last."""
         gone = expired(self.c.members.values(), now)
         for member in gone:
             self.part(member, now)
@@ -293,7 +293,7 @@ class RunDesk:
             self.end(run, "finished", "every worker has finished", now)
 
     def fill(self, now: float) -> None:
-        """Gives free places to idle members, oldest run first, and says of each run what it lacks by then."""
+        """Give free places to idle members, oldest run first, and update the state and reason of each active run."""
         idle = self._idle()
         for run in self.c.runs.values():
             if not run.active:

@@ -1,4 +1,4 @@
-"""What the scheduler's core hears about runs and from the worker pool; see `scheduler_io`."""
+"""Events of the scheduler's core about runs and the worker pool; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ class CreateRun(Struct, frozen=True):
     args: Json = field(default_factory=dict)
     workers: int = 1
     stop: Json = field(default_factory=dict)
-    """Any of {"clocks": int, "minutes": number, "metric": {"name", "at_least" | "at_most"}}; the first met ends it."""
+    """Any of {"clocks": int, "minutes": number, "metric": {"name", "at_least" | "at_most"}}, whichever is met first."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
@@ -45,15 +45,16 @@ class JoinPool(Struct, frozen=True):
 class PoolHeartbeat(Struct, frozen=True):
     """PUT /pool/{member}.
 
-    Answer {"state":"idle"|"assigned"|"stop","run":{"id","name","model","entry","args","place","worker","rank"}|null};
-    join the model under the name `worker` and with `rank`.  409 `fenced` when dead or replaced.
+    Answer {"state":"idle"|"assigned"|"stop","run":null or {"id","name","model","entry","args","place","attempt",
+    "worker","rank","workers"}}.  An assigned member joins the model under the name `worker`, with that `rank`.
+    409 `fenced` if dead or replaced.
     """
 
     request: int
     member: str
     epoch: int
     metrics: Any = None
-    """What its process takes: `cpu_cores`, `rss_bytes`; None: it does not say."""
+    """Resource usage of its process: `cpu_cores`, `rss_bytes`; None: not reported."""
 
 
 class LeavePool(Struct, frozen=True):
@@ -73,6 +74,6 @@ class PlaceDone(Struct, frozen=True):
     member: str
     epoch: int
     error: str | None = None
-    """The traceback when the entry raised; None when it returned."""
+    """Traceback if the entry raised; None if it returned."""
     attempt: int | None = None
-    """Of the assignment, of which it is the end: told again once the place is taken anew, it is none of that."""
+    """The assignment's `attempt`, so that a repeated request cannot end a later attempt; None: not checked."""

@@ -1,7 +1,7 @@
 """A run: one training of one model by workers from the pool, with its states and stopping rule.
 
-waiting -> running -> finished | failed | stopped, and paused in between.  A run is waiting while none of its places has
-a worker.  Nothing here starts a process: members of the pool ask for work.
+A run is waiting while none of its places has a worker, else running; it can be paused; it ends as finished, failed or
+stopped.  Nothing here starts a process: pool members ask for work.
 """
 
 import re
@@ -16,13 +16,13 @@ from paramserver.core.documents import check_document
 from paramserver.errors import PsError, combined, problem
 
 RESTARTS_MAX: Final = 3
-"""A place whose entry has raised more often fails the run."""
+"""How often a place is restarted after an exception; the next one fails the run."""
 ENDED: Final = ("finished", "failed", "stopped")
 ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 HOW_TO_START: Final = "start one with 'paramserver-worker', or N on this machine with 'psctl up --workers N'"
 
 ALLOWED_LISTED_MAX: Final = 8
-"""Of the prefixes that idle workers allow, in what is told of a run that they may not import."""
+"""Allowed prefixes listed in the reason of a run whose entry idle workers may not import."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,14 @@ class Place:
 
     member: str | None = None
     epoch: int = 0
-    """Of the member."""
+    """The member's epoch."""
     restarts: int = 0
     done: bool = False
     """The entry has returned."""
 
 
 class StopRule(Struct, frozen=True):
-    """When a run is finished; the first condition met counts, none of them means when every entry has returned."""
+    """Conditions that finish a run, whichever is met first; it also finishes once every entry has returned."""
 
     clocks: int | None = None
     """Clocks of the model since the run began."""
@@ -50,7 +50,7 @@ class StopRule(Struct, frozen=True):
 
     @classmethod
     def check(cls, data: Any) -> "StopRule":
-        """The rule described; raises RequestError naming each wrong field."""
+        """Return the rule that a JSON object describes; raises RequestError naming each invalid field."""
         errors: list[PsError] = []
 
         def fail(where: str, what: str, hint: str = "") -> None:
@@ -84,7 +84,7 @@ class StopRule(Struct, frozen=True):
         return cls(clocks, minutes, name, low, high)
 
     def document(self) -> dict[str, Any]:
-        """The JSON object of this rule."""
+        """This rule as a JSON object."""
         out: dict[str, Any] = {}
         if self.clocks is not None:
             out["clocks"] = self.clocks
@@ -96,7 +96,7 @@ class StopRule(Struct, frozen=True):
         return out
 
     def met_by(self, name: str, value: float) -> str | None:
-        """Why that metric ends the run, or None."""
+        """Why this value of a metric ends the run; None if it does not."""
         if name != self.metric:
             return None
         if self.at_least is not None and value >= self.at_least:
@@ -124,13 +124,13 @@ class Run:
     state: str = "waiting"
     reason: str = ""
     from_clock: int = 0
-    """Clock of the model when the run was made."""
+    """Clock of the model when the run was created."""
     ran_s: float = 0.0
     """Seconds in state running, up to `counted_s`."""
     counted_s: float = 0.0
-    """Monotonic; not stored."""
+    """Time up to which `ran_s` is counted; monotonic, not stored."""
     saved_s: float = 0.0
-    """When `ran_s` was stored last; monotonic."""
+    """When `ran_s` was last stored; monotonic."""
 
     @property
     def ended(self) -> bool:
@@ -138,29 +138,29 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """Whether its workers are to work."""
+        """Whether its workers should work: it is waiting or running, not paused or ended."""
         return self.state in ("waiting", "running")
 
     def worker_name(self, place: int) -> str:
-        """The worker that a place is."""
+        """Name of the worker at that place."""
         return f"{self.id}/w{place}"
 
     def has(self, place: int, member: str) -> bool:
-        """Whether that place is still the member's; it may have been taken away, and given to another."""
+        """Whether the place is still the member's; it may have been removed, or given to another member."""
         return place < len(self.places) and self.places[place].member == member
 
     def attempt(self, place: int) -> int:
-        """How often that place has begun anew after an exception; 0 for one that there is not any more."""
+        """Number of restarts of that place after exceptions; 0 if the place no longer exists."""
         return self.places[place].restarts if place < len(self.places) else 0
 
     def count_time(self, now: float) -> None:
-        """Adds the time since the last call if the run was running."""
+        """Add the time since the last call to `ran_s` if the run was running."""
         if self.state == "running":
             self.ran_s += max(0.0, now - self.counted_s)
         self.counted_s = now
 
     def settle(self, now: float, how: str = HOW_TO_START) -> None:
-        """Waiting or running, by whether anyone works; the reason says what is missing, and how to start it."""
+        """Set an active run to waiting or running; the reason says which workers are missing and how to start them."""
         if not self.active:
             return
         self.count_time(now)
@@ -176,14 +176,14 @@ class Run:
             self.reason = ""
 
     def change(self, state: str, now: float, reason: str = "") -> None:
-        """Another state from now on."""
+        """Change the state and the reason shown for it."""
         self.count_time(now)
         self.state, self.reason = state, reason
         if state == "waiting":
             self.settle(now)
 
     def stored(self) -> dict[str, Any]:
-        """As stored."""
+        """Stored field `run:ID`."""
         return {
             "format": 1,
             "id": self.id,
@@ -204,7 +204,7 @@ class Run:
 
     @classmethod
     def of(cls, doc: Mapping[str, Any], now: float) -> "Run":
-        """The run that a stored document describes."""
+        """Rebuild a run from its stored document."""
         return cls(
             doc["id"],
             doc["name"],
@@ -225,7 +225,7 @@ class Run:
         )
 
     def document(self) -> dict[str, Any]:
-        """What readers get."""
+        """Body of `GET /runs/{id}`."""
         return {
             "id": self.id,
             "name": self.name,
@@ -249,7 +249,7 @@ class Run:
 
 
 def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:
-    """How an entry gets its workers; `barred` is what each idle one allows that may not import it."""
+    """How to start workers for an entry; `barred` has the allowed prefixes of each idle one that may not import it."""
     if not barred:
         return HOW_TO_START
     module, allowed = entry.partition(":")[0], sorted({p for prefixes in barred for p in prefixes})
@@ -269,7 +269,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_run(entry: Any, workers: Any, args: Any, evaluate_every: Any, checkpoint_every: Any) -> None:
-    """Raises RequestError naming each wrong field of a new run."""
+    """Raise RequestError naming each invalid field of a new run."""
     errors: list[PsError] = []
 
     def fail(where: str, what: str, hint: str = "") -> None:

@@ -1,7 +1,7 @@
-"""The scheduler's decisions: events in, effects out; see `scheduler_io`.
+"""The scheduler's decision logic: events in, effects out; see `scheduler_io`.
 
-`SchedulerCore` only hands each event to the desk that knows about it, then lets every model that was touched go on:
-commits that can be made are made, those who wait for something are answered.
+`SchedulerCore` only dispatches each event to the desk that handles it, then advances every model that was touched: it
+makes the commits that are possible and answers the requests whose wait is over.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ from paramserver.errors import PsError
 
 ROUNDS_MAX = 16
 PAUSE_S = limits.LEASE_S / 2
-"""A gap between two events that long means that this process stood still: it hears ticks twice a second."""
+"""A longer gap between two events means that this process was paused, because it gets a tick twice a second."""
 
 
 class SchedulerCore:
-    """One scheduler.  Changed by `handle` alone; `read` is for everything that only looks."""
+    """One scheduler.  Only `handle` changes it; `read` is the read-only view for everything else."""
 
     def __init__(self, cluster: Cluster, now: float) -> None:
         self._c = cluster
@@ -82,16 +82,17 @@ class SchedulerCore:
 
     @classmethod
     def restore(cls, documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float = 0.0) -> Self:
-        """The core of a scheduler that starts in this term and found these fields in `ps:state`.
+        """Build the core of a scheduler that starts in this term, from the fields found in `ps:state`.
 
-        Everyone who was alive gets one full lease from `now`.  Raises CorruptState when the fields cannot be read.
+        Everyone who was alive gets one full lease from `now`.  Raises CorruptState if the fields cannot be read.
         """
         return cls(restore(documents, now, term, unix_s), now)
 
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
-        """What that event brings about, to be performed in order.  Refusals become replies, bugs of ours that a request
-        meets while it is only looked at among them.  Whatever else is raised has left something half decided: this core
-        is of no more use.
+        """Handle one event and return its effects, to be performed in order.
+
+        Refusals become replies, and so do unexpected exceptions while a request is only validated (`errors.looking`).
+        Any other exception leaves the state inconsistent, so this core must not be used any more.
         """
         if now - self._now > PAUSE_S:
             self._c.prolong(now - self._now)
@@ -102,7 +103,7 @@ class SchedulerCore:
             request = getattr(event, "request", None)
             if request is None:
                 raise
-            # Where the model went back to is only told once that is stored.
+            # `rolled_back` names the new timeline and its clock, so it waits until these are stored.
             (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(request, e)
         self._advance(now)
         self._moves.advance(now)
@@ -135,7 +136,7 @@ class SchedulerCore:
             if model.series.due(now):
                 self._c.save(f"series:{model.name}", model.series.stored)
             if not model.gate.sync and model.gate.clock != model.clock_stored:
-                # Else who joins under the next leader, before the others are heard of, would begin where they once did.
+                # Otherwise a worker that joins under a new leader before the others report would start at an old clock.
                 model.clock_stored = model.gate.clock
                 self._c.save_clock(model)
 
@@ -146,7 +147,10 @@ class SchedulerCore:
                 return
 
     def deadline(self) -> float:
-        """When a `Tick` is due at the latest: a lease or a wait ends, or simply a second has passed."""
+        """Latest time for the next `Tick`: a lease or a wait ends, or `limits.HEARTBEAT_S` has passed.
+
+        It is due at once if the last event left models to be advanced.
+        """
         c = self._c
         if c.touched or c.unfinished:
             return self._now

@@ -1,4 +1,4 @@
-"""What the scheduler's core decides, for its runtime to carry out; see `scheduler_io`."""
+"""Effects of the scheduler's core, performed by its runtime; see `scheduler_io`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ Json: TypeAlias = Mapping[str, Any]
 class Store(Struct, frozen=True):
     """Write these fields of the hash `ps:state` in one script guarded by the term; None deletes a field.
 
-    Redis away: retry, in order.  Another term found: this process is no leader any more and must stop.
+    While Redis is away: retry, in order.  If Redis has another term, this process no longer leads and must stop.
     """
 
     fields: Mapping[str, Json | None]
@@ -23,28 +23,31 @@ class Store(Struct, frozen=True):
 class SetTokens(Struct, frozen=True):
     """Write the owner tokens of these partitions (`{NAME.GEN/INDEX}:token`, 20 digits) and these fences.
 
-    In one script with the `Store` before it: either all of it is stored or nothing.
+    Performed in one script with the `Store` before it: all of it is stored, or nothing.
     """
 
     tokens: Sequence[tuple[PartitionKey, Token]]
     fences: Sequence[tuple[str, int]] = ()
-    """(shard, highest epoch that is fenced) for the hash `ps:fence`; epoch 0 deletes the field."""
+    """(shard, highest fenced epoch) for the hash `ps:fence`; epoch 0 deletes the field."""
 
 
 class Publish(Struct, frozen=True):
-    """A document for every open feed; all are level-triggered, so one that is lost is healed by reconnecting.
+    """Send a document to every open feed.
 
-    Types: `map`, `model`, `roster`, `commit`, `gone`.  `map` and `model` tell the leader's `term`: who has seen a
-    higher one must not heed them, for a leader that was deposed and has not noticed may know other owners.  Beyond the
-    usual fields a `model` document has
-    `cut` (the newest clock stored on all partitions, null if none) and `upload` ({"token","missing":[names]} while
-    initial values are awaited, else null); its `owners` are [shard, token] or [shard, token, options], options any of
-    `{"release": number}` (the owner is to hand it over: hold, store everything, report `released` with that number),
-    `{"from": token}` (the owner that holds it under that token or a higher one keeps its memory, takes the new token
-    and stores everything at once) and `{"source": ...}` (in place of the model's); a `roster` document has the
-    `revision` too.  `clock` of a model in sync is the `t` of the next commit: entering sync raises the timeline, and
-    partitions then take the document's clock for theirs.
-    A commit without contributions changes no value; it exists for its `cut`.
+    Documents are level-triggered: reconnecting makes up for a lost one.  Types: `map`, `model`, `roster`, `commit`,
+    `gone`.  `map` and `model` documents have the leader's `term`; a node that has seen a higher one ignores them,
+    because a deposed leader that has not noticed may name other owners.  Fields of a `model` document:
+
+    - `owners`: [shard, token] or [shard, token, options] for each partition.  Options are any of `{"release": number}`
+      (hand it over: hold it, store its whole state, report it in `released` with that number), `{"from": token}` (an
+      owner that holds it under that token or a higher one keeps its memory, adopts the new token and stores everything
+      at once) and `{"source": ...}` (replaces the model's `source`).
+    - `cut`: the newest clock stored on all partitions, null if none.
+    - `upload`: {"token","missing":[names],"lost":[partitions]} while initial values are incomplete, else null.
+    - `clock`: in sync the `t` of the next commit.
+    - `began`: the clock at which the timeline began.  Entering sync begins one; partitions move to that clock.
+
+    A `roster` document also has `revision`.  A commit without contributions changes no value; it exists for its `cut`.
     """
 
     document: Json
@@ -57,7 +60,7 @@ class Reply(Struct, frozen=True):
     outcome: Json | PsError | None
     status: int = 200
     waits: bool = True
-    """False: need not wait for the stores before it."""
+    """Whether it must wait until all stores before it have succeeded."""
 
 
 class LoadFiles(Struct, frozen=True):
@@ -67,7 +70,7 @@ class LoadFiles(Struct, frozen=True):
     files: Mapping[str, str]
     """Parameter name -> file name (one path component below the state directory)."""
     partitions: Sequence[int] = ()
-    """The ones to set; empty: all."""
+    """Partitions to set; empty: all."""
 
 
 class WriteCheckpoint(Struct, frozen=True):
@@ -76,15 +79,17 @@ class WriteCheckpoint(Struct, frozen=True):
     model: ModelKey
     name: str
     cut: int | None
-    """Sync: fetch the state of this cut's clock from every partition; None: the present one (in sync no commit is made
-    until the completion, so it too is of one clock)."""
+    """sync: clock of the cut to fetch from every partition.
+
+    None: their current state.  In sync no commit is made until completion, so that state is of one clock as well.
+    """
     document: Json
     """For the manifest: spec, generation, creation, revision, timeline, clock, metric (name and value or null),
     created_s (Unix), workers {id: {"rank","clock","state"}}."""
 
 
 class RemoveCheckpoint(Struct, frozen=True):
-    """Delete a checkpoint's files, if they are of that creation of the model; no completion."""
+    """Delete a checkpoint's files if they come from that creation of the model; no event follows."""
 
     model: str
     name: str
@@ -92,7 +97,7 @@ class RemoveCheckpoint(Struct, frozen=True):
 
 
 class ForgetModel(Struct, frozen=True):
-    """Delete every Redis key of that creation's partitions; completed by `ModelForgotten`."""
+    """Delete every Redis key of the partitions of that generation; completed by `ModelForgotten`."""
 
     model: ModelKey
     partitions: int

@@ -1,14 +1,14 @@
-"""What goes into the scheduler's core (events) and what comes out of it (effects).
+"""Events and effects of the scheduler's core.
 
-`SchedulerCore.handle(event, now)` answers every event with a list of effects, which the runtime performs in that order:
-first at most one `Store`, then at most one `SetTokens` (both in one script), then everything that may only be seen once
-those have succeeded.  So nobody outside ever learns of a commit, an epoch or an owner that a restarted scheduler would
-not know.  A `Reply` with `waits=False` alone may overtake (heartbeats, refusals): it tells nothing that is not stored
-yet.
+`SchedulerCore.handle(event, now)` returns a list of effects, which the runtime performs in order: at most one `Store`,
+then at most one `SetTokens` (both in one script), then everything that may become visible only once those have
+succeeded.  So nobody outside ever learns of a commit, an epoch or an owner that a restarted scheduler would not know.
+Only a `Reply` with `waits=False` (a heartbeat's, a refusal) comes before them and waits for no store: it reveals
+nothing that is not stored yet.
 
 An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
-`RequestGone` came first.  Values are plain JSON as they arrived; the core checks them and refuses with a `PsError`.
-Times are seconds; `now` is monotonic.  What GET routes need is in `SchedulerCore.read` (`core.reading`), not here.
+`RequestGone` came first.  Values are plain JSON as received; the core checks them and refuses with a `PsError`.  Times
+are in seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.reading`) instead.
 """
 
 from typing import TypeAlias
@@ -62,13 +62,13 @@ from paramserver.core.worker_events import WorkerHeartbeat as WorkerHeartbeat
 
 
 class RequestGone(Struct, frozen=True):
-    """The client of a parked request hung up; it gets no `Reply`."""
+    """The client of a parked request has disconnected; it gets no `Reply`."""
 
     request: int
 
 
 class Tick(Struct, frozen=True):
-    """Time has passed.  Send one whenever `SchedulerCore.deadline()` is reached, and at least each second."""
+    """Time has passed.  Sent whenever `SchedulerCore.deadline()` is reached, and at least once a second."""
 
 
 Event: TypeAlias = (

@@ -1,7 +1,7 @@
-"""Which elements of a model a call touches: names, patterns and ranges, as parts of partitions.
+"""Selections: the elements of a model chosen by names, patterns and ranges, as parts of partitions.
 
 The chosen elements, in the order of the flat vector, lie end to end in a *packed* vector; for a whole model that is
-the flat vector itself.  Each partition's share of it is contiguous, which is what makes pulls one copy.
+the flat vector itself.  Each partition's share of it is contiguous, so that each pulled partition is one copy.
 """
 
 import fnmatch
@@ -22,7 +22,7 @@ Ranges: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 class Piece(Struct, frozen=True):
-    """A run of elements of one parameter in one partition."""
+    """Consecutive elements of one parameter in one partition."""
 
     param: int
     """Index into `Selection.params`."""
@@ -32,11 +32,11 @@ class Piece(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """What is touched of one partition."""
+    """The selected elements of one partition."""
 
     partition: int
     ranges: tuple[Range, ...] | None
-    """Relative to the partition; None: all of it."""
+    """Relative to the partition; None: the whole partition."""
     start: int
     """First element in the packed vector."""
     stop: int
@@ -44,16 +44,16 @@ class Part(Struct, frozen=True):
 
 
 class Selection(Struct, frozen=True):
-    """Some elements of a model."""
+    """Selected elements of a model."""
 
     params: tuple[ParamSpec, ...]
-    """Those touched, in the model's order."""
+    """The parameters with selected elements, in the model's order."""
     ranged: Mapping[str, tuple[Range, ...]]
-    """Of the parameters touched in part: their flat element ranges."""
+    """Flat element ranges, by name, of the parameters selected by ranges."""
     offsets: tuple[int, ...]
-    """Where each of `params` begins in the packed vector; then the total."""
+    """Offset of each of `params` in the packed vector, then the total."""
     parts: tuple[Part, ...]
-    """In the order of the partitions."""
+    """In partition order."""
 
     @property
     def size(self) -> int:
@@ -61,20 +61,20 @@ class Selection(Struct, frozen=True):
         return self.offsets[-1]
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Shape of one of `params` as the caller sees it: its own, or 1-D if only ranges of it are touched."""
+        """Shape of one of `params` as the caller sees it: its own, or 1-D if it is selected by ranges."""
         p = self.params[index]
         return (self.offsets[index + 1] - self.offsets[index],) if p.name in self.ranged else p.shape
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for selections of the same elements in the same shapes."""
+        """Cache key, equal for selections of the same elements in the same shapes."""
         return (tuple((p.name, p.shape) for p in self.params), tuple(sorted(self.ranged.items())))
 
 
 def listed(names: Names | None, ranges: Ranges | None) -> tuple[tuple[str, ...] | None, dict[str, tuple[Range, ...]]]:
-    """Both as they can be compared, and read again.
+    """Return names and ranges as tuples, which can be compared and iterated more than once.
 
-    Raises RequestError (`invalid_field`, `invalid_range`) where they are neither names nor pairs.
+    Raises RequestError (`invalid_field`, `invalid_range`) if they are not names and pairs.
     """
     if names is not None:
         try:
@@ -102,9 +102,10 @@ def _pairs(name: str, pairs: Sequence[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def matched(layout: Layout, names: Names) -> list[str]:
-    """The parameters that names and patterns (`*`, `?`, `[...]`) stand for, in the model's order.
+    """Return the parameters that the names and patterns (`*`, `?`, `[...]`) match, in the model's order.
 
-    Raises NotFoundError (`unknown_parameter`) listing everything that stands for nothing.
+    Raises NotFoundError (`unknown_parameter`) listing everything without a match, RequestError (`too_large`) for too
+    many patterns.
     """
     wanted = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     found = {name for name in wanted if name in layout.by_name}
@@ -126,14 +127,14 @@ def matched(layout: Layout, names: Names) -> list[str]:
 
 
 def unknown(layout: Layout, names: Iterable[str]) -> list[PsError]:
-    """The errors of names that the model lacks; the first few with the nearest one it has."""
+    """Return an error for each name that the model lacks; the first few hint at the nearest known name."""
     return layout.spec.unknown(names)
 
 
 def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = None) -> Selection:
-    """The elements that `names` (None: all, or those of `ranges`) touch, limited to `ranges` where given.
+    """Select the parameters in `names` and in `ranges` (all if neither is given), limited to `ranges` where given.
 
-    Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_range`).
+    Raises NotFoundError (`unknown_parameter`) or RequestError (`invalid_range`, `too_large`).
     """
     if names is None and not ranges:
         whole = _WHOLE.get(layout)
@@ -144,11 +145,11 @@ def select(layout: Layout, names: Names | None = None, ranges: Ranges | None = N
 
 
 _WHOLE: Final[WeakKeyDictionary[Layout, Selection]] = WeakKeyDictionary()
-"""Of each layout in use all elements: what nearly every pull and push is of."""
+"""For each layout in use, the selection of all elements, which nearly every pull and push uses."""
 
 
 def _selected(layout: Layout, names: Names | None, ranges: Ranges) -> Selection:
-    chosen = set(matched(layout, list(ranges)))  # also finds wrong names
+    chosen = set(matched(layout, list(ranges)))  # raises for unknown names
     ranged = {n: _checked(layout, n, ranges[n]) for n in layout.by_name if n in ranges}
     if names is not None:
         chosen |= set(matched(layout, names))
@@ -156,7 +157,7 @@ def _selected(layout: Layout, names: Names | None, ranges: Ranges) -> Selection:
         chosen = set(layout.by_name)
     params = tuple(p for p in layout.spec.params if p.name in chosen)
     flat: list[Range] = []
-    owner: list[tuple[int, int]] = []  # of each flat range: (index into params, offset within its share)
+    owner: list[tuple[int, int]] = []  # for each flat range: (index into params, offset within its share)
     offsets = [0]
     for i, p in enumerate(params):
         first, share = layout.offsets[p.name][0], 0
@@ -169,7 +170,7 @@ def _selected(layout: Layout, names: Names | None, ranges: Ranges) -> Selection:
 
 
 def _parts(layout: Layout, flat: Sequence[Range], owner: Sequence[tuple[int, int]]) -> tuple[Part, ...]:
-    """Cut sorted flat ranges at the partitions' bounds."""
+    """Cut sorted flat ranges at the partition boundaries."""
     out: list[Part] = []
     bounds, at, r = layout.bounds, 0, 0
     split = layout.split(flat)

@@ -1,4 +1,4 @@
-"""Metrics over time, bounded: the newest points of each name."""
+"""Metrics over time, bounded to the newest points of each name."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from paramserver.errors import problem
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
-    """The metrics, if each is a finite number under a short name; raises RequestError (`invalid_field`)."""
+    """Return the metrics as floats; raises RequestError (`invalid_field`) unless they are numbers under short names."""
     if not isinstance(metrics, Mapping):
         raise problem("invalid_field", "metrics: must be an object of numbers", where="metrics")
     if len(metrics) > limits.METRIC_NAMES_MAX:
@@ -20,7 +20,7 @@ def check_metrics(metrics: Any) -> dict[str, float]:
             raise problem(
                 "invalid_field", f"metrics: {name!r:.80} is not a name of 1 to 64 characters", where="metrics"
             )
-        # A loss of NaN is worth knowing; what is no number at all is refused.
+        # NaN and infinity are accepted, because a loss may become NaN; anything that is not a number is refused.
         if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
             if not (isinstance(value, float) and not finite(value)):
                 raise problem("invalid_field", f"metrics.{name}: must be a number", where=f"metrics.{name}")
@@ -28,7 +28,7 @@ def check_metrics(metrics: Any) -> dict[str, float]:
 
 
 class Series:
-    """The metrics of one model: (Unix seconds, clock or -1, worker, value) by name."""
+    """The metrics of one model: points (Unix seconds, clock or -1, worker, value) by name."""
 
     def __init__(self) -> None:
         self.points: dict[str, deque[tuple[float, int, str, float]]] = {}
@@ -36,7 +36,7 @@ class Series:
 
     @classmethod
     def of(cls, doc: Mapping[str, Any]) -> Self:
-        """The series that a stored document holds."""
+        """Rebuild a series from its stored document."""
         series = cls()
         for name, points in doc["points"].items():
             rows = ((float(t), int(c), str(w), float(v)) for t, c, w, v in points)
@@ -44,19 +44,19 @@ class Series:
         return series
 
     def stored(self) -> dict[str, Any]:
-        """The newest points of each name, as they are kept over a restart."""
+        """Stored field `series:NAME`: the newest points of each name."""
         newest = {n: list(p)[-limits.METRIC_POINTS_STORED :] for n, p in self.points.items()}
         return {"format": 1, "points": {n: [list(row) for row in p] for n, p in newest.items()}}
 
     def due(self, now: float) -> bool:
-        """Whether there are points that have waited long enough to be stored; they count as stored then."""
+        """Whether points have waited long enough to be stored; if so, they count as stored from now on."""
         if self._due_s is None or now < self._due_s:
             return False
         self._due_s = None
         return True
 
     def add(self, now: float, unix_s: float, clock: int | None, worker: str, metrics: Mapping[str, float]) -> int:
-        """Appends one point for each finite value; returns how many, for names beyond the bound are left out."""
+        """Append a point for each finite value, except under names beyond the bound; return the number of points."""
         added = 0
         for name, value in metrics.items():
             if not finite(value):
@@ -72,11 +72,11 @@ class Series:
         return added
 
     def latest(self, name: str) -> float | None:
-        """The newest value of that name."""
+        """The newest value of that name; None if there is none."""
         points = self.points.get(name)
         return points[-1][3] if points else None
 
     def document(self, names: Iterable[str] | None = None, after: float = 0.0) -> dict[str, Any]:
-        """name -> [[Unix seconds, clock or null, worker, value], ...], oldest first, later than `after`."""
+        """Return name -> [[Unix seconds, clock or null, worker, value], ...]: points after `after`, oldest first."""
         chosen = self.points if names is None else [n for n in names if n in self.points]
         return {n: [[t, None if c < 0 else c, w, v] for t, c, w, v in self.points[n] if t > after] for n in chosen}

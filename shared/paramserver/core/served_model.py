@@ -1,4 +1,4 @@
-"""One model as a shard serves it: settings by revision, roster, commits still to come, and its partitions here."""
+"""One model as a shard serves it: settings by revision, roster, pending commits, and the partitions owned here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,17 +22,17 @@ _REVISIONS_KEPT = 16
 
 @dataclass(slots=True)
 class Parked:
-    """What a request waits for that was put aside."""
+    """What a parked request waits for."""
 
     at: Partition
-    """The last of its partitions that is not there."""
+    """The last of its partitions that is not ready."""
     timer: Timer
-    """By which it is told that it has waited long enough."""
+    """Refuses the request at its deadline."""
 
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """State of one model.  Mutated by `ShardCore` alone."""
+    """State of one model.  Only `ShardCore` changes it."""
 
     key: ModelKey
     layout: Layout
@@ -46,29 +46,31 @@ class ServedModel:
     workers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """worker -> (epoch, rank) of the live roster."""
     gone: set[tuple[str, int]] = field(default_factory=set)
-    """(worker, epoch) that have left that roster while a partition here held something staged of them."""
+    """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
     specs: dict[int, ModelSpec] = field(default_factory=dict)
-    """Settings by revision, the newest few: a commit names the one it was decided under."""
+    """Settings of the newest revisions; a commit names the revision it was decided under."""
     commits: dict[int, CommitDecided] = field(default_factory=dict)
     """Commits of this timeline that a partition here may still need."""
     partitions: dict[int, Partition] = field(default_factory=dict)
     parked: dict["Operation", Parked] = field(default_factory=dict)
-    """Requests that wait for a partition to be loaded, in order of arrival."""
+    """Requests that wait for a partition to be loaded or no longer held, in order of arrival."""
     refused: dict[int, Partition] = field(default_factory=dict)
-    """Ownerships that another one has replaced in Redis, whatever the feed still says.  Until it says who has them now
-    they are kept in memory: the new one may be a renewal of this one, after Redis was emptied."""
+    """Partitions whose token Redis has replaced, although the feed has not said so yet.
+
+    They stay in memory until it does: the new token may be a renewal of theirs, after Redis was emptied.
+    """
     asks_at: int = -1
-    """sync: the newest commit after which the scheduler had something to tell the workers."""
+    """sync: the newest commit that asks workers to report their clock themselves (`CommitDecided.asks`); -1: none."""
     began: int = 0
-    """sync: the clock at which this timeline began; a partition that stands before it is of an older one."""
+    """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     cut_asked: int | None = None
-    """sync: the clock at which every partition is to be stored as a cut, if it comes by there."""
+    """sync: the clock of the pending cut, which each partition stores when it reaches that clock; None: none."""
     resync_at: float = 0.0
-    """Not before then the feed is asked to tell everything again."""
+    """Earliest time of the next `Resync`."""
 
     @classmethod
     def of(cls, view: ModelView) -> "ServedModel":
-        """A model this shard learns of; its partitions are added by the caller."""
+        """Create the state of a model that is new to this shard; the caller adds its partitions."""
         return cls(
             view.model,
             view.layout,
@@ -87,11 +89,11 @@ class ServedModel:
 
     @property
     def sync(self) -> bool:
-        """Whether the newest settings are synchronous."""
+        """Whether the mode in the newest settings is `sync`."""
         return self.spec.consistency.mode == "sync"
 
     def check(self, generation: int | None, timeline: int | None) -> None:
-        """Raises `model_replaced` or `rolled_back` for a request of the past, `loading` for one of the future."""
+        """Raise `model_replaced` or `rolled_back` for an older generation or timeline, `loading` for a newer one."""
         if generation is not None and generation != self.key.generation:
             if generation > self.key.generation:
                 raise problem("loading", f"this shard has not heard of generation {generation} of the model yet")
@@ -113,7 +115,11 @@ class ServedModel:
             )
 
     def owned(self, index: int, map_epoch: int) -> Partition:
-        """The partition, loaded or not; raises StaleMapError (`wrong_owner`), RequestError where there is none."""
+        """Return the partition, loaded or not.
+
+        Raises RequestError (`invalid_range`) if the model has no such partition, StaleMapError (`wrong_owner`) if this
+        shard does not own it.
+        """
         if not 0 <= index < self.spec.partitions:
             raise problem("invalid_range", f"partition {index}: the model has {self.spec.partitions}")
         partition = self.partitions.get(index)
@@ -122,19 +128,19 @@ class ServedModel:
         return partition
 
     def learn(self, spec: ModelSpec, revision: int) -> None:
-        """Remember the settings of a revision."""
+        """Adopt the settings of a revision as the newest ones."""
         self.specs[revision] = self.spec = spec
         self.revision = revision
         while len(self.specs) > _REVISIONS_KEPT:
             del self.specs[min(self.specs)]
 
     def spec_of(self, revision: int) -> tuple[int, ModelSpec] | None:
-        """The settings a commit names; the next newer ones known where they were missed; None: still to come."""
+        """(revision, settings) for a commit's revision, or for the next newer one known; None: not known yet."""
         newer = [r for r in self.specs if r >= revision]
         return (min(newer), self.specs[min(newer)]) if newer else None
 
     def keep(self, commit: CommitDecided) -> None:
-        """Note a commit, in whatever order they come; those that every partition has are forgotten."""
+        """Record a commit, in any order of arrival, and forget those that every partition here has applied."""
         self.clock = max(self.clock, commit.t + 1)
         if commit.asks:
             self.asks_at = max(self.asks_at, commit.t)
@@ -148,15 +154,15 @@ class ServedModel:
             del self.commits[min(self.commits)]
 
     def stages(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
-        """Whether all these partitions are here and hold what the worker pushed for that clock, which is still open."""
+        """Whether all these partitions are here, have that clock open, and hold the worker's staged push for it."""
         held = (worker, epoch, clock)
         return all((p := self.partitions.get(i)) is not None and p.clock == clock and held in p.staged for i in indices)
 
     def over(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
-        """Whether what the worker pushed to these partitions for that clock is needed no more, the next one is open,
-        and nobody asks for the worker.
+        """Whether the worker may go on to the next clock without asking the scheduler.
 
-        Then it may go on without asking the scheduler.
+        It may if all these partitions are here, have the next clock open and hold nothing it staged for `clock` any
+        more, and if no commit from `clock` on asks workers to report themselves.
         """
         held = (worker, epoch, clock)
         return self.asks_at < clock and all(
@@ -164,7 +170,7 @@ class ServedModel:
         )
 
     def hear(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
-        """The live roster is another one."""
+        """Replace the live roster."""
         left = {(w, epoch) for w, (epoch, _) in self.workers.items() if workers.get(w, (None,))[0] != epoch}
         staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.gone else set()
         self.gone = (self.gone | left) & staged
@@ -176,7 +182,7 @@ class ServedModel:
 
 
 def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:
-    """The answer for a partition that another shard owns."""
+    """The error for a partition that another shard owns."""
     return problem(
         "wrong_owner",
         f"partition {index} of model '{model.name}' is owned by another shard",

@@ -1,4 +1,4 @@
-"""Values that are assigned, when their turn has come."""
+"""Assignment of values to partitions, once its turn has come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class SetOperation(Operation):
                 p.version = max(p.version, part.version - 1)
                 shard.flip(p, state, now)
             else:
-                p.state = state  # no update: the initial values are not complete yet
+                p.state = state  # no new version: the initial values are not complete yet
                 p.version = max(p.version, part.version)
                 p.lsn += 1
             if self.event.restore:
@@ -77,5 +77,5 @@ class SetOperation(Operation):
 
 
 def precondition_failed(detail: str) -> PsError:
-    """The error for an assignment that was to be made only to a value which is not the present one."""
+    """The error for a conditional assignment whose expected value is not the current one."""
     return problem("precondition_failed", detail, hint="get the value, and its ETag, anew")

@@ -1,7 +1,7 @@
-"""The settings in force in one partition as snapshots and journals carry them, so that replay never asks anybody.
+"""The settings in force in one partition, as stored in snapshots and journals, so that replay needs nothing else.
 
-A document of plain msgpack values: `revision`, the `optimizer` and `consistency` documents of the spec, and `params`,
-for each segment of the partition [lr_scale, weight_decay or None, trainable] of its parameter.
+A document of plain msgpack values: `revision`, the `optimizer` and `consistency` documents of the spec, and `params`:
+for each segment of the partition, [lr_scale, weight_decay or None, trainable] of its parameter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from paramserver.errors import PsError, problem
 
 
 def settings_document(spec: ModelSpec, revision: int, segments: Sequence[Segment]) -> dict[str, Any]:
-    """What of a spec governs a partition with these segments."""
+    """Return the settings document of a partition with these segments."""
     own = [spec.params[s.param] for s in segments]
     return {
         "revision": revision,
@@ -27,7 +27,7 @@ def settings_document(spec: ModelSpec, revision: int, segments: Sequence[Segment
 
 
 def restored(spec: ModelSpec, document: Mapping[str, Any], segments: Sequence[Segment]) -> tuple[ModelSpec, int]:
-    """(the spec with the settings of that document, their revision); raises CorruptState if it cannot be understood."""
+    """Return (spec with the settings of that document, their revision); raises CorruptState if it cannot be read."""
     errors: list[PsError] = []
     try:
         optimizer = OptimizerSpec.read(document["optimizer"], "optimizer", errors)

@@ -1,4 +1,4 @@
-"""Other settings, when their turn has come: one mode of consistency is left in order before the next one begins."""
+"""A change of settings, once its turn has come: one consistency mode is ended properly before the next begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from paramserver.core.spec import ModelSpec
 
 @dataclass(slots=True, eq=False)
 class SettingsOperation(Operation):
-    """Other settings for one partition: leaving `buffered` flushes, leaving `sync` drops the open clock."""
+    """A change of one partition's settings: leaving `buffered` flushes, leaving `sync` drops the open clock."""
 
     spec: ModelSpec = field(kw_only=True)
     revision: int = 0
     live_workers: int = 0
     clock: int = 0
-    """The clock a synchronous phase begins with."""
+    """Entering sync: the clock at which the phase begins.  Leaving it: commits before this clock are applied first."""
 
     def start(self, shard: Shard, now: float) -> Sequence[Task]:
         (p,) = self.partitions
         old, new = p.spec.consistency, self.spec.consistency
         if self.revision <= p.revision or old.mode == new.mode == "sync":
-            return ()  # within sync a commit says from when on they are in force
+            return ()  # within sync, settings take effect with the commit that names them
         if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
-            # Commits decided before the change come first.
+            # Apply the commits decided before the change first.
             shard.precede(p, self._again())
             p.committing = True
             shard.precede(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))

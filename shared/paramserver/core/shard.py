@@ -1,8 +1,8 @@
-"""The shard's decisions: which partitions it serves, in which order operations run, who is answered what.
+"""The shard's decision logic: which partitions it serves, in which order operations run, how it replies.
 
-`ShardCore.handle(event, now)` changes the state and returns effects; it never waits, reads no clock and touches no
-socket.  `now` is monotonic seconds.  The rules are those of `docs/semantics.md`; per partition, operations run in order
-of arrival, and what a push may do is decided when it starts, not when it arrives.
+`ShardCore.handle(event, now)` changes the state and returns effects; it never blocks, reads no clock and does no I/O.
+`now` is in monotonic seconds.  The rules are in `docs/semantics.md`.  Operations on a partition run in order of
+arrival; a push is checked against the partition's state when it starts, not when it arrives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,17 +64,17 @@ _RETRY_S = 1.0
 
 
 class ShardCore:
-    """Owns one shard's partitions.  Mutated only through :meth:`handle`."""
+    """The models and partitions that one shard serves.  Only `handle` changes them."""
 
     def __init__(self, look: Callable[[PushPart], PushPart] | None = None) -> None:
-        """`look` gives a part with its checksum and whether it is finite; needed where parts come without."""
+        """`look` returns a part with `crc` and `finite` set; needed if parts arrive without them."""
         self._look = look
         self.models: dict[str, ServedModel] = {}
         self.map_epoch = 0
         self.held_bytes = 0
         self.not_finite = 0
         self.superseded: list[PartitionState] = []
-        """What no pull is answered with any more since the last event."""
+        """States superseded by the last event: no pull returns them any more."""
         self.plan = SnapshotPlan()
         self._lines = Lines()
         self._timers = Timers()
@@ -111,7 +111,7 @@ class ShardCore:
         }
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in one event; the effects are to be performed in their order."""
+        """Handle one event and return its effects, to be performed in order."""
         self.superseded.clear()
         self._timers.run(now)
         try:
@@ -127,13 +127,15 @@ class ShardCore:
         return effects
 
     def deadline(self) -> float | None:
-        """When `handle(Tick(), ...)` is due; None while nothing waits for time to pass."""
+        """When `handle(Tick(), ...)` is due next; None if nothing is scheduled."""
         snapshot, timer = self.plan.deadline(), self._timers.next
         return timer if snapshot is None else snapshot if timer is None else min(snapshot, timer)
 
     def partitions(self) -> Iterator[tuple[str, int, int, int, int, int, int, int]]:
-        """(model, generation, index, token, version, durable version, settings' revision, durable clock) of each that
-        is served."""
+        """Yield a heartbeat row for each partition that is served.
+
+        (model, generation, index, token, version, durable version, revision of its settings, durable clock).
+        """
         for model in self.models.values():
             name, generation = model.key.name, model.key.generation
             for p in model.partitions.values():
@@ -142,14 +144,14 @@ class ShardCore:
                     yield (name, generation, p.index, p.token, *versions, p.revision, p.durable_clock)
 
     def cuts(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """(model, generation, index, token, clock) of each partition's newest stored cut."""
+        """Yield (model, generation, index, token, clock) of each partition's newest stored cut."""
         for model in self.models.values():
             for p in model.partitions.values():
                 if p.cut_stored is not None:
                     yield (model.key.name, model.key.generation, p.index, p.token, p.cut_stored)
 
     def released(self) -> Iterator[tuple[str, int, int, Token, int, int]]:
-        """(model, generation, index, token, version, wish) of each partition that another shard may have now."""
+        """Yield (model, generation, index, token, version, release number) of each partition that may be taken over."""
         return released(self.models.values())
 
     def owns(self, key: PartitionKey, token: Token) -> bool:
@@ -158,10 +160,10 @@ class ShardCore:
 
     @property
     def waiting(self) -> int:
-        """Requests without an outcome yet."""
+        """Number of requests without an outcome yet."""
         return len(self._requests.open)
 
-    # --- the scheduler's word
+    # --- documents of the scheduler's feed
 
     def _map(self, event: MapChanged, now: float) -> None:
         self.map_epoch = event.map_epoch
@@ -189,7 +191,7 @@ class ShardCore:
             for p in model.partitions.values():
                 self._supersede(p)
         self._own(model, view, now)
-        for commit in view.commits:  # after that: what no partition here needs is not kept
+        for commit in view.commits:  # after `_own`: only commits that a partition here needs are kept
             if commit.timeline == model.timeline:
                 model.keep(commit)
         for p in model.partitions.values():
@@ -205,7 +207,10 @@ class ShardCore:
             self._advance(model, p, now)
 
     def _own(self, model: ServedModel, view: ModelView, now: float) -> None:
-        """Take up and give up partitions; an ownership under a newer token begins anew from its source."""
+        """Take up and give up partitions as the view says.
+
+        Under a newer token a partition is loaded again from its source, unless the view renews its ownership.
+        """
         requests: list[Operation] = []
         for p in list(model.partitions.values()):
             token = view.owned.get(p.index)
@@ -231,7 +236,7 @@ class ShardCore:
             self._requests.unpark(model)
 
     def _lose(self, model: ServedModel, p: Partition) -> list[Operation]:
-        """An ownership has ended; returns the requests that stood in its line."""
+        """End an ownership; return the pushes and assignments that were queued for the partition."""
         del model.partitions[p.index]
         self.durability.refuse(p, self._lost(model, p))
         self.plan.forget(p)
@@ -242,7 +247,7 @@ class ShardCore:
         return [op for op in self._lines.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:
-        """What to tell a request for a partition that is no longer here."""
+        """The error for a request to a partition that is no longer here."""
         if self.models.get(model.key.name) is model:
             return wrong_owner(model.key, p.index, self.map_epoch)
         return self.model_gone(model)
@@ -253,13 +258,13 @@ class ShardCore:
         model.asks_at = -1
         for p in model.partitions.values():
             self.plan.forget(p)
-            self._supersede(p)  # a pull of the old timeline is refused from now on
+            self._supersede(p)  # from now on, pulls of the old timeline are refused
 
     def _settle(self, model: ServedModel, p: Partition) -> None:
-        """The settings have changed: at once before loading, by commits within sync, else as an operation."""
+        """Apply changed settings: at once before loading, else as an operation, or by commits within sync."""
         if p.state is None:
             p.adopt(model.spec, model.revision, model.live_workers)
-        elif not p.held:  # else its next owner, or whoever calls the move off, goes on from there
+        elif not p.held:  # if held, its next owner applies them, or `resume` if the move is withdrawn
             clock = model.began if model.sync else model.clock
             settings = SettingsOperation(
                 model, [p], spec=model.spec, revision=model.revision, live_workers=model.live_workers, clock=clock
@@ -291,18 +296,18 @@ class ShardCore:
             self._drop(model)
 
     def served(self, key: ModelKey) -> ServedModel | None:
-        """That creation of the model, to be looked at; None if this shard does not know it."""
+        """The model of that name and generation, for reading; None if this shard does not know it."""
         model = self.models.get(key.name)
         return model if model is not None and model.key == key else None
 
     def _drop(self, model: ServedModel) -> None:
-        """The model is no more, or another has its name."""
+        """Give up a deleted or replaced model: end its ownerships and refuse its queued and parked requests."""
         requests = [op for p in list(model.partitions.values()) for op in self._lose(model, p)]
         for operation in requests + self._requests.take_parked(model):
             operation.refuse(self, self.model_gone(model))
 
     def model_gone(self, model: ServedModel) -> PsError:
-        """What to tell a request for a model that was deleted or created anew."""
+        """The error for a request to a model that was deleted or recreated."""
         other = self.models.get(model.key.name, model)
         if other is model:
             return problem("unknown_model", f"model '{model.key.name}' was deleted")
@@ -311,11 +316,11 @@ class ShardCore:
     # --- synchronous clocks
 
     def _advance(self, model: ServedModel, p: Partition, now: float) -> None:
-        """Let the partition take its next commit, if that is known."""
+        """Queue the partition's next commit if it is known; request a resync of the feed if it was missed."""
         if not p.ready or p.committing or p.spec.consistency.mode != "sync" or not model.sync:
             return
         if p.clock < model.began:
-            # What it lacks was decided on another timeline, and what it has staged was meant for it.
+            # It is still on an older timeline: the commits it lacks and the gradients it has staged no longer count.
             self.held_bytes -= p.drop_staged()
             p.clock = model.began
             configured(self, p, now, fresh=False, unstage=True)
@@ -333,7 +338,7 @@ class ShardCore:
         self._drop_ended(model, partition)
 
     def _drop_ended(self, model: ServedModel, p: Partition) -> None:
-        # A commit that was decided may list them, also one that is still to be told.
+        # A commit that is already decided may still list them, even one not received yet.
         if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
         slots = p.ended(model.live(), model.gone)
@@ -344,13 +349,13 @@ class ShardCore:
                 self.durability.executed(p, "drop", drop_head(slots, p.version))
 
     def resume(self, model: ServedModel, partition: Partition, now: float) -> None:
-        """Take up what was left alone while the partition was not there, or held."""
+        """Resume what was suspended while the partition was held or not loaded."""
         self._woken.append(partition)
         if partition.revision < model.revision:
-            self._settle(model, partition)  # before requests, which were sent under these settings
+            self._settle(model, partition)  # before the requests, which were sent under these settings
         self._requests.unpark(model, partition)
         if partition.buffered:
-            self._lines.add(FlushOperation(model, [partition]))  # nothing happens unless it is time
+            self._lines.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
         self._advance(model, partition, now)
         self._drop_ended(model, partition)
 
@@ -365,7 +370,7 @@ class ShardCore:
     # --- running
 
     def _run(self, now: float) -> None:
-        """Start all that can start, then try the pulls that wait for what has changed."""
+        """Start every operation that can start, then retry the pulls that wait for changed partitions."""
         due = self._lines.start(self, now)
         if due is not None:
             self._effects.append(due)
@@ -392,7 +397,7 @@ class ShardCore:
         store = self.plan.done(isinstance(event, SnapshotStored), event.urgent, p, now)
         if store is not None and p is not None:
             self.durability.snapshot(p, store.capture, store.fsync)
-            whole = not store.cut or p.level > 0  # what a cut leaves out is still to be handed over
+            whole = not store.cut or p.level > 0  # at `applied` a cut lacks the staged parts, which a move needs
             if (whole and self._handover.stored(p, store.capture.lsn)) or store.cut:
                 self._effects.append(Report())
 
@@ -423,7 +428,7 @@ class ShardCore:
         for p in [p for m in self.models.values() for p in m.partitions.values() if p.unsaved]:
             self.plan.urgent(p)
 
-    # --- what operations do (see `operation.Shard`)
+    # --- used by operations (see `operation.Shard`)
 
     def reply(self, request: Request, outcome: Outcome) -> None:
         self._requests.open.discard(request)
@@ -437,7 +442,7 @@ class ShardCore:
         return self._look(part)
 
     def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
-        """The values of these (partition, version) if a pull would be answered with just those now."""
+        """Return the values of these (partition, version) if a pull now would return exactly those; else None."""
         model = self.served(key)
         held = [None if model is None else model.partitions.get(index) for index, _ in parts]
         out = [
@@ -465,7 +470,7 @@ class ShardCore:
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
         self.plan.changed(partition, now)
-        key = partition.key  # all that the timer keeps: the partition may go long before
+        key = partition.key  # the timer must not keep a lost partition's memory alive
 
         def due(now: float) -> None:
             model = self.served(key.model)
@@ -484,5 +489,5 @@ class ShardCore:
         self.plan.changed(partition, now)
 
     def settings_changed(self, partition: Partition, now: float) -> None:
-        self._woken.append(partition)  # out of sync there is no clock to wait for
+        self._woken.append(partition)  # outside sync, pulls wait for no clock
         self.plan.settings_changed(partition, now)

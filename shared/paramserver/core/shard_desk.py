@@ -1,4 +1,4 @@
-"""Shards come, report and go: who owns what, which cuts are complete, what a death or an emptied Redis brings about."""
+"""Shards: joins, reports and deaths; ownership of partitions, completion of cuts, refilling of an emptied Redis."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,7 +20,7 @@ ADDRESSES_MAX: Final = 16
 
 
 class ShardDesk:
-    """Handles the events of shards."""
+    """Handles shard events."""
 
     def __init__(self, cluster: Cluster, moves: MoveDesk) -> None:
         self.c = cluster
@@ -36,7 +36,7 @@ class ShardDesk:
         if wrong is not None or not is_node_url(addresses[0]):
             detail = f"addresses: must be like http://HOST:PORT, not {wrong or addresses[0]!r:.80}"
             raise problem("invalid_field", detail, where="addresses")
-        if e.redis_term is not None and e.redis_term < self.c.term:  # stored before anything else of a term
+        if e.redis_term is not None and e.redis_term < self.c.term:  # a leader stores its term first
             found = f"holds term {e.redis_term}" if e.redis_term else "holds none"
             raise problem(
                 "conflict",
@@ -54,7 +54,7 @@ class ShardDesk:
             self.c.fence(e.name, old.epoch)
         self.c.save_shard(shard)
         self.c.map_changed()
-        # Whatever the name's older holder owned died with it, and what was to come to it does not.
+        # The older incarnation is dead: withdraw the moves to it and reassign its partitions.
         self.moves.gone(e.name)
         self.replace(e.name)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
@@ -67,7 +67,7 @@ class ShardDesk:
         self.c.answer(e.request, None, 204)
 
     def expire(self, now: float) -> None:
-        """Shards whose lease has run out, and those that have been gone for so long that nobody looks for them."""
+        """Declare shards dead whose lease has expired, and stop listing those that have been gone for too long."""
         self.bury(expired(self.c.shards.values(), now), now)
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
@@ -77,7 +77,7 @@ class ShardDesk:
                 self.c.map_changed()
 
     def bury(self, shards: Sequence[Shard], now: float) -> None:
-        """Those incarnations are dead."""
+        """Mark these incarnations as dead: fence them, withdraw moves to them, reassign their partitions."""
         for shard in shards:
             shard.alive, shard.gone_s = False, now
             self.c.save_shard(shard)
@@ -88,7 +88,7 @@ class ShardDesk:
             self.replace(shard.name)
 
     def _forget_names(self) -> None:
-        """Names of shards long gone are bounded; what is kept of them is that their epochs are not given out again."""
+        """Forget dead shards beyond the bound, longest gone first; `shard_floor` bars reuse of their epochs."""
         gone = sorted((s for s in self.c.shards.values() if not s.alive), key=lambda s: s.gone_s)
         for shard in gone[: max(0, len(self.c.shards) - limits.SHARD_NAMES_MAX)]:
             self.c.shard_floor = max(self.c.shard_floor, shard.epoch)
@@ -97,16 +97,16 @@ class ShardDesk:
             self.c.fence(shard.name, 0)
 
     def emptied(self, e: RedisEmptied, now: float) -> None:
-        """Redis has lost everything: the memory of the living is all there is, and is stored again."""
+        """Store everything again from memory, under a new term and new tokens, because Redis has lost all data."""
         self.c.term, self.c.tokens_given = e.term, 0
         for shard in self.c.shards.values():
             epoch = shard.epoch - 1 if shard.alive else shard.epoch
             if epoch:
                 self.c.fence(shard.name, epoch)
         for model in self.c.models.values():
-            model.give_up_cut()  # of what was stored of it nothing is left
+            model.give_up_cut()  # nothing stored of it is left
             if model.gate.sync and not model.durable:
-                # No cut is left; until there is a new one, a partition that is lost comes back as it was stored last.
+                # No cut is left.  Until there is a new one, a lost partition is loaded from its newest snapshot.
                 model.cut, model.cut_wanted, model.switched = None, True, True
             for i, owner in enumerate(model.owners):
                 if model.partition(i) in e.unseen:
@@ -117,7 +117,7 @@ class ShardDesk:
         self.c.save_everything()
 
     def _take_back(self, owner: Owner) -> None:
-        """It was handed over and nobody has heard of it: who had it has it in memory still."""
+        """Undo a handover that no shard has been told of: the previous owner still has the partition in memory."""
         if owner.previous is not None:
             name, epoch, token = owner.previous
             shard = self.c.shards.get(name)
@@ -136,7 +136,7 @@ class ShardDesk:
     # --- ownership ---
 
     def replace(self, gone: str | None) -> None:
-        """Partitions of that shard's older incarnation, and those without an owner, get one if a shard is alive."""
+        """Take away the partitions of the dead shard `gone`, if given; assign all without an owner to live shards."""
         for model in self.c.models.values():
             lost = [i for i, o in enumerate(model.owners) if gone is not None and o.shard == gone]
             if lost:
@@ -144,14 +144,14 @@ class ShardDesk:
             self.place(model)
 
     def _lose(self, model: Model, lost: Sequence[int]) -> None:
-        """The shard that owned these has died."""
+        """Take these partitions from their dead owner, and decide what state the model continues from."""
         for i in lost:
             model.owners[i].shard = None
             model.owners[i].stay()
         stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
-            model.give_up_cut()  # by its journal a partition may begin beyond that clock
+            model.give_up_cut()  # with its journal, a partition may start beyond that clock
             self.c.save_clock(model)
         elif model.ready and model.cut is not None:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
@@ -164,7 +164,7 @@ class ShardDesk:
         self.c.place_changed(model)
 
     def _begin_anew(self, model: Model) -> None:
-        """Nothing of it is stored yet: drawn values are drawn again, uploaded ones are asked for again."""
+        """Restart a model of which nothing is stored: random values are drawn again, others requested or read again."""
         complete = model.ready or bool(model.lost)
         model.missing = {p.name for p in model.spec.params if p.init.kind in ("upload", "file")}
         model.missing |= {RESTORED} if model.restored else set()
@@ -172,13 +172,13 @@ class ShardDesk:
             model.lost = set(range(len(model.owners)))
         model.upload_until_s = 0.0
         self.c.load_files(model)
-        # What else is stored of a journaled model is loaded all the same, and must not be ahead of the clocks to come.
+        # Partitions of a journaled model still load what is stored of them, which must not be ahead of the new clock.
         committed = model.durable and model.gate.sync and model.gate.clock > 0
         self._new_timeline(model, "init", model.beyond if committed else 0)
         self.c.save_model(model)
 
     def _new_timeline(self, model: Model, source: Any, clock: int) -> None:
-        """All partitions start from `source` at that clock, under new tokens."""
+        """Begin a timeline at that clock, on which all partitions are loaded from `source` under new tokens."""
         model.source = source
         restart(self.c, model, clock)
         for i, owner in enumerate(model.owners):
@@ -186,7 +186,7 @@ class ShardDesk:
                 self.c.give_token(model, i)
 
     def place(self, model: Model) -> None:
-        """Gives partitions without an owner to the living shards."""
+        """Assign partitions without an owner to live shards."""
         live = self.c.takers()
         orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
         if not orphans or not live:
@@ -232,7 +232,7 @@ class ShardDesk:
                     self.c.touch(model)
                 if len(more) > 1:
                     if model.durable and more[1] > owner.durable_clock:
-                        self.c.touch(model)  # Its commits may have waited for that.
+                        self.c.touch(model)  # Its commits may have waited for this.
                     owner.durable_clock = more[1]
         for name, generation, index, token, clock in cuts:
             model = self.c.owned(e.name, name, generation, index, token)
@@ -243,18 +243,19 @@ class ShardDesk:
                     model.cut_seen.clear()
                     model.switched = model.cut_moved = False
                     self.c.save_clock(model)
-                    self.c.model_changed(model)  # its owners keep this cut until the next is whole, if they know of it
+                    self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
         self.moves.released(e.name, released)
         self.moves.loads(e.name, loads)
         self._lost(e.name, lost)
         self.c.answer_now(e.request, {"state": shard.state})
 
     def _check_clock(self, model: Model, version: int, durable: int, clock: int) -> None:
-        """A journaled partition that begins before the oldest commit that is kept was lost with what Redis had.
+        """Begin a new sync phase if a journaled partition starts before the oldest kept commit.
 
-        It can never reach the others' clock, so a new phase begins with the values that there are.  One that was stored
-        before the present timeline begins with that.  Where nothing of it is durable, its owner has it in memory since
-        before Redis was emptied, or has its first values: the version tells which.
+        Part of its state was lost with the data of Redis, so it can never reach the others' clock, and the phase begins
+        with the values there are.  A partition stored before the present timeline starts at the timeline's beginning.
+        If nothing of it is durable, its owner has it in memory since before Redis was emptied, or has initial values:
+        the version tells which.
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
         reached = max(clock, model.began) if clock or durable else version
@@ -262,7 +263,7 @@ class ShardDesk:
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Of these nothing was ever stored though their values came from outside: they are asked for again."""
+        """Request again the values of partitions that were never stored and cannot be drawn (`ShardHeartbeat.lost`)."""
         for name, generation, index, token in rows:
             model = self.c.owned(shard, name, generation, index, token)
             if model is None or model.owners[index].source == "init":
@@ -294,14 +295,14 @@ def _row(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
 
 
 def _load_row(row: Any) -> Sequence[Any]:
-    """Its last value may be a fraction."""
+    """Return the row with its last value, which may be a fraction, rounded; () if it is not valid."""
     if isinstance(row, Sequence) and len(row) == 4 and finite(row[3]):
         return [*row[:3], round(row[3])]
     return ()
 
 
 def _memory(value: Any) -> tuple[int, int]:
-    """(limit, used) of what a heartbeat says; 0 for what it does not."""
+    """Return (limit, used) in bytes from a heartbeat; 0 for one that it does not report."""
     limit, used = (value.get(k, 0) if isinstance(value, Mapping) else 0 for k in ("limit_bytes", "used_bytes"))
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (limit, used)):
         raise problem("invalid_field", "memory: must be whole numbers of bytes", where="memory")

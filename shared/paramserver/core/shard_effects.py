@@ -1,4 +1,4 @@
-"""What comes out of the shard's core: every effect, and what effects are made of."""
+"""Effects of the shard's core, and the structs they consist of; see `shard_io`."""
 
 from typing import TypeAlias
 
@@ -18,8 +18,8 @@ from paramserver.types import AnyArray, Coding, ModelKey, PartitionKey, PushStat
 class LoadPartition(Struct, frozen=True):
     """Read the partition's state from its source and answer with `PartitionLoaded` or `LoadFailed`.
 
-    "init" and a "snapshot" that was never stored give the initial values of the spec at version 0.  Where the model's
-    level is above `applied`, "snapshot" and "init" are followed by the journal after them (`core.replay`).
+    "init", and "snapshot" if none was ever stored, give the initial values of the spec at version 0.  If the model's
+    level is above `applied`, the journal is replayed on top of either (`core.replay`).
     """
 
     key: PartitionKey
@@ -30,37 +30,36 @@ class LoadPartition(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """A range of a partition and the gradients whose weighted sum it gets."""
+    """A range of a partition, and the gradients whose weighted sum applies to it."""
 
     start: int
     stop: int
     parts: tuple[tuple[AnyArray, Coding, float], ...]
-    """(elements of [start, stop), their dtype, weight), to be summed in this order; an encoded one holds the whole
-    partition."""
+    """(elements of [start, stop), dtype, weight), summed in this order; encoded data is that of the whole partition."""
 
 
 class UpdateTask(Struct, frozen=True):
     """One optimizer step of one partition.
 
-    The gradient is, on each piece, the weighted sum of its parts over `divisor` (`kernels.mean`); elements outside
-    all pieces are in inactive steps.  Where `direct` is given it is the whole gradient, taken as it is.
+    On each piece, the gradient is the weighted sum of its parts divided by `divisor` (`kernels.mean`); elements outside
+    all pieces are covered by inactive steps.  If `direct` is given, it is the whole gradient, used unchanged.
     """
 
     key: PartitionKey
     state: PartitionState
-    """What it starts from."""
+    """The state before the step."""
     optimizer: OptimizerSpec
     steps: tuple[SegmentStep, ...]
-    """Cover the partition in order; for `kernels.apply`."""
+    """Steps that cover the partition in order, for `kernels.apply`."""
     counts: tuple[int, ...]
     """`PartitionState.steps` of the result."""
     direct: tuple[AnyArray, Coding] | None
     pieces: tuple[Piece, ...] = ()
     divisor: float = 1.0
     spend: bool = False
-    """Nobody needs `direct` once this task is done: its memory may take another task's result."""
+    """`direct` is not needed once this task is done: its memory may be reused for another task's result."""
     look: bool = False
-    """Nobody has looked at `direct` yet: its checksum is part of the result."""
+    """`direct` has not been checked yet: do so, and return its checksum with the result."""
 
 
 class AssignTask(Struct, frozen=True):
@@ -75,9 +74,9 @@ Task: TypeAlias = UpdateTask | AssignTask
 
 
 class Apply(Struct, frozen=True):
-    """Compute these tasks into new buffers and answer with `Applied`; the tasks are of different partitions.
+    """Compute these tasks, each of a different partition, into new buffers and answer with `Applied`.
 
-    It is all that one event has made due: a push, or a commit on every partition.
+    They are all the tasks that one event has made due: those of a push, or of a commit on every partition.
     """
 
     job: int
@@ -85,7 +84,7 @@ class Apply(Struct, frozen=True):
 
 
 class PartVersion(Struct, frozen=True):
-    """Where one partition stands, as replies tell it."""
+    """Versions and incarnation of one partition, for replies."""
 
     partition: int
     version: int
@@ -102,14 +101,14 @@ class PushDone(Struct, frozen=True):
     duplicate: bool
     """Whether every part was a duplicate."""
     version: int
-    """The lowest over the parts; of a duplicate the original one; of a staged or buffered push the one before."""
+    """The lowest over the parts; a duplicate's is the original one, a staged or buffered push's the one before it."""
     durable_version: int
     """The lowest over the parts, as of now."""
     incarnation: Token
     """The highest over the parts, as of now."""
     parts: tuple[PartVersion, ...]
     late: bool = False
-    """sync with `late: drop`: its clock had been committed, so it was discarded."""
+    """sync with `late: drop`: its clock was already committed, so it was discarded."""
     lag_unknown: bool = False
     """A base version was of another incarnation, so its lag counts as 0."""
 
@@ -124,7 +123,7 @@ class PulledPart(Struct, frozen=True):
 
 
 class PullDone(Struct, frozen=True):
-    """The values asked for, in the order asked; the states stay valid for as long as they are referenced."""
+    """The requested partitions, in the requested order; their states stay valid while they are referenced."""
 
     model: ModelKey
     timeline: int
@@ -139,40 +138,40 @@ Outcome: TypeAlias = PushDone | PullDone | Capture | PsError
 
 
 class Reply(Struct, frozen=True):
-    """Answer that request: exactly one for each; the runtime ignores one for a request whose client has gone."""
+    """Answer a request; each gets exactly one, which the runtime ignores if the client has gone."""
 
     request: Request
     outcome: Outcome
 
 
 class StoreSnapshot(Struct, frozen=True):
-    """Write that capture to Redis under its token; answer with `SnapshotStored` or `SnapshotFailed`."""
+    """Write the capture to Redis, fenced by its token; answer with `SnapshotStored` or `SnapshotFailed`."""
 
     capture: Capture
     cut: bool
-    """Whether it is a cut of a synchronous model, known by `capture.clock`; the store keeps the last two cuts."""
+    """Whether it is a cut of a sync model, identified by `capture.clock`; the store keeps the last two cuts."""
     urgent: bool = False
-    """Somebody waits for it (a move, an emptied Redis): write it at once, outside the budget."""
+    """Write it at once, outside the budget: a move, a shutdown or an emptied Redis waits for it."""
     fsync: bool = False
-    """Stored means on disk, as at level `fsynced`."""
+    """It counts as stored only when it is on disk, as at level `fsynced`."""
 
 
 class Journal(Struct, frozen=True):
-    """Append these to the journals of their partitions, in this order, and all `Journal` effects in theirs.
+    """Append entries to the journals of their partitions, in order, within and across `Journal` effects.
 
-    Answer with `Journaled` for the last one of each partition when it is durable, or with `JournalRefused`.  While
-    Redis is away they wait; those of a partition whose token Redis does not know (it was emptied) wait too, until the
-    partition's token is renewed, which makes them void: `SnapshotStored` then speaks for them.
+    Answer with `Journaled` for the last entry of each partition once it is durable, or with `JournalRefused`.  Entries
+    wait while Redis is away.  If Redis does not know a partition's token (it was emptied), its entries wait until the
+    token is renewed, which voids them: `SnapshotStored` then covers their commands.
     """
 
     entries: tuple[JournalEntry, ...]
-    """At least one; several of one partition follow each other without a hole."""
+    """At least one; those of one partition have consecutive lsns."""
     fsync: bool
-    """Durable means on disk (level `fsynced`)."""
+    """They are durable only when they are on disk (level `fsynced`)."""
 
 
 class Report(Struct, frozen=True):
-    """Send a heartbeat now: a partition is served, or a cut is stored."""
+    """Send a heartbeat now: a partition is served or released, or a cut is stored."""
 
 
 class AskWorker(Struct, frozen=True):
@@ -184,7 +183,7 @@ class AskWorker(Struct, frozen=True):
 
 
 class Resync(Struct, frozen=True):
-    """A commit is missing: connect the feed again, which then tells everything once more."""
+    """Reconnect the feed, which then sends everything again: a commit is missing."""
 
     model: ModelKey
 

@@ -1,4 +1,4 @@
-"""What goes into the shard's core: every event."""
+"""Events of the shard's core; see `shard_io`."""
 
 from collections.abc import Mapping
 from typing import Any, Self, TypeAlias
@@ -12,11 +12,11 @@ from paramserver.errors import PsError
 from paramserver.types import F32, AnyArray, Coding, DType, ModelKey, PartitionKey, PushId, Token
 
 Request: TypeAlias = int
-"""The runtime's number of one request that waits for an outcome."""
+"""Number by which the runtime identifies an open request."""
 
 
 class MapChanged(Struct, frozen=True):
-    """The cluster map has a new epoch; 421 answers quote it."""
+    """The cluster map has a new epoch; 421 replies carry it."""
 
     map_epoch: int
 
@@ -29,7 +29,7 @@ class Contribution(Struct, frozen=True):
     rank: int
     clock: int
     weight: float = 1.0
-    """What it adds to the divisor."""
+    """The amount it adds to the divisor."""
 
 
 class CommitDecided(Struct, frozen=True):
@@ -42,13 +42,13 @@ class CommitDecided(Struct, frozen=True):
     revision: int
     live_workers: int
     cut: bool
-    """Whether every partition is to be snapshotted right after this commit."""
+    """Whether every partition must store a cut right after this commit."""
     asks: bool = False
-    """Whether the scheduler has something to tell the workers, who are to report this clock to it themselves."""
+    """Whether workers must report this clock to the scheduler themselves, because it has something to tell them."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], model: ModelKey) -> Self:
-        """The commit that a feed document of type `commit`, or an entry of a model's `commits`, describes."""
+        """Parse a feed document of type `commit`, or an entry of `commits` in one of type `model`."""
         return cls(
             model,
             int(doc["timeline"]),
@@ -62,23 +62,23 @@ class CommitDecided(Struct, frozen=True):
 
 
 Source: TypeAlias = str | int
-"""Where a partition's first state comes from: "init", "snapshot" (the newest good one), or the clock of a cut."""
+"""Where a partition's state is loaded from: "init", "snapshot" (the newest intact one), or the clock of a cut."""
 
 
 class ModelView(Struct, frozen=True):
-    """All that this shard must know of one model, as the scheduler's feed says it now (level-triggered)."""
+    """All that this shard must know of one model, from the newest document of the feed (level-triggered)."""
 
     model: ModelKey
     spec: ModelSpec
     layout: Layout
-    """Keep one per generation: it caches what it computes."""
+    """Use one object per generation, because it caches what it computes."""
     revision: int
     timeline: int
     clock: int
     """sync: the next commit's `t`."""
     live_workers: int
     ready: bool
-    """False while initial values are being uploaded."""
+    """False while the initial values are incomplete."""
     owned: Mapping[int, Token]
     """Partitions of this shard, with their owner tokens."""
     source: Source
@@ -87,20 +87,23 @@ class ModelView(Struct, frozen=True):
     commits: tuple[CommitDecided, ...] = ()
     """The newest commits of this timeline, oldest first."""
     release: Mapping[int, int] = field(default_factory=dict)
-    """Of `owned` those that are to be handed over: held, written whole and reported by `ShardCore.released` with this
-    number, which tells one intent from another that was withdrawn."""
+    """Partition -> release number, for those of `owned` that are to be handed over.
+
+    Such a partition is held, stored whole and reported by `ShardCore.released` with this number, which distinguishes
+    the request from an earlier one that was withdrawn.
+    """
     renewed: Mapping[int, Token] = field(default_factory=dict)
-    """Partition -> the token: who holds it under that one or a higher one keeps its memory (Redis was emptied)."""
+    """Partition -> token: a shard that holds it under this token or a higher one keeps its memory (emptied Redis)."""
     sources: Mapping[int, Source] = field(default_factory=dict)
-    """Partitions whose first state comes from elsewhere than `source` says."""
+    """Partition -> source, for those that have another one than `source`."""
     cut_asked: int | None = None
-    """sync: the clock of the cut that is to be stored now; None where none is."""
+    """sync: the clock of the pending cut; None if there is none."""
     began: int = 0
     """sync: the clock at which this timeline began."""
 
     @classmethod
     def from_document(cls, doc: Mapping[str, Any], shard: str, spec: ModelSpec, layout: Layout) -> Self:
-        """The view that a feed document of type `model` gives the shard of that name."""
+        """Parse a feed document of type `model` for the shard of that name."""
         model = ModelKey(str(doc["name"]), int(doc["generation"]))
         own = {i: owner for i, owner in enumerate(doc["owners"]) if owner and owner[0] == shard}
         options = {i: owner[2] for i, owner in own.items() if len(owner) > 2}
@@ -134,18 +137,18 @@ class RosterChanged(Struct, frozen=True):
 
     model: ModelKey
     workers: Mapping[str, tuple[int, int]]
-    """worker -> (epoch, rank), all that are live."""
+    """The live roster: worker -> (epoch, rank)."""
     live_workers: int
 
 
 class ModelGone(Struct, frozen=True):
-    """The model was deleted, or created anew under another generation."""
+    """The model was deleted, or recreated under another generation."""
 
     model: ModelKey
 
 
 class PartitionLoaded(Struct, frozen=True):
-    """`LoadPartition` has succeeded."""
+    """`LoadPartition` succeeded."""
 
     key: PartitionKey
     token: Token
@@ -153,7 +156,7 @@ class PartitionLoaded(Struct, frozen=True):
 
 
 class LoadFailed(Struct, frozen=True):
-    """`LoadPartition` has failed; it is asked for again after a second, and requests are told the reason."""
+    """`LoadPartition` failed: it is retried after a second, and the requests that wait for it get the error."""
 
     key: PartitionKey
     token: Token
@@ -166,24 +169,28 @@ class PushPart(Struct, frozen=True):
     partition: int
     data: AnyArray
     """1-D, little-endian, of `dtype` (bfloat16 as uint16; a codec's bytes as uint8): the ranges' elements end to end.
-    It is kept until the push is applied or dropped: its memory must not be used again before the core lets go of it."""
+
+    Referenced until the push is applied or dropped; the memory must not be reused before the core drops the reference.
+    """
     dtype: Coding
-    """A codec only where `ranges` is None."""
+    """A codec only if `ranges` is None."""
     crc: int | None
-    """`wire.tensor.slice_crc(dtype, ranges, data)`, with ranges ((0, size),) for a whole partition.  None: nobody has
-    looked at the elements yet; who computes the update does, while they are in the cache."""
+    """`wire.tensor.slice_crc(dtype, ranges, data)`, with ranges ((0, size),) for a whole partition.
+
+    None: the elements are not checked yet; the computation of the update does it, while they are in the CPU cache.
+    """
     finite: bool
-    """Whether all elements are finite, as far as is known."""
+    """Whether all elements are finite; True if they are not checked yet."""
     ranges: tuple[Range, ...] | None = None
     """Relative to the partition, sorted and disjoint; None: the whole partition."""
     base: tuple[int, int] | None = None
     """(version, incarnation) the gradient was computed from."""
     owned: bool = False
-    """`data` is all there is in its memory and nobody else's: once applied it may hold something else."""
+    """The memory of `data` holds nothing else and has no other user, so it may be reused once the push is applied."""
 
 
 class PushReceived(Struct, frozen=True):
-    """A push, direct or by name, with its body read to the end, split into the parts this shard owns."""
+    """A push, direct or by name, received completely and split into the parts that this shard owns."""
 
     request: Request
     model: str
@@ -193,7 +200,7 @@ class PushReceived(Struct, frozen=True):
     timeline: int | None = None
     push_id: PushId | None = None
     key: str | None = None
-    """`Idempotency-Key`, used where there is no push id."""
+    """`Idempotency-Key`, used if there is no push id."""
     clock: int | None = None
     weight: float = 1.0
     norm: float | None = None
@@ -202,18 +209,18 @@ class PushReceived(Struct, frozen=True):
 
 
 class PullReceived(Struct, frozen=True):
-    """A request for the present values of some partitions."""
+    """A request for the current values of some partitions."""
 
     request: Request
     model: str
     parts: tuple[int, ...]
-    """Partitions, each at most once; the runtime cuts ranges out of the states it gets."""
+    """Partitions, each at most once; the runtime cuts ranges out of the states in the outcome."""
     generation: int | None = None
     timeline: int | None = None
     min_version: int = 0
     wait_s: float = 0.0
     min_clock: int = 0
-    """sync: the clock that each partition has reached at least; no other mode has one that could be waited for."""
+    """sync: wait until each partition has reached this clock; in other modes there is nothing to wait for."""
 
 
 class AssignPart(Struct, frozen=True):
@@ -227,42 +234,44 @@ class AssignPart(Struct, frozen=True):
     ranges: tuple[Range, ...] | None = None
     """Relative to the partition; None: the whole partition."""
     slots: tuple[F32, ...] | None = None
-    """Restores: the optimizer's state of the whole partition; None keeps what is there."""
+    """Restores: optimizer state of the whole partition; None: unchanged."""
     steps: tuple[int, ...] | None = None
-    """Restores: step counts per segment; None keeps what is there."""
+    """Restores: step counts per segment; None: unchanged."""
     expected: tuple[int, int] | None = None
-    """(version, owner token) that the partition must have, or nothing is assigned anywhere; None: whichever it has."""
+    """(version, owner token) that the partition must have, else no part of the request is assigned; None: any."""
     version: int = 0
-    """Restores: the version that the partition has afterwards at least."""
+    """Restores: the partition's version afterwards is at least this."""
 
 
 class SetReceived(Struct, frozen=True):
-    """Values are assigned (`PUT params`, a restore, an upload): version + 1, or still the same while the model
-    initializes; what a part says goes beyond that."""
+    """An assignment of values: `PUT params`, a restore or an upload.
+
+    It raises the version by one (not while the model initializes), and to at least the version that the part gives.
+    """
 
     request: Request
     model: str
     parts: tuple[AssignPart, ...]
     generation: int | None = None
     restore: bool = False
-    """A restore also drops what is staged or buffered."""
+    """Restores also drop staged and buffered gradients."""
     timeline: int | None = None
-    """The one it is meant for; None: whichever there is."""
+    """The timeline it is meant for; None: any."""
 
 
 class CaptureReceived(Struct, frozen=True):
-    """A request for one partition's whole state (checkpoints): the present one, or that of the newest cut."""
+    """A request for one partition's whole state (checkpoints): the current one, or that of the newest cut."""
 
     request: Request
     model: str
     partition: int
     generation: int | None = None
     cut: int | None = None
-    """The clock of a cut; None: the present state."""
+    """The clock of a cut; None: the current state."""
 
 
 class RequestGone(Struct, frozen=True):
-    """The client of that request has gone; a waiting pull is dropped, a push runs its course unanswered."""
+    """The client of a request has disconnected: a waiting pull is dropped, a push completes without an answer."""
 
     request: Request
 
@@ -276,22 +285,22 @@ class WorkerAnswered(Struct, frozen=True):
     rank: int = 0
     live: bool = False
     error: PsError | None = None
-    """The scheduler could not be asked."""
+    """Why the scheduler could not be asked."""
 
 
 class TaskResult(Struct, frozen=True):
-    """What one task of a job gave."""
+    """The result of one task of a job."""
 
     state: PartitionState | None
-    """None: a value that was to be written is not finite."""
+    """None: a resulting value is not finite."""
     crc: int | None = None
-    """The gradient's, where the task says to look."""
+    """Checksum of the gradient, if the task has `look`."""
     bad_gradient: bool = False
     """The gradient itself is not finite."""
 
 
 class Applied(Struct, frozen=True):
-    """`Apply` is done: all its tasks have been computed, none is visible yet."""
+    """`Apply` succeeded: all its tasks are computed, but no result is visible yet."""
 
     job: int
     results: tuple[TaskResult, ...]
@@ -299,23 +308,23 @@ class Applied(Struct, frozen=True):
 
 
 class SnapshotStored(Struct, frozen=True):
-    """`StoreSnapshot` has succeeded: that version is durable."""
+    """`StoreSnapshot` succeeded: that version is durable."""
 
     key: PartitionKey
     token: Token
     version: int
     urgent: bool = False
-    """As in the effect."""
+    """As in `StoreSnapshot`."""
 
 
 class SnapshotFailed(Struct, frozen=True):
-    """`StoreSnapshot` has failed (Redis away, or its token is no longer the owner's)."""
+    """`StoreSnapshot` failed: Redis is away, or its token is no longer the owner's."""
 
     key: PartitionKey
     token: Token
     version: int
     urgent: bool = False
-    """As in the effect."""
+    """As in `StoreSnapshot`."""
 
 
 class Journaled(Struct, frozen=True):
@@ -327,17 +336,17 @@ class Journaled(Struct, frozen=True):
 
 
 class JournalRefused(Struct, frozen=True):
-    """Another owner has the partition's token: nothing more is served for it."""
+    """Redis has another owner's token for the partition, so this shard stops serving it."""
 
     key: PartitionKey
     token: Token
 
 
 class JournalLost(Struct, frozen=True):
-    """Redis came back without something that it once had of the partition: a snapshot is due at once.
+    """Redis has lost some of the partition's stored data, so a snapshot is due at once.
 
-    Where journal entries are missing it takes no later ones before that; what waits stays queued, and the event is
-    repeated until it can be written.
+    If journal entries are missing, no later ones can be appended before that snapshot; they stay queued, and this event
+    is repeated until they can be written.
     """
 
     key: PartitionKey
@@ -345,20 +354,20 @@ class JournalLost(Struct, frozen=True):
 
 
 class StorageChanged(Struct, frozen=True):
-    """Whether anything can be made durable now; the first one may be left out while all is well."""
+    """Whether commands can be made durable now has changed; initially they can."""
 
     reason: str
-    """Empty: Redis answers; else why nothing can be made durable."""
+    """Why nothing can be made durable now; empty if Redis answers."""
     fsync_refused: str = ""
-    """Why this Redis cannot acknowledge `fsynced`; empty: it can."""
+    """Why this Redis cannot confirm level `fsynced`; empty if it can."""
 
 
 class SaveAll(Struct, frozen=True):
-    """The process is about to end: store each `Partition.unsaved`, outside the budget; may be repeated."""
+    """The process is about to stop: store every `Partition.unsaved` one, outside the budget; repeatable."""
 
 
 class Tick(Struct, frozen=True):
-    """Time has passed: sent at `ShardCore.deadline()`, or earlier without harm."""
+    """Time has passed; sent at `ShardCore.deadline()`, or harmlessly earlier."""
 
 
 Event: TypeAlias = (

@@ -1,8 +1,8 @@
-"""What goes into the shard's core and what comes out: every event and every effect.
+"""Events and effects of the shard's core.
 
-`ShardCore.handle(event, now)` takes one event and returns effects, which the runtime performs in their order; what an
-effect brings about comes back as an event.  All of them are frozen; big arrays travel by reference and are never
-written after they were handed over.  A `request` is a number that the runtime chose, unique among those it has open.
+`ShardCore.handle(event, now)` takes one event and returns effects, which the runtime performs in order; their outcome
+comes back as new events.  All of them are frozen; big arrays are passed by reference and never written after they were
+handed over.  A `request` is a number chosen by the runtime, unique among its open requests.
 """
 
 from paramserver.core.journal import JournalEntry as JournalEntry
