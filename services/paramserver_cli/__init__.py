@@ -1,1 +1,1 @@
-"""psctl: starts clusters on this machine and speaks to any cluster through its REST routes."""
+"""psctl: starts clusters on this machine and controls any cluster through its REST API."""

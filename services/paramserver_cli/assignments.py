@@ -1,4 +1,4 @@
-"""`lr=0.05 mode=ssp staleness=2`: settings on a command line as the JSON merge patch they stand for."""
+"""Settings on a command line, such as `lr=0.05 mode=ssp staleness=2`, as a JSON merge patch."""
 
 import difflib
 import json
@@ -20,7 +20,7 @@ _TOP: Final = {"evaluate_every"}
 
 
 def value(text: str) -> Any:
-    """JSON if it is JSON, else the text itself: `3`, `0.5`, `true`, `[0.9, 0.95]`, `fold`."""
+    """Return the text parsed as JSON (`3`, `0.5`, `true`, `[0.9, 0.95]`), or the text itself if it is none (`fold`)."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -28,7 +28,7 @@ def value(text: str) -> Any:
 
 
 def pairs(texts: Iterable[str]) -> dict[str, Any]:
-    """NAME=VALUE words as a mapping; raises BadParameter (exit code 2)."""
+    """Return NAME=VALUE words as a mapping.  Raises BadParameter (exit code 2) for any other word."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, right = text.partition("=")
@@ -39,7 +39,11 @@ def pairs(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
-    """The patch of a model's spec: each name goes where it belongs; `optimizer.lr=…` and `optimizer=adam` work too."""
+    """Return the merge patch of a model's spec for NAME=VALUE words.
+
+    A plain name goes into the section that has such a field; `optimizer.lr=…` and `optimizer=adam` work, too.  Raises
+    BadParameter (exit code 2) for an unknown name, or a name within a value that another word sets.
+    """
     patch: dict[str, Any] = {}
     for name, right in pairs(texts).items():
         section, dot, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""psctl checkpoint: saving and restoring, to folders of this machine or below the cluster's state directory."""
+"""psctl checkpoint: saves to and restores from folders on this machine or the cluster's own state directory."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def save(
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Write a checkpoint: parameters (safetensors), optimizer state, worker states, checksums.
+    """Save a checkpoint: parameters (safetensors), optimizer state, worker states, checksums.
 
     psctl checkpoint save demo ./ckpt
 
@@ -47,15 +47,15 @@ def restore(
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Set a model that is there to these values.")] = False,
     url: Url = None,
 ) -> None:
-    """Make a model from a checkpoint, or set one back to one that the cluster keeps.
+    """Create a model from a folder, or set a model back to a checkpoint that the cluster keeps.
 
     psctl checkpoint restore ./ckpt --as demo2
 
     psctl checkpoint restore latest --as demo
 
-    One that the cluster keeps is restored into the model it is of; --as names that.
+    A checkpoint that the cluster keeps is restored into the model it was taken of; --as names that model.
     """
-    if "/" in source and not Path(source).is_dir():  # no checkpoint that the cluster keeps is called so
+    if "/" in source and not Path(source).is_dir():  # names of checkpoints that the cluster keeps contain no slash
         raise typer.BadParameter(
             f"there is no folder '{source}'; a checkpoint that the cluster keeps is named without a path",
             param_hint="SOURCE",

@@ -1,8 +1,8 @@
 """Child processes that cannot outlive their owner.
 
-Each child leads a process group of its own.  Two things see to it that nothing is left when the owner dies, even by
-SIGKILL: the kernel's parent-death signal (Linux), and a guard process that holds the other end of a pipe from the owner
-and kills every group still registered when that pipe closes (everywhere, and including a child's own children).
+Each child leads its own process group.  When the owner dies, even by SIGKILL, two mechanisms kill its children: the
+kernel's parent-death signal (Linux), and a guard process that holds the other end of a pipe from the owner and kills
+every group still registered when that pipe closes (on every system, and including a child's own children).
 """
 
 import ctypes
@@ -24,18 +24,18 @@ Kind = Literal["redis", "scheduler", "shard", "worker"]
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to start, and how it is told from others."""
+    """A child process to start."""
 
     name: str
-    """Also the name of its log: `logs/NAME.log`."""
+    """Name of the child and of its log, `logs/NAME.log`."""
     kind: Kind
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the owner's environment."""
+    """Variables added to the owner's environment."""
 
 
 class Guard:
-    """A process that kills the registered process groups once its maker is gone."""
+    """A process that kills the registered process groups once its owner is gone."""
 
     def __init__(self) -> None:
         read_end, self._write_end = os.pipe()
@@ -72,19 +72,19 @@ class Guard:
         os.write(self._write_end, f"+{group}\n".encode())
 
     def remove(self, group: int) -> None:
-        """Forget a process group, whose number may be given to another from now on."""
+        """Unregister a process group; its number may be reused from now on."""
         os.write(self._write_end, f"-{group}\n".encode())
 
     def close(self) -> None:
-        """End the guard; what is still registered is killed."""
+        """Stop the guard; the groups still registered are killed."""
         os.close(self._write_end)
         os.waitpid(self.pid, 0)
 
 
 def start(spec: ChildSpec, log: Path, guard: Guard) -> subprocess.Popen[bytes]:
-    """Start a child with its output appended to `log` and none of the owner's streams.
+    """Start a child whose output is appended to `log`, with none of the owner's streams.
 
-    To be called from the owner's main thread: the parent-death signal follows the thread that forked.
+    Call it from the owner's main thread: the parent-death signal is sent when the thread that forked ends.
     """
     owner = os.getpid()
 
@@ -109,6 +109,6 @@ def start(spec: ChildSpec, log: Path, guard: Guard) -> subprocess.Popen[bytes]:
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a child and its own children; nothing happens if they are gone."""
+    """Send a signal to a child and its own children; does nothing if they are gone."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -1,14 +1,14 @@
-"""What a cluster on this machine leaves in its state directory, and which clusters run.
+"""The state directory of a cluster on this machine, and the list of running clusters.
 
-cluster.json      the object that `psctl up --json` prints, with the process ids of now
-supervisor.json   who looks after it, how far it is, its workers
-plan.json         what it was asked to run; SIGUSR1 tells the supervisor that it was changed
-logs/NAME.log     what each process printed
-secret            what tokens are made with, where other machines can reach the cluster
-redis/            the Redis server's own files
-checkpoints/      what the scheduler writes
+cluster.json      the object that `psctl up --json` prints, with current process ids and without the token
+supervisor.json   the supervisor's pid, phase, workers and restarts
+plan.json         what the supervisor is to run; SIGUSR1 tells it that the file has changed
+logs/NAME.log     output of each process
+secret            the secret that tokens are made from, if other machines can reach the cluster
+redis/            files of the Redis server
+checkpoints/      checkpoints, written by the scheduler
 
-lock              held (flock) by the supervisor: whether a cluster runs is never read from a file that may be stale
+lock              held (flock) by the supervisor; it tells whether a cluster runs, because the other files may be stale
 """
 
 import json
@@ -38,16 +38,16 @@ class Plan:
     shards: int = 2
     workers: int = 0
     redis: str | None = None
-    """URL of a Redis server that somebody else runs; None: start one."""
+    """URL of a Redis server that runs already; None: start one."""
     host: str = "127.0.0.1"
     port: int | None = None
     """First port of the block; None: the default block if it is free, else another."""
     scheduler: str | None = None
-    """URL of a cluster that runs already (several separated by commas): then only workers are started, for it."""
+    """URLs of a running cluster, separated by commas; only workers are started then, for that cluster."""
     allow: list[str] = field(default_factory=lambda: ["paramserver.examples"])
-    """Prefixes of the entry points that the workers may run."""
+    """Prefixes of entry points that the workers may run."""
     paths: list[str] = field(default_factory=list)
-    """Folders from which the workers may import."""
+    """Folders added to the import path of the workers."""
     insecure: bool = False
     """Whether other machines are let in without tokens."""
     schedulers: int = 1
@@ -58,38 +58,38 @@ class Cluster:
     """The object that `psctl up --json` prints; the field names are a promise to scripts."""
 
     scheduler: str
-    """The first one's URL; any of them answers for all."""
+    """URL of the first scheduler; each scheduler answers any request."""
     shards: list[str]
     redis: str
-    """As it may be shown: without a password."""
+    """URL of Redis, without its password."""
     token: str | None
-    """An admin's, where tokens are needed; made when it is printed, so that no file holds it."""
+    """Admin token, if tokens are needed; made only when the object is printed, so that no file holds it."""
     pids: dict[str, list[int | None]]
-    """Serving processes of `scheduler`, `shards` and `redis`, in the order of the URLs; null while one is restarted."""
+    """Process ids of `scheduler`, `shards` and `redis`, in the order of the URLs; null while one is restarted."""
     state_dir: str
     schedulers: list[str]
     """The URLs of all schedulers, `scheduler` first."""
 
     def is_at(self, urls: str) -> bool:
-        """Whether one of these URLs, with commas between them, is a scheduler's of this cluster on this machine."""
+        """Whether one of these URLs, separated by commas, is that of a scheduler of this cluster."""
         return bool({_spelled(u) for u in urls.split(",")} & {_spelled(u) for u in self.schedulers})
 
 
 def _spelled(url: str) -> str:
-    """A URL with this machine called by one name."""
+    """Normalize a URL for comparison: `localhost` and `[::1]` become 127.0.0.1."""
     return re.sub(r"(?<=://)(localhost|\[::1\])(?=[:/]|$)", "127.0.0.1", url.strip().rstrip("/"))
 
 
 @dataclass(frozen=True)
 class SupervisorState:
-    """How far a supervisor is."""
+    """The state of a supervisor."""
 
     pid: int
     phase: Phase
     workers: dict[str, int | None] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)
     error: str = ""
-    """Why the phase is `failed`, or why the plan was not followed."""
+    """Why the phase is `failed`, or why a changed plan was not adopted."""
 
 
 class StateDir:
@@ -102,22 +102,22 @@ class StateDir:
         self.secret_file = self.path / "secret"
 
     def secret(self) -> str:
-        """The cluster's secret; empty where it has none of its own."""
+        """Return the cluster's secret; empty if it has none of its own."""
         try:
             return self.secret_file.read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
 
     def log(self, name: str) -> Path:
-        """The log of one process."""
+        """Return the path of one process's log."""
         return self.logs / f"{name}.log"
 
     def write(self, document: Plan | Cluster | SupervisorState) -> None:
-        """Write one of the files, as a whole or not at all."""
+        """Write one of the JSON files atomically."""
         name = {Plan: "plan", Cluster: "cluster", SupervisorState: "supervisor"}[type(document)]
         text = json.dumps(asdict(document), indent=2)
         temporary = self.path / f".{name}.{os.getpid()}"
-        # A plan may hold the password of a Redis.
+        # Readable by this user only: a plan may hold a Redis password.
         with open(temporary, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
             out.write(text + "\n")
         temporary.replace(self.path / f"{name}.json")
@@ -132,23 +132,23 @@ class StateDir:
         return value
 
     def plan(self) -> Plan | None:
-        """What was asked for; None if nothing ever was."""
+        """Return the plan; None if none was ever written."""
         value = self._read("plan")
         return None if value is None else Plan(**value)
 
     def cluster(self) -> Cluster | None:
-        """The cluster as last written; None before one was ready."""
+        """Return the cluster as last written; None before it is ready."""
         value = self._read("cluster")
-        # One that an earlier version keeps running has one scheduler.
+        # A cluster that an earlier version of psctl keeps running has one scheduler, and no such field.
         return None if value is None else Cluster(**{"schedulers": [value.get("scheduler")], **value})
 
     def supervisor(self) -> SupervisorState | None:
-        """The supervisor's state as last written."""
+        """Return the supervisor's state as last written; None if there is none."""
         value = self._read("supervisor")
         return None if value is None else SupervisorState(**value)
 
     def lock(self) -> IO[str] | None:
-        """The lock that a supervisor holds while it runs, made ours; None if another holds it."""
+        """Take the lock that a supervisor holds while it runs; None if another process holds it, and on Windows."""
         if sys.platform == "win32":
             return None
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ class StateDir:
         return lock
 
     def is_running(self) -> bool:
-        """Whether a supervisor looks after this directory now."""
+        """Whether a supervisor runs for this directory now."""
         if sys.platform == "win32" or not (self.path / "lock").exists():
             return False
         lock = self.lock()
@@ -170,12 +170,12 @@ class StateDir:
         return lock is None
 
     def forget(self) -> None:
-        """Remove what described an earlier run of the cluster; its data and logs stay."""
+        """Remove the files that describe an earlier run of the cluster; data and logs stay."""
         for name in ("cluster", "supervisor"):
             (self.path / f"{name}.json").unlink(missing_ok=True)
 
     def tail(self, name: str, lines: int = 20) -> str:
-        """The last lines of one log."""
+        """Return the last lines of one log; empty if there is none."""
         try:
             with self.log(name).open("rb") as f:
                 f.seek(max(0, f.seek(0, os.SEEK_END) - 200 * lines))
@@ -185,7 +185,7 @@ class StateDir:
 
 
 def running() -> list[StateDir]:
-    """The state directories of this user's clusters that run, by path."""
+    """Return the state directories of this user's running clusters, sorted by path."""
     found: set[Path] = set()
     for process in psutil.process_iter(["cmdline", "uids"]):
         argv, uids = process.info["cmdline"] or [], process.info["uids"]

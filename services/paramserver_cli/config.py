@@ -1,4 +1,4 @@
-"""Settings of psctl and where each comes from: flag over environment `PARAMSERVER_…` over `paramserver.toml`."""
+"""Settings of psctl and their origins: flag over environment `PARAMSERVER_…` over `paramserver.toml`."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -33,10 +33,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def client_settings(flags: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Each client setting with its origin.
+    """Return each client setting as (value, origin).
 
-    Where no URL is set, the cluster that runs under this folder's state directory is meant: after `psctl up` the next
-    command finds it, also when the default ports were taken.
+    If no URL is set, the URL is that of the cluster running under the state directory, if any: after `psctl up` the
+    next command finds the cluster, even if the default ports were taken.
     """
     found = ClientSettings.sources(flags, os.environ, Path.cwd() / FILE)
     if found["url"][1] == "default":
@@ -48,14 +48,14 @@ def client_settings(flags: dict[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def state_dir(flag: Path | None) -> StateDir:
-    """The state directory that is meant."""
+    """Return the state directory of a command: `flag` if given, else the setting `state_dir`."""
     return StateDir(Path(client_settings({"state_dir": None if flag is None else str(flag)})["state_dir"][0]))
 
 
 def redis_url(flag: str | None) -> str | None:
-    """The Redis that is meant, by the rule of every setting; None where none is named."""
+    """Return the Redis URL from the flag, the environment or `paramserver.toml`; None if none of them sets it."""
     if flag is not None and shown(flag) != flag:
-        # What this process was started with cannot be taken back: only the next one can be started otherwise.
+        # The command line of this process is already visible; the warning helps the next start.
         typer.echo(
             "warning: everybody on this machine can read the password in --redis while this runs; "
             "PARAMSERVER_REDIS, or the file that PARAMSERVER_REDIS_FILE names, may hold the URL in its place",
@@ -66,7 +66,11 @@ def redis_url(flag: str | None) -> str | None:
 
 
 def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:
-    """A client of the cluster that is meant; raises Unreachable."""
+    """Connect to the cluster that the flag `--url` or the settings name.
+
+    Without a token setting, the client gets an admin token made from the cluster's secret, if that is known here.
+    Raises Unreachable if no URL answers, RequestError (`invalid_field`) if the CA file cannot be used.
+    """
     settings = client_settings({"url": url, "timeout_s": timeout_s})
     check_ca(*settings["ca"])
     found = {name: value for name, (value, _) in settings.items()}
@@ -75,21 +79,21 @@ def connect(url: str | None, *, timeout_s: float | None = None) -> ps.Client:
 
 
 def worker_token(url: str | None) -> str | None:
-    """A token for workers of the cluster that is meant; None where none is needed, or they inherit one."""
+    """Return a token for workers of the cluster; None if no secret is known here, or a token is set (inherited)."""
     found = {name: value for name, (value, _) in client_settings({"url": url}).items()}
     keys = tokens.keys_of(found["secret"] or _secret_of(found["url"], Path(found["state_dir"])))
     return tokens.make(keys[0], "worker") if keys and not found["token"] else None
 
 
 def _secret_of(url: str, folder: Path) -> str:
-    """The secret of the cluster of a state directory, if that is the one at `url`, and nobody else is named there."""
+    """Return the secret of the cluster under `folder` if all URLs in `url` are its schedulers, else an empty string."""
     state = StateDir(folder)
     cluster = state.cluster()
     return state.secret() if cluster is not None and all(map(cluster.is_at, url.split(","))) else ""
 
 
 def _own_token(secret: str) -> str | None:
-    """Where the nodes' secret is, psctl needs nobody to give it a token."""
+    """Return an admin token for psctl made from the nodes' secret; None if the secret is empty."""
     keys = tokens.keys_of(secret)
     return tokens.make(keys[0], "admin", "psctl") if keys else None
 
@@ -101,7 +105,7 @@ def _printable(name: str, value: Any) -> Any:
 def config(as_json: Json = False) -> None:
     """Show the effective settings and where each comes from.
 
-    A flag wins over the environment (PARAMSERVER_URL, ...), that over paramserver.toml in this folder, for example:
+    A flag wins over the environment (PARAMSERVER_URL, ...), which wins over paramserver.toml in this folder, such as:
 
         url = "http://10.0.0.5:8700"
         snapshot_mib_per_s = 128

@@ -1,4 +1,4 @@
-"""A picture of loss and accuracy over time."""
+"""Charts of loss and accuracy over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from paramserver_cli.training import Training
 
 
 def write_png(path: Path, trainings: Sequence[Training]) -> None:
-    """Draw one line per training into each of two panels; needs matplotlib."""
+    """Draw accuracy and loss in two panels, with a line per training; needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

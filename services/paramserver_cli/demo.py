@@ -1,4 +1,4 @@
-"""psctl demo: a real cluster of its own trains on real images, in sync and then in async mode, and shows it."""
+"""psctl demo: starts a cluster, trains on real images in sync and then in async mode, and shows the progress."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -27,18 +27,18 @@ SHARDS: Final = 2
 WORKERS: Final = 4
 TARGET_ACCURACY: Final = 0.96
 LIMIT_S: Final = 600.0
-"""A training that has not reached the target by then has failed."""
+"""Time limit of a training; one that has not reached the target by then has failed."""
 EVALUATE_EVERY: Final = 10
 LOOK_EVERY_S: Final = 0.4
 CHECK_RUN_EVERY_S: Final = 2.0
 REST_LOOKS_MAX: Final = 100
 CALL_TIMEOUT_S: Final = 60.0
-"""Long enough to outlive the death and return of any process."""
+"""Long enough to span the crash and restart of any process."""
 
 ADAM: Final = {"name": "adam", "lr": 2e-3, "schedule": {"kind": "exponential", "gamma": 0.999}}
 MODES: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "sync": (ADAM, {"mode": "sync", "min_workers": WORKERS}),
-    # Four gradients are in flight at once and each is applied by itself: smaller steps, and slower decay per update.
+    # Four gradients are in flight at once and each is an update of its own: smaller steps, slower decay per update.
     "async": ({**ADAM, "lr": 1e-3, "schedule": {"kind": "exponential", "gamma": 0.9995}}, {"mode": "async"}),
 }
 """Optimizer and consistency of each training."""
@@ -50,7 +50,7 @@ class Result:
 
     training: Training
     accuracy: float
-    """Of the final values, measured here."""
+    """Test accuracy of the final values, measured by this process."""
     checkpoint: Path
 
 
@@ -60,15 +60,15 @@ def demo(
 ) -> None:
     """Train a network on handwritten digits with a real cluster: Redis, a scheduler, 2 shards, 4 workers.
 
-    First in sync, then in async mode, each until at least 96 % of the test images are recognised. Kill any of its
-    processes while it runs: it is started again and the training goes on. Ctrl-C leaves nothing behind.
+    First in sync, then in async mode, each until at least 96 % of the test images are recognized. Kill any of its
+    processes while it runs: it is restarted, and the training continues. Ctrl-C leaves nothing behind.
 
         psctl demo
 
         psctl demo --seconds 60
     """
     _check_packages()
-    unwind.on_signals()  # so that the cluster is taken down
+    unwind.on_signals()  # SIGTERM becomes an exception, so that the cluster is stopped
     folder = Path(tempfile.mkdtemp(prefix="paramserver-demo-"))
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _check_packages() -> None:
 
 
 def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -> Result:
-    """One training from first to last; raises Failed when it does not get there."""
+    """Run one training to the target and save its checkpoint.  Raises Failed if it misses the target."""
     from paramserver.examples import digits
 
     optimizer, consistency = MODES[mode]
@@ -117,7 +117,7 @@ def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -
             _follow(training, run["id"], seconds, shown)
             client.set_run(run["id"], state="paused")
             accuracy = digits.accuracy(_at_rest(model))
-            # The last evaluations were good enough, but these values are not: go on.
+            # The final values may be worse than the last evaluations; if so, training continues.
             client.set_run(run["id"], state="stopped" if accuracy >= TARGET_ACCURACY else "running")
             training.evaluations.clear()
     checkpoint = out / name
@@ -127,10 +127,10 @@ def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -
 
 
 def _at_rest(model: ps.Model) -> ps.Params:
-    """The values once the steps at hand are done; raises Failed if they never are."""
+    """Return the values once two pulls in a row give the same.  Raises Failed after REST_LOOKS_MAX pulls."""
     before = model.pull()
     for _ in range(REST_LOOKS_MAX):
-        time.sleep(LOOK_EVERY_S)  # workers take their last steps, of which nobody tells the demo
+        time.sleep(LOOK_EVERY_S)  # workers finish their current steps; nothing notifies the demo of that
         now = model.pull()
         if (before.flat == now.flat).all():
             return now
@@ -139,7 +139,10 @@ def _at_rest(model: ps.Model) -> ps.Params:
 
 
 def _follow(training: Training, run: str, seconds: float, shown: Display) -> None:
-    """Show a training until it is good enough; raises Failed when its run has failed, or takes too long."""
+    """Show a training until it has both lasted `seconds` and reached the target.
+
+    Raises Failed if its run fails, or after LIMIT_S.
+    """
     checked_s = 0.0
     while training.elapsed_s < seconds or not training.has_reached(TARGET_ACCURACY):
         training.look()
@@ -151,7 +154,7 @@ def _follow(training: Training, run: str, seconds: float, shown: Display) -> Non
             document = training.client.get_run(run)
             if document["state"] == "failed":
                 raise Failed(f"the run failed: {document['reason']}")
-        time.sleep(LOOK_EVERY_S)  # the training is drawn again so often; its processes are others
+        time.sleep(LOOK_EVERY_S)  # the redraw interval; the training runs in other processes
 
 
 def _summarize(results: list[Result], picture: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a training is shown: live at a terminal, as a plain line every few seconds anywhere else."""
+"""Displays of a training: live at a terminal, a plain line every few seconds elsewhere."""
 
 import sys
 import time
@@ -21,25 +21,25 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Display(Protocol):
-    """Shows the newest sample of a training whenever it is called."""
+    """A display of a training's progress."""
 
     def show(self, training: Training) -> None:
-        """Take note of what is new."""
+        """Show the newest sample; called after each one."""
 
 
 def at_terminal() -> bool:
-    """Whether somebody is looking."""
+    """Whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough for whole paths where there is none."""
+    """Return a console for tables: as wide as the terminal, or 200 columns if there is none, so that paths fit."""
     return Console() if at_terminal() else Console(width=200)
 
 
 @contextmanager
 def display(page: str) -> Iterator[Display]:
-    """The display that fits where the output goes; `page` is the status page's address."""
+    """Yield a live display at a terminal, else a plain one; `page` is the address of the status page."""
     if not at_terminal():
         yield PlainDisplay()
         return
@@ -48,13 +48,13 @@ def display(page: str) -> Iterator[Display]:
 
 
 class PlainDisplay:
-    """One line every five seconds."""
+    """Prints one line every five seconds."""
 
     def __init__(self) -> None:
         self._printed_s = float("-inf")
 
     def show(self, training: Training) -> None:
-        """Print a line if it is time for one."""
+        """Print a line if the last one is five seconds old."""
         now = time.monotonic()
         if now - self._printed_s >= PLAIN_EVERY_S:
             self._printed_s = now
@@ -62,7 +62,7 @@ class PlainDisplay:
 
 
 def plain_line(training: Training) -> str:
-    """`sync   15 s  loss 0.412  accuracy 93.1 %  88 pushes/s  lag 1.2  clocks 210 211 210 209`."""
+    """Return a line like `sync   15 s  loss 0.412  accuracy 93.1 %  88 pushes/s  lag 1.2  clocks 210 211 210 209`."""
     head = f"{training.title:5} {training.elapsed_s:4.0f} s"
     s = training.last
     if training.away:
@@ -74,7 +74,7 @@ def plain_line(training: Training) -> str:
 
 
 def numbers(s: Sample) -> str:
-    """Loss, accuracy, rate and lag in one line."""
+    """Return loss, accuracy, push rate and lag as one line; unknown ones are left out."""
     parts = [] if s.loss is None else [f"loss {s.loss:.3f}"]
     if s.accuracy is not None:
         parts.append(f"accuracy {100 * s.accuracy:4.1f} %")
@@ -85,7 +85,7 @@ def numbers(s: Sample) -> str:
 
 
 def sparkline(values: Sequence[float | None], low: float, high: float, width: int = CHART_WIDTH) -> str:
-    """The values as bars, squeezed into `width` characters; None leaves a gap."""
+    """Return the values as bars, sampled to at most `width` characters; None gives a blank."""
     if len(values) > width:
         values = [values[i * len(values) // width] for i in range(width)]
     span = (high - low) or 1.0
@@ -94,18 +94,18 @@ def sparkline(values: Sequence[float | None], low: float, high: float, width: in
 
 
 class LiveDisplay:
-    """A picture that is redrawn in place."""
+    """Redraws a panel in place."""
 
     def __init__(self, live: Live, page: str) -> None:
         self._live, self._page = live, page
 
     def show(self, training: Training) -> None:
-        """Draw the newest sample."""
+        """Redraw with the newest sample."""
         self._live.update(picture(training, self._page))
 
 
 def picture(training: Training, page: str) -> Panel:
-    """Curves, numbers and a line for each worker."""
+    """Return a panel with curves, numbers and a line per worker."""
     s = training.last
     head = Text(f"{training.elapsed_s:5.1f} s   status page {page}", style="bold")
     if s is None:

@@ -1,4 +1,4 @@
-"""psctl doctor: looks at this machine and at a cluster, and says what to do about what it finds."""
+"""psctl doctor: checks this machine and a cluster, and says how to fix the problems it finds."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -30,17 +30,17 @@ PACKAGES = ("numpy", "numba", "fastapi", "hpack", "uvicorn", "redis", "pyreqwest
 FILES_MIN = 4096
 SHM_MIB_MIN = 64
 PROBE_ELEMENTS = 1 << 20
-"""Size of the model that bandwidth is measured with: 4 MiB of float32 for each shard."""
+"""Elements per shard of the model used to measure bandwidth: 4 MiB of float32."""
 SLOW_MIB_PER_S = 20.0
 FORGET_S = 3.0
-"""How long is tried to remove it; it may be there though nobody said that it was made."""
+"""Timeout for deleting that model; it is deleted even if its creation failed, because it may exist all the same."""
 NEARLY_FULL = 0.9
-"""Of the memory that Redis may take."""
+"""Share of Redis' `maxmemory` in use from which it is a warning."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     result: Literal["ok", "warning", "failed"]
@@ -76,7 +76,7 @@ def doctor(
 
 
 def machine(redis: str | None) -> Iterator[Finding]:
-    """What can be told without a cluster."""
+    """Run the checks that need no cluster."""
     version = sys.version.split()[0]
     new_enough = sys.version_info >= (3, 11)
     yield Finding("Python", "ok" if new_enough else "failed", version, "" if new_enough else "install 3.11 or newer")
@@ -97,7 +97,7 @@ def machine(redis: str | None) -> Iterator[Finding]:
 
 
 def _kernels_are_built() -> bool:
-    """Whether they are a library, so that numba is not needed."""
+    """Whether the kernels are a compiled library, so that numba is not needed."""
     from paramserver.kernels import prebuilt
 
     return prebuilt.load() is not None
@@ -170,7 +170,7 @@ def _file_limit() -> Finding:
 
 
 def cluster(url: str | None) -> Iterator[Finding]:
-    """What the cluster says, if one answers."""
+    """Run the checks of the cluster at `url`; if it cannot be reached, that is the only finding."""
     try:
         client = connect(url, timeout_s=10.0)
     except PsError as e:
@@ -206,7 +206,7 @@ def cluster(url: str | None) -> Iterator[Finding]:
 
 
 def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
-    """Pulls each shard's part of a model made for this, from the shard's own address."""
+    """Measure a pull from each shard directly, with a model that is created for this and deleted afterwards."""
     name = f"psctl-doctor-{os.getpid()}-{socket.gethostname()}"[:64].rstrip("._-")
     model = client.model(name)
     try:

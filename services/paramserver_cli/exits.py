@@ -23,24 +23,24 @@ HINTS: Final[Mapping[str, str]] = {
     "POST /models creates one": "psctl models lists them, psctl create makes one",
     "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes what is there",
 }
-"""What an error advises to callers of REST and Python, and the same for who types commands."""
+"""Hints for callers of REST and Python, and the same advice for the command line."""
 
 
 def told(error: PsError) -> str:
-    """An error in one line, its advice in the words of the command line."""
+    """Return an error as one line, with its hint in terms of the command line."""
     hint = HINTS.get(error.hint, error.hint)
     return f"{error.detail} ({hint})" if hint else error.detail
 
 
 def of_path(error: OSError) -> str:
-    """What the system says of a file or folder that the user named; empty where it is not about one."""
+    """Return the message of an error about a file or folder, or about a full disk; empty for any other."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error.strerror) if error.errno == errno.ENOSPC else ""
 
 
 def code_of(error: PsError) -> int:
-    """The exit code of an error: 3 nobody answers, 4 refused by the cluster or here, 1 anything else."""
+    """Return the exit code of an error: 3 for Unavailable, 4 for a refusal (RequestError, AuthError), else 1."""
     if isinstance(error, Unavailable):
         return UNREACHABLE
     if isinstance(error, RequestError | AuthError):
@@ -49,10 +49,10 @@ def code_of(error: PsError) -> int:
 
 
 class Psctl(TyperGroup):
-    """The outermost command: errors become one line on standard error and an exit code, never a traceback."""
+    """The outermost command: turns errors into a line on standard error and an exit code instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command, and report its errors."""
         try:
             return super().invoke(ctx)
         except PsError as e:
@@ -73,6 +73,6 @@ class Psctl(TyperGroup):
             raise typer.Exit(FAILED) from None
         except OSError as e:
             if not (text := of_path(e)):
-                raise  # a bug, which its traceback tells best
+                raise  # a bug: its traceback is what helps
             typer.echo(f"psctl: {text}", err=True)
             raise typer.Exit(FAILED) from None

@@ -1,4 +1,4 @@
-"""psctl token and psctl secret; which secret is at hand here, and the tokens that psctl makes with it for itself."""
+"""psctl token and psctl secret; secrets and tokens for the processes that psctl starts."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -30,11 +30,11 @@ def token(
     days: Annotated[float | None, typer.Option(min=0.001, help="How long it counts; default: for ever.")] = None,
     state: StateDirOption = None,
 ) -> None:
-    """Print an access token, made with the secret of the cluster: run it where that is.
+    """Print an access token, made from the cluster's secret; run it where the secret is.
 
-    A reader pulls and lists, a worker pushes too, an admin may do everything. Nothing keeps a token: the same command
-    prints the same one (with --days one that ends later), and it counts until its days are over, its name is revoked or
-    the secret is changed.
+    A reader pulls and lists, a worker also pushes, an admin may do everything. Tokens are not stored: the same command
+    prints the same token again (with --days, one that expires later). A token is valid until it expires, its name is
+    revoked or the secret is changed.
 
         export PARAMSERVER_TOKEN=$(psctl token worker)
 
@@ -56,9 +56,9 @@ def token(
 def secret(
     file: Annotated[Path | None, typer.Argument(help="Where to write it; default: print it.")] = None,
 ) -> None:
-    """Make the secret of a new cluster: every node gets the same file, as PARAMSERVER_SECRET_FILE.
+    """Create the secret of a new cluster; every node gets the same file, as PARAMSERVER_SECRET_FILE.
 
-    A file that is there already is left alone.
+    An existing file is not overwritten.
 
         psctl secret paramserver.secret
     """
@@ -71,7 +71,7 @@ def secret(
 
 
 def write_secret(file: Path) -> bool:
-    """Write a new secret that only this user can read, unless the file is there; whether it did."""
+    """Write a new secret to a file that only this user can read; return False if the file exists already."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -82,9 +82,9 @@ def write_secret(file: Path) -> bool:
 
 
 def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
-    """What the nodes of a cluster on this machine are told besides what they inherit.
+    """Return environment variables for the nodes of a cluster on this machine, beyond those they inherit.
 
-    Where other machines can reach it and nobody chose otherwise, it gets a secret of its own.
+    A cluster that other machines can reach gets a secret of its own, unless one is set or `insecure` is.
     """
     found = SchedulerSettings.load({"insecure": plan.insecure or None})
     if found.secret or is_loopback(plan.host):
@@ -96,14 +96,14 @@ def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
 
 
 def described(cluster: Cluster) -> dict[str, object]:
-    """The object of a cluster as it is printed: with a token that lets its reader do everything."""
+    """Return a cluster as the object to print: with an admin token, if a secret is known here."""
     secret = client_settings({})["secret"][0] or StateDir(Path(cluster.state_dir)).secret()
     keys = tokens.keys_of(secret)
     return asdict(replace(cluster, token=tokens.make(keys[0], "admin") if keys else None))
 
 
 def worker_environment(state: StateDir) -> Mapping[str, str]:
-    """What the workers of a cluster on this machine are told: a token of their own, where one is needed."""
+    """Return environment variables for the workers: a token, if there is a secret and no token that they inherit."""
     found = client_settings({})
     keys = () if found["token"][0] else tokens.keys_of(found["secret"][0] or state.secret())
     return {"PARAMSERVER_TOKEN": tokens.make(keys[0], "worker")} if keys else {}

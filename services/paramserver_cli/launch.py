@@ -1,4 +1,4 @@
-"""Starting a supervisor, waiting until its cluster is ready, and stopping it again."""
+"""Starting a supervisor, waiting until its cluster is ready, and stopping it."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from paramserver_cli.cluster_file import MODULE, Plan, StateDir
 
 READY_TIMEOUT_S = 200.0
 STOP_TIMEOUT_S = 75.0
-"""A supervisor that is not gone by then is killed; each kind of process has its own grace (see `supervisor`)."""
+"""A supervisor still running after this is killed; each kind of process has its own grace period (`supervisor`)."""
 POLL_S = 0.05
 
 
@@ -31,13 +31,13 @@ class Launched:
     state: StateDir
     process: subprocess.Popen[bytes]
     lifeline: int | None
-    """Write end of the pipe whose closing ends the cluster; None for one that lives on by itself."""
+    """Write end of the pipe whose closing stops the cluster; None for a detached cluster."""
 
 
 def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
     """Start a supervisor for `plan`; with `detach` it outlives this process, else it ends with it.
 
-    Raises Failed on Windows, ConflictError when a cluster runs there already.
+    Raises Failed on Windows, ConflictError (`conflict`) if a cluster already runs in this state directory.
     """
     if sys.platform == "win32":
         raise Failed("a cluster does not run on Windows itself: use Docker or WSL2; clients and psctl work from here")
@@ -62,7 +62,7 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C at the terminal is for this process, which then stops the cluster
+            start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which then stops the cluster
             pass_fds=() if read_end is None else (read_end,),
         )
     if read_end is not None:
@@ -71,9 +71,10 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
 
 
 def wait_ready(launched: Launched, tick: Callable[[], None] = lambda: None) -> None:
-    """Return when everything answers; `tick` is called between two looks.
+    """Wait until the cluster is ready; `tick` is called between two polls.
 
-    Raises Failed with what the logs say when it does not come up.
+    Raises Failed if it does not start, with the supervisor's error or the end of its log, or with the log folder after
+    READY_TIMEOUT_S.
     """
     deadline = time.monotonic() + READY_TIMEOUT_S
     state = launched.state
@@ -91,35 +92,38 @@ def wait_ready(launched: Launched, tick: Callable[[], None] = lambda: None) -> N
         if time.monotonic() > deadline:
             raise Failed(f"the cluster was not ready in {READY_TIMEOUT_S:g} s; its logs are in {state.logs}")
         tick()
-        time.sleep(POLL_S)  # the supervisor is another process; it writes into its folder when it is ready
+        time.sleep(POLL_S)  # the supervisor is another process; it writes its phase into the state directory
 
 
 def stop(state: StateDir) -> bool:
-    """Take the cluster of a state directory down and wait until nothing of it is left; False if none runs."""
+    """Stop the cluster of a state directory and wait until its supervisor has ended; return False if none runs.
+
+    The supervisor gets SIGTERM, after STOP_TIMEOUT_S SIGKILL.  Raises Failed if it survives that as long.
+    """
     if not state.is_running():
         return False
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while state.is_running():
-        # Asked again each time round: one that has only just started writes down who it is a moment later.
+        # Read again in each round: a supervisor that has just started writes its pid a moment later.
         supervisor = state.supervisor()
         late = time.monotonic() > deadline
         if supervisor is not None:
             _signal(supervisor.pid, signal.SIGKILL if late else signal.SIGTERM)
         if late and time.monotonic() > deadline + STOP_TIMEOUT_S:
             raise Failed(f"the supervisor of {state.path} cannot be stopped")
-        time.sleep(POLL_S)  # the supervisor is another process, and no child of this one
+        time.sleep(POLL_S)  # the supervisor is not a child of this process, so it cannot be waited for
     return True
 
 
 def plan_changed(state: StateDir) -> None:
-    """Tell the supervisor of a cluster that its plan is another one now."""
+    """Tell a ready supervisor to read its plan again (SIGUSR1)."""
     supervisor = state.supervisor()
     if supervisor is not None and supervisor.phase == "ready":
         _signal(supervisor.pid, signal.SIGUSR1)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    """Signal a supervisor, if that process is one: its number may long be another's."""
+    """Send a signal to `pid` if that process is a supervisor; the number may have been reused."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if MODULE in process.cmdline():
@@ -127,7 +131,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def end(launched: Launched) -> None:
-    """Stop what `launch` started, and wait."""
+    """Stop the cluster that `launch` started, and wait until it is down."""
     if launched.lifeline is not None:
         os.close(launched.lifeline)
         launched.lifeline = None
@@ -137,9 +141,9 @@ def end(launched: Launched) -> None:
 
 @contextmanager
 def cluster(state: StateDir, plan: Plan, tick: Callable[[], None] = lambda: None) -> Iterator[Launched]:
-    """A cluster for as long as the block runs.
+    """Run a cluster for the duration of the block.
 
-    However the block ends, nothing is left: a second Ctrl-C while it is taken down kills what is slow to end.
+    However the block ends, no process remains; a second Ctrl-C during the shutdown kills those that still run.
     """
     launched = launch(state, plan, detach=False)
     try:
@@ -149,5 +153,5 @@ def cluster(state: StateDir, plan: Plan, tick: Callable[[], None] = lambda: None
         try:
             end(launched)
         except KeyboardInterrupt:
-            launched.process.kill()  # the guard then kills the rest
+            launched.process.kill()  # its guard process then kills the children
             launched.process.wait()

@@ -1,4 +1,4 @@
-"""psctl logs: what the processes of a cluster on this machine printed."""
+"""psctl logs: shows the output of the processes of a cluster on this machine."""
 
 import time
 from pathlib import Path
@@ -41,7 +41,7 @@ def logs(
         for name, file in files.items():
             for line in file:
                 _print(name, line.rstrip("\n"), width)
-        time.sleep(FOLLOW_S)  # files tell nobody that they have grown
+        time.sleep(FOLLOW_S)  # poll: nothing notifies us that a file has grown
 
 
 def _open_at_end(path: Path) -> IO[str]:

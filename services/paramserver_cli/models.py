@@ -1,4 +1,4 @@
-"""psctl create, set and pull: models."""
+"""psctl create, set, pull and models: commands for models."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -19,7 +19,7 @@ from paramserver_cli.launch import Failed
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
-    """YAML 1.1 reads `1e-3` as text; here it is a number, as everybody means it."""
+    """A YAML loader that reads `1e-3` as a number; YAML 1.1 reads it as text."""
 
 
 _Loader.add_implicit_resolver(
@@ -28,12 +28,12 @@ _Loader.add_implicit_resolver(
 
 
 def read_spec(path: Path) -> dict[str, Any]:
-    """A model's spec from a YAML or JSON file; raises Failed when it cannot be read."""
+    """Read a model's spec from a YAML or JSON file, or standard input for `-`.  Raises Failed if it cannot be read."""
     try:
         found = yaml.load(sys.stdin if str(path) == "-" else path.read_text(), Loader=_Loader)
     except OSError as e:
         raise Failed(f"cannot read {path}: {e.strerror}") from None
-    except (yaml.YAMLError, ValueError) as e:  # ValueError: no text, or a date that no calendar has
+    except (yaml.YAMLError, ValueError) as e:  # ValueError: not UTF-8, or an impossible date
         raise Failed(f"{path} is not YAML: {e}") from None
     if not isinstance(found, dict):
         raise Failed(f"{path} must hold an object with 'params'")
@@ -73,7 +73,7 @@ def create(
 
 
 def create_from(client: ps.Client, model: str, spec: dict[str, Any], *, exist_ok: bool) -> ps.Model:
-    """Create a model from the contents of a spec file."""
+    """Create a model from the contents of a spec file.  Raises Failed for unknown fields."""
     allowed = ("optimizer", "consistency", "partitions", "ack", "evaluate_every", "checkpoint")
     options = {k: v for k, v in spec.items() if k not in ("name", "params")}
     unknown = [k for k in options if k not in allowed]
@@ -123,7 +123,7 @@ def pull(
     values = connect(url).model(model).pull([name], min_version=min_version, wait_s=wait_s)
     if name not in values:  # a file holds one array
         raise typer.BadParameter(f"'{name}' stands for {len(values)} parameters, name one of: {', '.join(values)}")
-    # Into memory first: NumPy writes elements past the buffer of a real file, and so out of order into a pipe.
+    # Into memory first: NumPy bypasses the buffer of a real file, so bytes could reach a pipe out of order.
     npy = io.BytesIO()
     np.lib.format.write_array(npy, np.asarray(values[name]), version=(1, 0), allow_pickle=False)
     sys.stdout.buffer.write(npy.getvalue())
@@ -139,7 +139,7 @@ def models(as_json: Json = False, url: Url = None) -> None:
     if as_json:
         typer.echo(json.dumps(items))
         return
-    if not items["items"]:  # not where a script would read it as one
+    if not items["items"]:  # on standard error, so that a script does not read it as a model
         typer.echo("there are no models yet; psctl create makes one", err=True)
     for m in items["items"]:
         typer.echo(f"{m['name']:24} {m['state']:12} version {m['version']:<8} {m.get('mode', '')}")

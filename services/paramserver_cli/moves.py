@@ -1,4 +1,4 @@
-"""psctl drain and psctl scale: partitions move from shard to shard while training goes on, and one can watch."""
+"""psctl drain and psctl scale: move partitions between shards while training continues, and show the progress."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -24,7 +24,7 @@ from paramserver_cli.launch import Failed
 
 LOOK_S: Final = 0.25
 QUIET_S: Final = 2.0
-"""After so long without a move or a new shard, everything is where it belongs."""
+"""Time without a move or a change of the shards after which rebalancing counts as complete."""
 MIB: Final = 1 << 20
 
 Line = Mapping[str, Any]
@@ -39,7 +39,7 @@ def drain(
     timeout: Timeout = 600.0,
     url: Url = None,
 ) -> None:
-    """Move all partitions of a shard to the others while training goes on; then it may be stopped.
+    """Move all partitions of a shard to the other shards while training continues, so that it can be stopped.
 
     psctl drain shard-1
 
@@ -63,10 +63,10 @@ def scale(
     state: StateDirOption = None,
     url: Url = None,
 ) -> None:
-    """Have more shards or fewer, while training goes on; refused when those that stay cannot hold everything.
+    """Change the number of shards while training continues; refused if the remaining shards cannot hold everything.
 
-    A cluster of psctl up on this machine starts or stops the processes itself. For others the command to run is
-    printed, and the moves are shown.
+    A cluster of psctl up on this machine starts and stops the processes itself. For other clusters, psctl prints the
+    command to run, and shows the moves.
 
     psctl scale shards 4
     """
@@ -77,7 +77,7 @@ def scale(
     before = sorted((x["name"] for x in _shards(client) if x["alive"]), key=_natural)
     if own is not None:
         before = own.names
-    for line in _shards(client):  # of an earlier attempt that was broken off
+    for line in _shards(client):  # left draining by an earlier attempt that was interrupted
         if line["state"] == "draining" and line["name"] in before[:number]:
             _set(client, line["name"], "active")
     if number < len(before):
@@ -90,7 +90,7 @@ def scale(
 
 @dataclass(frozen=True)
 class _Own:
-    """The cluster of psctl up that is meant."""
+    """A cluster of psctl up on this machine, whose supervisor can start and stop shards."""
 
     state: StateDir
     cluster: Cluster
@@ -100,7 +100,10 @@ class _Own:
         return [f"shard-{i}" for i in range(len(self.cluster.shards))]
 
     def resize(self, shards: int) -> None:
-        """Have the supervisor run so many; returns when it has taken that up."""
+        """Change the number of shards in the plan, and wait until the supervisor has adopted it.
+
+        Raises Failed if there is no plan, if the supervisor refuses it or has ended, or after 60 s.
+        """
         plan = self.state.plan()
         if plan is None:
             raise Failed(f"the cluster under {self.state.path} has no plan")
@@ -115,11 +118,14 @@ class _Own:
                 raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
                 raise Failed(f"the supervisor does not follow; psctl logs supervisor --state-dir {self.state.path}")
-            time.sleep(LOOK_S)  # the supervisor reads what is wanted by and by, in a process of its own
+            time.sleep(LOOK_S)  # the supervisor adopts the plan in its own process
 
 
 def _own(url: str | None, state: Any) -> _Own | None:
-    """The cluster of psctl up that is meant: that of the state directory, or the one at the URL on this machine."""
+    """Return the cluster of psctl up that a command addresses; None if it addresses another cluster.
+
+    It is the cluster of the state directory given with `--state-dir`, else the one on this machine that the URL names.
+    """
     folder = state_dir(state)
     cluster = folder.cluster() if folder.is_running() else None
     meant = str(client_settings({"url": url})["url"][0])
@@ -127,7 +133,7 @@ def _own(url: str | None, state: Any) -> _Own | None:
         return _Own(folder, cluster)
     if state is not None:
         return None
-    # Started from another folder; other users' clusters are not among them, nor could they be resized.
+    # It may have been started from another folder.  Other users' clusters are not listed; they could not be resized.
     others = ((s, c) for s in running() if (c := s.cluster()) is not None)
     return next((_Own(s, c) for s, c in others if c.is_at(meant)), None)
 
@@ -170,9 +176,9 @@ def _set(client: ps.Client, shard: str, state: str) -> Line:
 
 
 def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
-    """Ask all of them to give everything away, or none.
+    """Set all of these shards to `draining`, or none of them.
 
-    Raises ConflictError (`not_enough_memory`) with the figures, Failed where nobody could take anything.
+    Raises ConflictError (`not_enough_memory`) with the figures, Failed if no other shard could take the partitions.
     """
     asked: list[str] = []
     try:
@@ -188,7 +194,7 @@ def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
 
 
 def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> None:
-    """Show the moves until none of these owns anything."""
+    """Show the moves until none of these shards owns a partition.  Raises Failed after `timeout_s`."""
     deadline, total = time.monotonic() + timeout_s, 0
     with _progress("partitions moved") as show:
         while True:
@@ -200,11 +206,11 @@ def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> N
             if not left:
                 return
             _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows what is in the way")
-            time.sleep(LOOK_S)  # moves go on in other processes; the line is drawn again so often
+            time.sleep(LOOK_S)  # moves happen in other processes; this is the redraw interval
 
 
 def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
-    """Show the moves until so many shards live and nothing has moved for a while."""
+    """Show the moves until `number` shards are active and no move ran for QUIET_S.  Raises Failed after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     owned: Mapping[str, int] = {}
     quiet_s = time.monotonic()
@@ -222,7 +228,7 @@ def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
             if time.monotonic() - quiet_s > QUIET_S:
                 return
             _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are under way")
-            time.sleep(LOOK_S)  # the same, and there must be no move for a while
+            time.sleep(LOOK_S)  # the redraw interval, as above
 
 
 def _check(deadline: float, text: str) -> None:
@@ -231,13 +237,13 @@ def _check(deadline: float, text: str) -> None:
 
 
 def _natural(name: str) -> list[Any]:
-    """Sorts shard-10 behind shard-9."""
+    """Return a sort key that puts shard-10 after shard-9."""
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
 
 
 @contextmanager
 def _progress(title: str) -> Iterator[Show]:
-    """A bar at a terminal, lines that say something new anywhere else."""
+    """Show progress: as a bar at a terminal, elsewhere as a line whenever its text changes."""
     if not sys.stderr.isatty():
         last = ""
 

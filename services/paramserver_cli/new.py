@@ -1,4 +1,4 @@
-"""psctl new: a project of two files that `psctl train` runs at once."""
+"""psctl new: creates a project of two files that `psctl train` can run as they are."""
 
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +47,7 @@ consistency: {{mode: sync}}
 def new(
     name: Annotated[str, typer.Argument(help="Name of the project's folder and of its model.")],
 ) -> None:
-    """Write a project of two files that trains at once: make it yours from there.
+    """Create a project of two files that trains as it is; adapt it to your data.
 
     psctl new my-model && psctl train my-model/train.py --model my-model --workers 2
     """

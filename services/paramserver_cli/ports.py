@@ -1,8 +1,8 @@
-"""Which ports a cluster on this machine gets: the default ones if they are free, else another block of them.
+"""Port allocation for clusters on this machine: the default block of ports if it is free, else another block.
 
-A block is chosen as a whole (the first scheduler at its base, shards from base + 1, Redis at its end and further
-schedulers before it) and stays locked by a file for as long as the cluster lives, so that two clusters started at the
-same moment never take the same one, nor takes one a port of the other whose process is just being restarted.
+A block is allocated as a whole: the first scheduler at its base, shards from base + 1, Redis at its end, and further
+schedulers before that.  A file lock holds it while the cluster lives.  So two clusters started at the same moment never
+get the same block, and neither takes a port of the other whose process is just being restarted.
 """
 
 import errno
@@ -19,26 +19,26 @@ from paramserver.errors import problem
 
 BASE = 8700
 STRIDE = 100
-LAST_BASE = 32_000  # above lie the ports that the system gives to outgoing connections
+LAST_BASE = 32_000  # the ports above may be ephemeral: used for outgoing connections
 
 
 @dataclass(frozen=True)
 class PortBlock:
-    """Ports of one cluster; they are ours until `lock` is closed."""
+    """The ports of one cluster; reserved until `lock` is closed."""
 
     schedulers: Sequence[int]
     redis: int
     room: int
-    """How many shards find a port in it."""
+    """Number of shards that the block has ports for."""
     lock: IO[str]
 
     def shard(self, index: int) -> int:
-        """The port of a shard."""
+        """Return the port of shard `index`."""
         return self.schedulers[0] + 1 + index
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now; raises RequestError (`invalid_field`) where it never could."""
+    """Whether a server could listen there now.  Raises RequestError (`invalid_field`) if it never could."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,11 +64,12 @@ def _try_lock(base: int) -> IO[str] | None:
 
 
 def reserve(shards: int, host: str = "127.0.0.1", base: int | None = None, schedulers: int = 1) -> PortBlock:
-    """A free block for schedulers, shards (and more of them later) and a Redis server; exactly at `base` if given.
+    """Reserve a free block for schedulers, shards (with room for more) and a Redis server; exactly at `base` if given.
 
-    Raises ConflictError when `base` is not free, or no block is, RequestError when `host` is not this machine's.
+    Raises ConflictError (`conflict`) if the block at `base`, or every block, is in use; RequestError (`invalid_field`)
+    if `host` is not an address of this machine.
     """
-    is_free(host, 0)  # raises before any lock is taken: whether the address is ours does not hang on the port
+    is_free(host, 0)  # check the address before taking a lock: its validity does not depend on the port
     stride = STRIDE * -(-(shards + schedulers + 1) // STRIDE)
     for at in range(BASE, LAST_BASE, stride) if base is None else [base]:
         lock = _try_lock(at)

@@ -1,4 +1,4 @@
-"""Which processes a plan means: their command lines, ports and addresses."""
+"""The processes of a plan: command lines, environment, ports and addresses."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ EVERY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Processes:
-    """The processes of one cluster on this machine; `plan` may be replaced by one with more or fewer shards."""
+    """The processes of one cluster on this machine; `plan` may be replaced to change the number of shards."""
 
     def __init__(self, state: StateDir, plan: Plan, block: PortBlock) -> None:
         self.state, self.plan, self.block = state, plan, block
@@ -29,30 +29,30 @@ class Processes:
 
     @property
     def scheduler_names(self) -> Sequence[str]:
-        """What the schedulers and their logs are called."""
+        """Names of the schedulers and of their logs; empty if the plan has only workers."""
         if self.plan.scheduler is not None:
             return ()
         return [f"scheduler-{i}" if i else "scheduler" for i in range(self.plan.schedulers)]
 
     @property
     def shard_names(self) -> Sequence[str]:
-        """What the shards and their logs are called."""
+        """Names of the shards and of their logs; empty if the plan has only workers."""
         return [] if self.plan.scheduler is not None else [f"shard-{i}" for i in range(self.plan.shards)]
 
     @property
     def scheduler_urls(self) -> list[str]:
-        """Of every scheduler; those of the cluster that runs already, where only workers are wanted."""
+        """URLs of the schedulers; if the plan has only workers, those of the cluster they work for."""
         if self.plan.scheduler is not None:
             return self.plan.scheduler.split(",")
         return [self._url(p) for p in self.block.schedulers[: self.plan.schedulers]]
 
     @property
     def shard_urls(self) -> list[str]:
-        """Of every shard."""
+        """URLs of the shards."""
         return [self._url(self.block.shard(i)) for i in range(len(self.shard_names))]
 
     def redis_specs(self) -> list[ChildSpec]:
-        """The Redis server, unless somebody else runs one."""
+        """Return the Redis server to start; empty if the plan names a running one, or has only workers."""
         if self.plan.redis is not None or self.plan.scheduler is not None:
             return []
         folder = self.state.path / "redis"
@@ -61,14 +61,14 @@ class Processes:
         return [ChildSpec("redis", "redis", argv)]
 
     def scheduler_specs(self) -> list[ChildSpec]:
-        """The schedulers, which share the state directory."""
+        """Return the schedulers to start; they share the state directory."""
         return [
             self._node(name, "scheduler", port, "--state-dir", str(self.state.path))
             for name, port in zip(self.scheduler_names, self.block.schedulers, strict=False)
         ]
 
     def shard_specs(self) -> list[ChildSpec]:
-        """The shards."""
+        """Return the shards to start."""
         schedulers = ",".join(self.scheduler_urls)
         return [
             self._node(name, "shard", self.block.shard(i), "--scheduler", schedulers)
@@ -76,9 +76,9 @@ class Processes:
         ]
 
     def worker_specs(self) -> list[ChildSpec]:
-        """The pool workers."""
+        """Return the pool workers to start."""
         env = {"PARAMSERVER_URL": ",".join(self.scheduler_urls), **keys.worker_environment(self.state)}
-        # Several workers share the machine: one thread each, or the BLAS pools fight over the cores.
+        # Workers share the machine: one BLAS thread each by default, or their thread pools compete for the cores.
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             env[name] = os.environ.get(name, "1")
         if self.plan.paths:
@@ -92,11 +92,11 @@ class Processes:
 
     def _node(self, name: str, kind: str, port: int, *own: str) -> ChildSpec:
         words = ["--name", name, "--host", self.plan.host, "--port", str(port), *own]
-        # Bound to every address, a node would name one that nobody can reach; clients try those named here in turn.
+        # Nobody can connect to a wildcard address, so nodes bound to one advertise the host name.
         if self.plan.host in EVERY_ADDRESS:
             words += ["--advertise", f"{self.scheme}://{socket.gethostname()}:{port}"]
         argv = [*_python(kind), *words]
-        # Not as --redis: everybody on the machine can read a command line, and the URL may hold a password.
+        # Not as --redis: every user of the machine can read command lines, and the URL may hold a password.
         env = {**self._node_env, "PARAMSERVER_REDIS": self.redis_url}
         return ChildSpec(name, "shard" if kind == "shard" else "scheduler", argv, env)
 
@@ -105,5 +105,5 @@ class Processes:
 
 
 def _python(service: str) -> list[str]:
-    # -P: the folder it is started from is not a place to import from (it may hold a `services` or a `redis.py`).
+    # -P: do not import from the current folder, which may hold a `services` or a `redis.py`.
     return [sys.executable, "-P", "-m", f"paramserver_{service}"]

@@ -1,4 +1,4 @@
-"""psctl run: trainings of the cluster."""
+"""psctl run: list, show, pause, resume, stop and evaluate runs."""
 
 import json
 from typing import Annotated, Any
@@ -46,7 +46,7 @@ def list_runs(as_json: Json = False, url: Url = None) -> None:
 
 @app.command()
 def show(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """Show one run, with the reason of its end and its last traceback.
+    """Show one run, with the reason why it ended and its last traceback.
 
     psctl run show run-1
     """
@@ -55,7 +55,7 @@ def show(run: Run, as_json: Json = False, url: Url = None) -> None:
 
 @app.command()
 def pause(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """Let the workers of a run wait after the step at hand.
+    """Pause a run: its workers wait after their current step.
 
     psctl run pause run-1
     """
@@ -64,7 +64,7 @@ def pause(run: Run, as_json: Json = False, url: Url = None) -> None:
 
 @app.command()
 def resume(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """Let a paused run go on.
+    """Resume a paused run.
 
     psctl run resume run-1
     """
@@ -73,7 +73,7 @@ def resume(run: Run, as_json: Json = False, url: Url = None) -> None:
 
 @app.command()
 def stop(run: Run, as_json: Json = False, url: Url = None) -> None:
-    """End a run; its workers go back to the pool.
+    """Stop a run; its workers return to the pool.
 
     psctl run stop run-1
     """
@@ -82,7 +82,7 @@ def stop(run: Run, as_json: Json = False, url: Url = None) -> None:
 
 @app.command("eval")
 def evaluate(run: Run, url: Url = None) -> None:
-    """Ask for an evaluation now; the next worker of the run that looks makes it, so the run must not be over.
+    """Request an evaluation now; a worker of the run performs it, so the run must not have ended.
 
     psctl run eval run-1
     """

@@ -1,4 +1,4 @@
-"""psctl run series: one training after the other by the cluster's worker pool, without an end."""
+"""psctl run series: an endless sequence of runs on the cluster's worker pool."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -22,47 +22,47 @@ from paramserver_cli.models import create_from, read_spec
 
 DIGITS: Final = "paramserver.examples.digits:train"
 OPTIMIZER: Final = {"name": "adam", "lr": 1e-3, "schedule": {"kind": "exponential", "gamma": 0.9995}}
-"""Of the digits: steps that get smaller, for in async mode several gradients are in flight at once."""
+"""Optimizer of the digits example: its steps shrink because in async mode several gradients are in flight at once."""
 MODES: Final = ("async", "sync", "ssp", "buffered")
 LOOK_EVERY_S: Final = 1.0
 PAUSE_S: Final = 2.0
-"""After a run that failed, and while nobody answers; doubled each time, up to `PAUSE_MAX_S`."""
+"""Pause after a failed run, doubled each time up to `PAUSE_MAX_S`; undoubled also after an outage or a conflict."""
 PAUSE_MAX_S: Final = 60.0
 
 
 def numbers(name: str, models: Iterable[str]) -> list[int]:
-    """The numbers N of those that are called `NAME-N`, ascending."""
+    """Return the numbers N of the models called `NAME-N`, ascending, without repetition."""
     pattern = re.compile(re.escape(name) + r"-([1-9][0-9]{0,15})")
     return sorted(int(found[1]) for m in set(models) if (found := pattern.fullmatch(m)))
 
 
 @dataclass(frozen=True)
 class Series:
-    """Runs of models NAME-1, NAME-2, …; all that is known of it is in the cluster, so that any process can go on."""
+    """Runs of models NAME-1, NAME-2, …; all state is in the cluster, so that any process can continue the series."""
 
     client: ps.Client
     name: str
     entry: str
     spec: dict[str, Any]
-    """What a model is created from, but for its mode."""
+    """Spec of each model; `consistency.mode` is replaced, and in sync and ssp `min_workers`."""
     modes: tuple[str, ...]
     minutes: float
     keep: int
-    """How many models stay, the one in training included."""
+    """Number of models to keep, the one in training included."""
     workers: int
     evaluate_every: int
 
     def live(self) -> dict[str, Any] | None:
-        """The run of this series that has not ended."""
+        """Return a run of this series that has not ended; None if all have."""
         ours = self._runs()
         return next((r for r in ours if r["state"] not in ("finished", "failed", "stopped")), None)
 
     def start(self) -> dict[str, Any]:
-        """Begin the next run on a model of its own; raises ConflictError when another process was faster."""
+        """Start the next run, on a new model.  Raises ConflictError if another process was faster."""
         used = numbers(self.name, (r["model"] for r in self._runs()))
         there = numbers(self.name, self.client.models())
         newest = max(used + there, default=0)
-        # A model without a run is one whose run was never made: this process died, or the scheduler did.
+        # A newest model without a run: this process or the scheduler died before the run was created.
         number = newest if newest and newest not in used else newest + 1
         mode = self.modes[(number - 1) % len(self.modes)]
         consistency: dict[str, Any] = {**self.spec.get("consistency", {}), "mode": mode}
@@ -71,7 +71,7 @@ class Series:
         model = f"{self.name}-{number}"
         try:
             create_from(self.client, model, {**self.spec, "consistency": consistency}, exist_ok=True)
-        except ConflictError:  # somebody's own
+        except ConflictError:  # a user's model with another spec
             model = f"{self.name}-{newest + 1}"
             create_from(self.client, model, {**self.spec, "consistency": consistency}, exist_ok=True)
         return self.client.create_run(
@@ -84,7 +84,7 @@ class Series:
         )
 
     def prune(self) -> list[str]:
-        """Delete all but the newest models, those of runs only; what was deleted."""
+        """Delete all but the newest `keep` models, except those that never had a run; return the names deleted."""
         used = numbers(self.name, (r["model"] for r in self._runs()))
         there = numbers(self.name, self.client.models())
         old = [f"{self.name}-{n}" for n in there[: -self.keep] if n in used]
@@ -96,19 +96,22 @@ class Series:
         return old
 
     def follow(self, run: str) -> dict[str, Any]:
-        """The run's document when it has ended; raises NotFoundError when it is gone."""
+        """Wait until the run has ended and return its document.  Raises NotFoundError if the run is gone."""
         while True:
             document = self.client.get_run(run)
             if document["state"] in ("finished", "failed", "stopped"):
                 return document
-            time.sleep(LOOK_EVERY_S)  # a run takes minutes, and each look is one small request
+            time.sleep(LOOK_EVERY_S)  # a run takes minutes, and each poll is one small request
 
     def _runs(self) -> list[dict[str, Any]]:
         return [r for r in self.client.runs() if numbers(self.name, [r["model"]])]
 
 
 def go_on(series: Series) -> None:
-    """Let run follow run for ever; only what the cluster refuses for good ends it, as RequestError or AuthError."""
+    """Start run after run, forever; a NotFoundError, a ConflictError or an outage only delays the next.
+
+    Raises AuthError, or any other RequestError: the cluster would refuse the request again.
+    """
     pause_s, away = PAUSE_S, False
     while True:
         try:
@@ -125,14 +128,14 @@ def go_on(series: Series) -> None:
             if not away:
                 typer.echo(f"waiting for the cluster: {e}", err=True)
             away = True
-            time.sleep(PAUSE_S)  # the cluster is away, and is not to be stormed when it is back
-        except (NotFoundError, ConflictError) as e:  # somebody deleted the model, or started a run at the same time
+            time.sleep(PAUSE_S)  # do not flood the cluster with requests when it comes back
+        except (NotFoundError, ConflictError) as e:  # another client deleted the model, or just started a run
             typer.echo(f"looking again: {e}", err=True)
-            time.sleep(PAUSE_S)  # whoever it was has its turn first
+            time.sleep(PAUSE_S)  # let the other client finish first
         else:
             typer.echo(f"{ended['id']} {ended['state']}: {(ended['reason'].strip().splitlines() or [''])[-1]}")
             if ended["state"] == "failed":
-                time.sleep(pause_s)  # what failed may fail again at once
+                time.sleep(pause_s)  # the next run may fail at once, too
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
             else:
                 pause_s = PAUSE_S
@@ -155,10 +158,10 @@ def series(
     evaluate_every: Annotated[int, typer.Option(min=0, help="Clocks between evaluations.")] = 10,
     url: Url = None,
 ) -> None:
-    """Train without an end: run after run by the cluster's worker pool, each with parameters of its own.
+    """Train forever: the cluster's worker pool does one run after another, each on a new model.
 
-    It may be stopped and started again, or run twice: it goes on with the run that is under way. Its end does not
-    end that run; psctl run stop does.
+    It can be stopped and started again, or run twice: it continues with the current run. Stopping it does not stop
+    that run; psctl run stop does.
 
         psctl run series
 

@@ -1,4 +1,4 @@
-"""psctl status: nodes, models and runs of a cluster, once or again and again."""
+"""psctl status: shows nodes, models and runs of a cluster, once or repeatedly."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from paramserver_cli.display import console
 
 WATCH_S = 1.0
 WAITED_FOR_SHOWN = 8
-"""Names of one model; a thousand workers would fill the terminal."""
+"""Workers named per model that the others wait for; a thousand would fill the terminal."""
 
 
 def status(
@@ -24,7 +24,7 @@ def status(
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Show the cluster: nodes with heartbeat ages, models with versions, clocks, lag and who is waited for, runs.
+    """Show the cluster: nodes with heartbeat ages; models with versions, clocks, lag and workers waited for; runs.
 
     psctl status --watch
 
@@ -54,13 +54,13 @@ def status(
 
 
 def table(found: dict[str, Any]) -> RenderableType:
-    """The status as tables."""
+    """Return the status as tables."""
     cluster = found["cluster"]
     head = Text(f"cluster {cluster['state']}, redis {cluster['redis']}, up {cluster['uptime_s']:.0f} s")
     parts: list[RenderableType] = [head, *(Text(f"! {p}", style="red") for p in cluster["problems"])]
     nodes = Table("node", "state", "heartbeat", "partitions", "MiB", "address", box=None)
     for n in found["nodes"]:
-        # One that left in good order sends no heartbeats either, and nobody needs to look after it.
+        # A node that left in good order sends no heartbeats, either, but is no problem.
         state = n["state"] if n["alive"] or n["state"] == "left" else "dead"
         if n["role"] == "scheduler" and state == "active":
             state = "leads"
@@ -89,7 +89,7 @@ def table(found: dict[str, Any]) -> RenderableType:
 
 
 def _waits(model: dict[str, Any]) -> Text:
-    """Who keeps the others of a model waiting: why a synchronous training stands still."""
+    """Return a line with the workers that the others of a model wait for: why a synchronous training is stalled."""
     names = model["waiting_for"]
     more = f" and {len(names) - WAITED_FOR_SHOWN} more" if len(names) > WAITED_FOR_SHOWN else ""
     return Text(f"! {model['name']} waits for {', '.join(names[:WAITED_FOR_SHOWN])}{more}", style="yellow")

@@ -1,8 +1,8 @@
-"""The process that owns a cluster on this machine: it starts the others, restarts what dies, and ends them all.
+"""The process that owns a cluster on this machine: it starts the others, restarts those that die, and stops them all.
 
-`python -m paramserver_cli.supervisor STATE_DIR [LIFELINE]` reads `plan.json` there.  It runs in a session of its own
-and holds none of its caller's streams.  LIFELINE is the read end of a pipe: when the other end closes, because the
-caller ended or was killed, the cluster goes down with it; without one it lives until SIGTERM.
+`python -m paramserver_cli.supervisor STATE_DIR [LIFELINE]` runs the `plan.json` in STATE_DIR.  The process has its own
+session and holds none of its caller's streams.  LIFELINE is the read end of a pipe: when the other end closes, because
+the caller exited or was killed, the cluster is stopped.  Without LIFELINE it runs until SIGTERM.
 """
 
 import asyncio
@@ -30,27 +30,27 @@ from paramserver_node.plausible import shown
 log = logging.getLogger("paramserver.supervisor")
 
 START_TIMEOUT_S = 180.0
-"""Longest time until everything is ready: a first start compiles the kernels on a cold cache."""
+"""Time limit until everything is ready; the first start compiles the kernels."""
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
 STEADY_S = 10.0
-"""A child that lived so long is restarted at once; below, the pause doubles."""
+"""A child that lived longer is restarted after BACKOFF_FIRST_S; otherwise the pause doubles, up to BACKOFF_MAX_S."""
 START_ATTEMPTS_MAX = 3
-"""Deaths of one child before the cluster was ever ready: then the start has failed."""
+"""The start has failed when one child has died this often before the cluster is ready."""
 GRACE_S = 10.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 SHARD_GRACE_S = 30.0
-"""The same for a shard, which first gives away or stores what it owns (25 s at most)."""
+"""The same for a shard, which first hands over or stores its partitions (within 25 s)."""
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
 
 
 class StartFailed(Exception):
-    """Raised when the cluster cannot be brought up; the text has the log's last lines."""
+    """Raised when the cluster cannot be started; the text has the last lines of the log, or names the log folder."""
 
 
 async def _is_ready(host: str, port: int, tls: ssl.SSLContext | None) -> bool:
-    """Whether a node answers `GET /readyz` with 200; without a thread, as forking and threads do not go together."""
+    """Whether a node answers `GET /readyz` with 200; asked without a thread, because forking and threads do not mix."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
@@ -64,7 +64,7 @@ async def _is_ready(host: str, port: int, tls: ssl.SSLContext | None) -> bool:
 
 
 def _unchecked() -> ssl.SSLContext:
-    """TLS to one's own children, who are told nothing and believed nothing but that they answer."""
+    """Return a TLS context that checks no certificates: readiness probes of our own children carry no secret."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -72,7 +72,7 @@ def _unchecked() -> ssl.SSLContext:
 
 
 class Supervisor:
-    """One cluster's processes."""
+    """Starts, restarts and stops the processes of one cluster."""
 
     def __init__(self, processes: Processes, guard: Guard) -> None:
         self.state, self.processes, self.guard = processes.state, processes, guard
@@ -82,12 +82,16 @@ class Supervisor:
         self.error = ""
         self.stop = asyncio.Event()
         self.changed = asyncio.Event()
-        """Whether the plan may be another one by now."""
+        """Set by SIGUSR1: the plan may have changed."""
         self._kept: set[str] = set()
-        """Shards that are to run."""
+        """Names of the shards to keep running."""
 
     async def keep(self, spec: ChildSpec) -> None:
-        """Run one child, again and again, until the cluster stops."""
+        """Run one child and restart it when it ends, until the cluster stops.
+
+        A worker that exits with 0 and a shard that the plan no longer has are not restarted.  Raises StartFailed after
+        START_ATTEMPTS_MAX deaths before the cluster is ready.
+        """
         backoff_s = BACKOFF_FIRST_S
         while self._wanted(spec):
             born = time.monotonic()
@@ -96,7 +100,7 @@ class Supervisor:
             log.info("%s started as process %d", spec.name, child.pid)
             self.publish()
             code = await self._ended(child)
-            signal_group(child.pid, signal.SIGKILL)  # what it may have started itself
+            signal_group(child.pid, signal.SIGKILL)  # its own children, if any
             self.guard.remove(child.pid)
             del self.alive[spec.name]
             if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
@@ -112,17 +116,17 @@ class Supervisor:
         self.publish()
 
     def _wanted(self, spec: ChildSpec) -> bool:
-        """Whether that child is to be started (again)."""
+        """Whether to start the child (again)."""
         return not self.stop.is_set() and (spec.kind != "shard" or spec.name in self._kept)
 
     async def _ended(self, child: subprocess.Popen[bytes]) -> int:
-        # Polling needs no thread and no watcher of the loop's, and is the same on every system and Python.
+        # Polling needs neither a thread nor an asyncio child watcher, and works alike on every system and Python.
         while (code := child.poll()) is None:
             await asyncio.sleep(PROBE_INTERVAL_S)
         return code
 
     def publish(self) -> None:
-        """Write down what is true now; `cluster.json` only once the cluster was ready."""
+        """Write the current state to `supervisor.json` and, while the cluster is ready, to `cluster.json`."""
         p, plan = self.processes, self.processes.plan
         pid = {name: child.pid for name, child in self.alive.items()}
         workers = {f"worker-{i}": pid.get(f"worker-{i}") for i in range(plan.workers)}
@@ -135,7 +139,7 @@ class Supervisor:
             urls = p.scheduler_urls
             redis = shown(p.redis_url)
             self.state.write(Cluster(urls[0], p.shard_urls, redis, None, pids, str(self.state.path), urls))
-        # Last: whoever reads the phase `ready` finds the cluster described.
+        # Last, so that a process that reads the phase `ready` finds a complete `cluster.json`.
         self.state.write(SupervisorState(os.getpid(), self.phase, workers, dict(self.restarts), self.error))
 
     async def _until_redis_serves(self) -> None:
@@ -154,9 +158,9 @@ class Supervisor:
             await asyncio.sleep(PROBE_INTERVAL_S if waiting else 0)
 
     async def run(self) -> None:
-        """Bring everything up, keep it up until `stop`, take it down.
+        """Start everything, keep it running until `stop` is set, then stop it.
 
-        Raises StartFailed when it does not come up.
+        Raises an ExceptionGroup with a StartFailed if the cluster does not start.
         """
         p = self.processes
         redis, schedulers, shards, workers = p.redis_specs(), p.scheduler_specs(), p.shard_specs(), p.worker_specs()
@@ -191,7 +195,7 @@ class Supervisor:
                 child.wait()
 
     async def _unless_stopped(self, step: Coroutine[Any, Any, None]) -> None:
-        """Wait for a step of the start, or for the order to stop."""
+        """Run one step of the start; cancel it if `stop` is set."""
         async with asyncio.TaskGroup() as both:
             work, stop = both.create_task(step), both.create_task(self.stop.wait())
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +203,7 @@ class Supervisor:
             stop.cancel()
 
     async def _follow_plan(self, children: asyncio.TaskGroup) -> None:
-        """Start and stop shards as the plan in the state directory says, whenever it was changed."""
+        """Start or stop shards whenever the plan in the state directory has changed."""
         while True:
             await self.changed.wait()
             self.changed.clear()
@@ -222,7 +226,7 @@ class Supervisor:
             await self._end(sorted(before - self._kept), SHARD_GRACE_S)
 
     async def _stop_children(self) -> None:
-        """Once told to stop: workers, shards, schedulers, Redis, so that each can still say goodbye to the next."""
+        """Wait for `stop`, then stop workers, shards, schedulers and Redis in turn: each can sign off from the rest."""
         await self.stop.wait()
         self.phase = "stopping"
         self.publish()
@@ -237,7 +241,7 @@ class Supervisor:
             await self._end([n for n in names if kinds[n] == kind], grace_s)
 
     async def _end(self, names: Sequence[str], grace_s: float) -> None:
-        """Stop these children; SIGKILL for those that are not gone after the grace."""
+        """Send these children SIGTERM, wait up to `grace_s` for them to exit, then SIGKILL their process groups."""
         children = [self.alive[n] for n in names if n in self.alive]
         for child in children:
             signal_group(child.pid, signal.SIGTERM)
@@ -271,11 +275,11 @@ async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guar
 
 
 def main(argv: list[str]) -> int:
-    """Run the plan of a state directory until told to stop; the exit status."""
+    """Run the plan of a state directory until told to stop, and return the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     state = StateDir(Path(argv[0]))
     lifeline = int(argv[1]) if len(argv) > 1 else None
-    guard = Guard()  # before the lock: a fork would hold it too
+    guard = Guard()  # forked before the lock is taken, or the guard would hold it, too
     lock = state.lock()
     plan = state.plan()
     if lock is None or plan is None:

@@ -1,4 +1,4 @@
-"""psctl train: one run with workers on this machine, followed to its end."""
+"""psctl train: starts workers on this machine, runs them as one run, and follows it to its end."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -43,10 +43,10 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Clocks between the cluster's checkpoints.")] = 0,
     url: Url = None,
 ) -> None:
-    """Train a model with workers on this machine, and follow it to its end.
+    """Train a model with workers on this machine, and follow the run to its end.
 
-    SCRIPT is a file with a function `train(worker)`. Without an end given, it is over when every worker's function
-    has returned.
+    SCRIPT is a file with a function `train(worker)`. Without --clocks or --minutes, the run ends when every worker's
+    function has returned.
 
         psctl train train.py --model demo --workers 4 --mode sync
 
@@ -58,7 +58,7 @@ def train(
     stop = {k: v for k, v in (("clocks", clocks), ("minutes", minutes)) if v is not None}
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     if (token := worker_token(url)) is not None:
-        os.environ["PARAMSERVER_TOKEN"] = token  # the workers inherit it: neither a file nor a command line shows it
+        os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
     state = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-")))
     plan = Plan(
         shards=0, workers=workers, scheduler=",".join(client.urls), allow=[entry.partition(":")[0]], paths=[str(folder)]
@@ -79,7 +79,7 @@ def train(
 
 
 def _entry(target: str) -> tuple[str, Path]:
-    """(package.module:function, folder to import it from) of what the user named."""
+    """Return (MODULE:FUNC, folder to import it from) for a target.  Raises BadParameter (exit code 2) if invalid."""
     if not target.endswith(".py"):
         if ":" not in target:
             raise typer.BadParameter(f"'{target}' is neither a .py file nor MODULE:FUNC")
@@ -98,7 +98,10 @@ def _beside(target: str) -> Path | None:
 
 
 def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None, workers: int) -> None:
-    """Make the model if it is not there; set its mode, and how many workers its first clock waits for."""
+    """Create the model if it does not exist; set its mode if given, and `min_workers` in sync and ssp.
+
+    Raises NotFoundError (`unknown_model`) if the model does not exist and there is no spec.
+    """
     try:
         document = client.model(model).info()
     except NotFoundError:
@@ -115,7 +118,7 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
 
 
 def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:
-    """Show the run until it has ended; its document then."""
+    """Show the run until it has ended, and return its document."""
     restarts: dict[str, int] = {}
     with display(client.url) as shown:
         while True:
@@ -123,7 +126,7 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
             shown.show(training)
             document = client.get_run(run)
             if document["state"] in ("finished", "failed", "stopped"):
-                training.look()  # what was reported since
+                training.look()  # pick up the last reports
                 return document
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():

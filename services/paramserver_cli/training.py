@@ -1,4 +1,4 @@
-"""What one training looks like from outside, sampled from `GET /status`: for displays, stopping rules and pictures."""
+"""The progress of one training, sampled from `GET /status`: for displays, stopping rules and charts."""
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
@@ -21,25 +21,25 @@ class WorkerLine:
     clock: int
     loss: float | None
     lag: float | None
-    """Version lag of its last push."""
+    """Version lag that the worker reported as a metric; None if it did not."""
     state: str
     heartbeat_age_s: float
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A model at one moment."""
+    """The state of a model at one moment."""
 
     elapsed_s: float
     loss: float | None
-    """Mean over the workers' last reports."""
+    """Mean of the losses that the workers last reported."""
     accuracy: float | None
-    """Of the last evaluation."""
+    """Accuracy of the last evaluation."""
     version: int
     clock: int
     pushes_per_s: float
     lag: float | None
-    """Mean over the workers."""
+    """Mean version lag of the workers."""
     workers: tuple[WorkerLine, ...] = ()
     waiting_for: tuple[str, ...] = ()
 
@@ -54,22 +54,22 @@ class Training:
     began_s: float = field(default_factory=time.monotonic)
     samples: list[Sample] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
-    """Accuracies as they changed; two equal ones in a row count once."""
+    """Accuracies of the evaluations, oldest first; equal ones in a row are stored once."""
     away: str = ""
-    """Why the last look failed; empty if it did not."""
+    """Why the last `look` failed; empty if it succeeded."""
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the training began."""
         return time.monotonic() - self.began_s
 
     @property
     def last(self) -> Sample | None:
-        """The newest sample."""
+        """The newest sample; None before the first."""
         return self.samples[-1] if self.samples else None
 
     def look(self) -> None:
-        """Take a sample; while the cluster does not answer, none is added and `away` says why."""
+        """Add a sample if the model is in the status; if the request fails, set `away` to the reason instead."""
         try:
             status = self.client.status(timeout=POLL_TIMEOUT_S)
         except (Unavailable, NotFoundError) as e:
@@ -114,12 +114,12 @@ class Training:
         )
 
     def has_reached(self, accuracy: float, times: int = 2) -> bool:
-        """Whether the last `times` different evaluations were all at least `accuracy`."""
+        """Whether each of the last `times` entries of `evaluations` is at least `accuracy`."""
         last = self.evaluations[-times:]
         return len(last) == times and min(last) >= accuracy
 
     def rate(self) -> tuple[float, float]:
-        """(updates per second, pushes per second) since the first update was seen."""
+        """Return (updates per second, pushes per second), both averaged since the first sample with an update."""
         moving = [s for s in self.samples if s.version > 0]
         if len(moving) < 2 or moving[-1].elapsed_s <= moving[0].elapsed_s:
             return 0.0, 0.0

@@ -90,24 +90,24 @@ def up(
         typer.echo("stopping", err=True)
         launch.end(launched)
         raise
-    if detach:  # it is nobody's to end now, whatever becomes of what is said of it
+    if detach:  # the cluster now runs on by itself, even if its description cannot be printed
         try:
             _introduce(folder, as_json, detach)
         except OSError as e:
-            # What is left of it would be tried again at the end of this process, and tell so in its own words.
+            # Python would flush the rest of the buffer at exit, fail again, and print a message of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise Failed(f"the cluster is up; what is said of it cannot be written: {e.strerror}") from None
 
 
 def _look_at_redis(url: str) -> None:
-    """Raise Unavailable (`storage_unavailable`) where no node could use it: they would wait for it, and say nothing."""
+    """Raise Unavailable (`storage_unavailable`) if this Redis cannot be used; the nodes would wait for it silently."""
     import redis
 
     try:
         with redis.Redis.from_url(url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S) as found:
             found.ping()
     except redis.BusyLoadingError:
-        return  # it is there, and reads its file
+        return  # it runs, and is loading its data
     except redis.RedisError as e:
         raise problem(
             "storage_unavailable",
@@ -145,7 +145,7 @@ def _introduce(folder: StateDir, as_json: bool, detach: bool) -> None:
 
 
 def _next(cluster: Cluster) -> str:
-    """The commands that come next, with the options by which those typed here reach this very cluster."""
+    """Return the commands to type next, with the options that make them reach this cluster from here."""
     url = "" if cluster.is_at(client_settings({})["url"][0]) else f" --url {','.join(cluster.schedulers)}"
     own = state_dir(None).path == Path(cluster.state_dir)
     state = "" if own else f" --state-dir {shlex.quote(cluster.state_dir)}"
@@ -153,7 +153,7 @@ def _next(cluster: Cluster) -> str:
 
 
 def _watch(launched: launch.Launched) -> None:
-    """Show what the supervisor has to say until it ends or the user has had enough."""
+    """Print the supervisor's warnings and errors until it ends.  Raises Failed if it failed."""
     with launched.state.log("supervisor").open() as log:
         log.seek(0, 2)
         while launched.process.poll() is None:
@@ -166,7 +166,7 @@ def _watch(launched: launch.Launched) -> None:
 
 
 def down(state: StateDirOption = None) -> None:
-    """Stop the cluster of a state directory and wait until nothing of it is left; its data stays.
+    """Stop the cluster of a state directory and wait until its processes have ended; its data is kept.
 
     psctl down --state-dir /tmp/mine
     """
@@ -185,7 +185,7 @@ def _clusters() -> list[Cluster]:
 
 
 def list_clusters(as_json: Json = False) -> None:
-    """List the clusters of yours that run on this machine; with --json also the process ids of now.
+    """List your clusters that run on this machine; --json adds the current process ids.
 
     psctl list
 
