@@ -1,24 +1,24 @@
-"""Fused optimizer steps and reductions over float32 partitions, compiled by numba; nothing here knows of models.
+"""Fused optimizer steps and reductions over float32 partitions, compiled by numba; independent of models.
 
     apply(optimizer, steps, w, slots, grad, dtype, w_out, slots_out) -> bool
-        one optimizer step, out of place, over a whole partition
+        one optimizer step of a whole partition, out of place
     apply_mean(optimizer, steps, w, slots, parts, divisor, w_out, slots_out) -> bool
-        the same with the mean of float32 gradients
+        the same with the weighted mean of float32 gradients
     beyond_cache(optimizer, elements) -> bool
-        whether what it makes is better written past the caches
-    mean(parts, divisor, out, start=0)       weighted sum of gradients in the order given, divided
+        whether nontemporal stores pay off for updates of this size
+    mean(parts, divisor, out, start=0)       weighted sum of gradients in the given order, divided
     accumulate(out, grad, dtype, weight)     out += weight * grad
     all_finite(a, dtype=None) -> bool        no NaN, no infinity
     norm2(a, dtype=None) -> float            2-norm, summed in float64
-    warm_up()                                compiles everything, or loads it from the cache on disk
+    warm_up()                                compile these functions, or load them from the cache on disk
     slot_count, slot_names, initial_slots, SegmentStep     re-exported from `core.optimizer`
 
-All arrays are one-dimensional and C-contiguous.  `w`, slots and outputs are float32 of one length.  A gradient is
-float32, float64, float16 (as numpy's float16, or as uint16 bits), bfloat16 (as uint16 bits), or a whole partition in
-the int8 or topk codec (as uint8 bytes, decoded block by block on the way); `dtype` names which.  It may be read-only
-and need not be aligned.  Sums are float32 in a fixed order with no fused multiply-add, so the same
-inputs give the same bytes on every machine.  The functions release the GIL and are safe between threads; arguments
-of a wrong shape or type are our own bug and raise ValueError before anything is written.
+All arrays are one-dimensional and C-contiguous.  `w`, slots and outputs are float32 and equally long.  A gradient is
+float32, float64, float16 (as NumPy's float16, or as uint16 bits), bfloat16 (as uint16 bits), or a whole partition in
+the int8 or topk codec (as uint8 bytes, decoded block by block); `dtype` says which.  It may be read-only and
+unaligned.  Sums are float32 in a fixed order, without fused multiply-add, so the same inputs give the same bytes on
+every machine.  The functions release the GIL and are thread-safe.  Arguments of a wrong shape or type are a bug in the
+caller, and raise ValueError before anything is written.
 """
 
 from paramserver.core.optimizer import SegmentStep, initial_slots, slot_count, slot_names

@@ -1,9 +1,10 @@
-"""Compiles the loops into shared libraries that need neither numba nor LLVM.
+"""Compile the loops into shared libraries that need neither numba nor LLVM.
 
     python -m paramserver.kernels.build [FOLDER]
 
-One for each level of this machine's kind of processor, for `prebuilt.py`.  It needs a C compiler and binutils, and is
-for images that are to be small and quick to start; elsewhere numba compiles for the very processor at hand.
+Builds one library for each feature level of this machine's architecture, to be loaded by `prebuilt.py`.  Needs a C
+compiler and binutils.  Meant for container images that should be small and start fast; elsewhere numba compiles for the
+exact processor.
 """
 
 import os
@@ -37,11 +38,11 @@ PROVIDED: Final = {
 
 
 def build(folder: Path) -> list[Path]:
-    """Make the libraries in `folder`; raises CalledProcessError where a compiler fails."""
+    """Build the libraries in `folder` and return their paths; raises CalledProcessError if a compiler fails."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for level in prebuilt.LEVELS.get(platform.machine(), {}):
-        # What a loop is vectorised for is numba's setting when it is imported, so each level is a process.
+        # numba reads its target processor when it is imported, so each level is compiled in its own process.
         env = os.environ | {"NUMBA_CPU_NAME": level, "NUMBA_CPU_FEATURES": ""}
         target = folder / f"{level}-{prebuilt.digest()}.so"
         subprocess.run(
@@ -76,18 +77,18 @@ def _pointers(numba_types: Any) -> dict[str, Any]:
 
 
 def _entries() -> dict[str, Any]:
-    """The C functions, each around the loop of its name."""
+    """Return the C functions by name, each a wrapper of the loop of that name."""
     import numba
     from numba import types
 
     from paramserver.kernels import compiled, socket_loops
 
     own = types.Array(types.float32, 1, "C")
-    _numba: Any = numba  # which versions of numba publish types for it differs
+    _numba: Any = numba  # some versions of numba have no types for it
     carray = _numba.carray
     loops = []
     for function, signature in (*compiled.SIGNATURES, *socket_loops.SIGNATURES):
-        # Outputs are ours and aligned; numba does not turn an aligned array into one that may not be.
+        # Outputs are our own, aligned arrays; numba does not convert those to array types that may be unaligned.
         loop = _numba.njit(nogil=True, error_model="numpy")(function.py_func)
         loop.compile(tuple(own if t == compiled.OUT else t for t in signature))
         loop.disable_compile()
@@ -134,7 +135,7 @@ def _compile(level: str, target: Path) -> None:
     from numba import types
 
     signatures = _pointers(types)
-    entries = _entries()  # by this numba has made LLVM ready
+    entries = _entries()  # this also makes numba initialize LLVM
     triple = llvm.get_process_triple()
     machine = llvm.Target.from_triple(triple).create_target_machine(level, "", 3, reloc="pic", codemodel="default")
     with tempfile.TemporaryDirectory() as scratch:

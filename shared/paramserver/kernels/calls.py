@@ -1,4 +1,4 @@
-"""What callers use: arguments are checked, specs become tables of numbers, and the compiled loops are called."""
+"""The public functions: they check arguments, turn optimizer specs into tables, and call the compiled loops."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ from paramserver.types import F32, ITEMSIZE, AnyArray
 
 
 def _found() -> Any:
-    """The loops as a library, where one was built; else compiled by numba."""
+    """Return the loops of a prebuilt library if one fits, else those that numba compiles."""
     found = prebuilt.load()
     if found is None:
         from paramserver.kernels import compiled as found
@@ -51,19 +51,19 @@ _NONE_AT = np.empty(0, np.uint32)
 _NO_PARTS = np.empty(0, np.int64)
 _NO_WEIGHTS = np.ones(1)
 _MEAN_BLOCK = 1 << 16
-"""Elements of the running sum that `mean` keeps in the second-level cache while it goes through the parts."""
+"""Elements of the running sum that `mean` keeps in the second-level cache while it adds up the parts."""
 CACHE_BYTES: Final = 48 << 20
-"""What values, gradient and state, read and written, may take before writing past the caches pays: measured with SGD
-and Adam; with 56 MiB it is a quarter faster, with 28 no slower."""
+"""From this many bytes of values, gradient and state, read and written, nontemporal stores pay off.  Measured with SGD
+and Adam: at 56 MiB they are a quarter faster, at 28 MiB no slower."""
 
 _compile_lock = Lock()
 _compiled = False
 
 
 def warm_up() -> None:
-    """Compiles every loop, or loads it from numba's cache on disk; any later call does nothing.
+    """Compile every loop, or load it from numba's cache on disk; later calls do nothing.
 
-    The other functions call it themselves; a service calls it before it serves, so that no push waits for it.
+    The other functions call it themselves; a service calls it before it serves, so that no push has to wait.
     """
     global _compiled
     with _compile_lock:
@@ -81,13 +81,13 @@ _MEAN: Final[Views] = (_NONE32, _NONE64, _NONE16, _NONE8, _NONE_AT, codes.MEAN_C
 
 
 def int8_views(a: AnyArray) -> tuple[F32, npt.NDArray[np.int8]]:
-    """(scales, numbers) of a partition in the int8 codec, as views of its uint8 bytes."""
+    """Return (scales, numbers) of a partition in the int8 codec, as views of its uint8 bytes."""
     scales = 4 * -(-a.size // (codes.INT8_BLOCK + 4))
     return a[:scales].view(np.float32), a[scales:].view(np.int8)
 
 
 def topk_views(a: AnyArray) -> tuple[npt.NDArray[np.uint32], F32]:
-    """(indices, values) of a partition in the topk codec, as views of its uint8 bytes."""
+    """Return (indices, values) of a partition in the topk codec, as views of its uint8 bytes."""
     return a[: a.size // 2].view(np.uint32), a[a.size // 2 :].view(np.float32)
 
 
@@ -102,7 +102,7 @@ def _encoded_views(a: AnyArray, code: int) -> Views:
 
 
 def _check_length(a: AnyArray, views: Views, dtype: str, size: int) -> None:
-    """Raises ValueError where a gradient is not one of `size` elements."""
+    """Raise ValueError if a gradient does not have `size` elements (topk: if its last index is beyond them)."""
     code = views[-1]
     if code == codes.TOPK_CODE:
         at = views[4]
@@ -114,7 +114,7 @@ def _check_length(a: AnyArray, views: Views, dtype: str, size: int) -> None:
 
 
 def _views(a: AnyArray, dtype: str | None) -> Views:
-    """The tensor as the typed arguments that fit (the others empty), and its code."""
+    """Return the loops' five gradient arguments, those of other types empty, and the gradient's code."""
     if not _compiled:
         warm_up()
     if a.ndim != 1 or not a.flags.c_contiguous or not a.dtype.isnative:
@@ -135,7 +135,7 @@ def _views(a: AnyArray, dtype: str | None) -> Views:
 
 
 def _constants(o: OptimizerSpec) -> npt.NDArray[np.float64]:
-    """The numbers of a step that are the same for every segment; differences are taken before rounding to float32."""
+    """Return the constants that all segments share; differences are computed before the loops round to float32."""
     match o.name:
         case "momentum" | "nesterov":
             h = [o.momentum]
@@ -154,7 +154,7 @@ def _constants(o: OptimizerSpec) -> npt.NDArray[np.float64]:
 
 
 def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
-    """One row of the table of steps, by the columns named in `codes`."""
+    """Return one row of the step table; `codes` names its columns."""
     clip = inf if s.clip_value is None else s.clip_value
     lr, decay = s.lr, s.weight_decay
     match o.name:
@@ -175,10 +175,10 @@ def _row(o: OptimizerSpec, s: SegmentStep) -> tuple[float, ...]:
 def _tables(
     o: OptimizerSpec, steps: tuple[SegmentStep, ...], size: int
 ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """How many slots there are, spans to step, their numbers, and the constants; equal numbers share a row, and
-    neighbours that do become one span.
+    """Return (slot count, spans, step table, constants), as `loops.step` takes them.
 
-    Push after push they are often the same, and making them costs a small one more than the step.
+    Segments with equal parameters share a row of the table, and adjacent ones are merged into one span.  Cached,
+    because successive pushes often have the same segments, and for small ones building this takes longer than the step.
     """
     spans: list[tuple[int, int, int]] = []
     rows: list[tuple[float, ...]] = []
@@ -188,7 +188,7 @@ def _tables(
         start, stop = s.start, s.stop
         if start < at or stop < start:
             raise ValueError(f"segment [{start}, {stop}) after {at}: segments are sorted and do not overlap")
-        # ftrl divides by its rate: a rate of zero means no step, as for the others.
+        # ftrl divides by its learning rate: zero means no step, just as it changes no value in the other optimizers.
         if s.active and start < stop and (s.lr > 0.0 or o.name != "ftrl"):
             key = (s.lr, s.weight_decay, s.step, s.clip_value, s.scale)
             row = known.get(key, -1)
@@ -214,7 +214,7 @@ def _tables(
 
 
 def beyond_cache(optimizer: OptimizerSpec, elements: int) -> bool:
-    """Whether an update of so many elements in all is of more memory than stays in a cache until it is read again."""
+    """Whether an update of `elements` elements in total touches more memory than the caches hold."""
     return ITEMSIZE["float32"] * (3 + 2 * slot_count(optimizer)) * elements >= CACHE_BYTES
 
 
@@ -230,15 +230,16 @@ def apply(
     *,
     nontemporal: bool = False,
 ) -> bool:
-    """One optimizer step over a whole partition, written to `w_out` and `slots_out`; inputs stay as they are.
+    """Write one optimizer step of a whole partition to `w_out` and `slots_out`; return whether all of it is finite.
 
-    `steps` are sorted and disjoint; elements in none of them, or in an inactive one, are copied, and their gradient
-    is not read.  `w`, `grad`, `w_out` and every slot have the partition's length; `slots` and `slots_out` hold
-    `slot_count(optimizer)` arrays in the order of `slot_names(optimizer)`.  `w_out` may be `grad` itself.
-    `nontemporal`: they are written past the caches (see `beyond_cache`), with the same bits.
+    `steps` are sorted and disjoint; elements in none of them, or in an inactive one, are copied, and their gradient is
+    not read.  `w`, `grad`, `w_out` and every slot have the partition's length; `slots` and `slots_out` hold
+    `slot_count(optimizer)` arrays in the order of `slot_names(optimizer)`.  `w_out` may be `grad` itself; the inputs
+    are not modified otherwise.  `nontemporal`: bypass the caches when writing (see `beyond_cache`); the bits are the
+    same.
 
     Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are
-    then garbage.  Raises ValueError for arrays or steps that do not fit.
+    then garbage.  Raises ValueError if arrays or steps do not fit.
     """
     views = _views(grad, dtype)
     _check_length(grad, views, dtype, w.size)
@@ -257,9 +258,9 @@ def apply_mean(
     *,
     nontemporal: bool = False,
 ) -> bool:
-    """The same with what `mean` makes of these (float32 gradient, weight), which is never written down as a whole.
+    """The same as `apply` with the `mean` of these (float32 gradient, weight), which is never stored as a whole.
 
-    Raises ValueError as both do.  Outputs and gradients are apart.
+    Raises ValueError as `apply` and `mean` do.  Outputs must not overlap gradients.
     """
     if not parts or not divisor > 0.0:
         raise ValueError("a mean needs at least one part and a positive divisor")
@@ -300,9 +301,10 @@ def _step(
 def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32, start: int = 0) -> None:
     """out = (sum of weight * gradient over the parts, in their order, in float32) / divisor.
 
-    Each part is (gradient, dtype, weight); the result's bits depend on the order of the parts and on nothing else.
-    Encoded parts are of a whole partition, of which `out` is the piece that begins at `start`; the others are of the
-    length of `out`.  Raises ValueError if there are no parts, the divisor is not positive, or a length does not fit.
+    Each part is (gradient, dtype, weight); apart from the parts and the divisor, the result's bits depend only on the
+    parts' order.  Encoded parts hold a whole partition, of which `out` is the range that begins at `start`; the others
+    are as long as `out`.  Raises ValueError if there are no parts, the divisor is not positive, or a length does not
+    fit.
     """
     if not parts or not divisor > 0.0:
         raise ValueError("a mean needs at least one part and a positive divisor")
@@ -323,28 +325,28 @@ def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32,
 
 
 def accumulate(out: F32, grad: AnyArray, dtype: str, weight: float = 1.0) -> None:
-    """out += weight * grad in float32; both of one length.  Raises ValueError if they are not."""
+    """out += weight * grad in float32.  Raises ValueError if their lengths differ."""
     view = _views(grad, dtype)
     _check_length(grad, view, dtype, out.size)
     loops.add(False, out, *view, 0, weight)
 
 
 def all_finite(a: AnyArray, dtype: str | None = None) -> bool:
-    """Whether the vector is finite in float32: no NaN, no infinity, and of float64 nothing that rounds to one.
+    """Whether the vector is finite in float32: no NaN, no infinity, and no float64 value that rounds to infinity.
 
-    `dtype` is needed for float16 given as bits and for codecs.
+    `dtype` is needed for codecs, and for float16 given as bits.
     """
     views = _views(a, dtype)
     if dtype == "int8":
         with np.errstate(over="ignore", invalid="ignore"):
-            views = (views[0] * np.float32(128.0), *views[1:])  # the largest number that a scale may stand for
+            views = (views[0] * np.float32(128.0), *views[1:])  # the largest magnitude that each scale can decode to
     return bool(loops.finite(*views))
 
 
 def norm2(a: AnyArray, dtype: str | None = None) -> float:
-    """The vector's 2-norm, accumulated in float64; `math.hypot` joins the norms of several vectors."""
+    """Return the vector's 2-norm, summed in float64; `math.hypot` combines the norms of several vectors."""
     views = _views(a, dtype)
-    if views[-1] == codes.TOPK_CODE:  # what it leaves out adds nothing
+    if views[-1] == codes.TOPK_CODE:  # elements that were not sent are zero
         views = (views[0], _NONE64, _NONE16, _NONE8, _NONE_AT, codes.F32_CODE)
         a = views[0]
     return sqrt(loops.squares(*views, views[3].size or a.size))

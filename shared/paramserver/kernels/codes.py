@@ -1,18 +1,18 @@
-"""The numbers that stand for dtypes, optimizers and columns in the calls of the compiled loops."""
+"""Integer codes for dtypes, optimizers and table columns in calls of the compiled loops."""
 
 BLOCK = 2048
-"""Elements of one block."""
+"""Elements per block."""
 
 # Codes of a gradient: elements of a dtype, or an encoded partition (docs/codecs.md), decoded block by block.
-# The last one is a step's alone: the mean of several gradients, made block by block.
+# MEAN_CODE is for `step` only: the mean of several gradients, computed block by block.
 F32_CODE, F64_CODE, F16_CODE, BF16_CODE, INT8_CODE, TOPK_CODE, MEAN_CODE = range(7)
 
 INT8_BLOCK = 256
 """Elements that share one scale of the int8 codec."""
 
-# Optimizer codes; adam covers adamw, whose decay is a factor of w.
+# Optimizer codes.  ADAM covers adamw, whose decay is a factor of w.
 SGD, MOMENTUM, NESTEROV, ADAGRAD, RMSPROP, ADAM, FTRL, SUM = range(8)
 
-# Columns of the table of steps.
+# Columns of the step table; A, B and C depend on the optimizer (`calls._row`).
 SCALE, CLIP, DECAY, A, B, C = range(6)
 COLUMNS = 6

@@ -1,8 +1,8 @@
-"""The compiled loops: one step function runs over each block of a gradient, loaded into float32 scratch if need be.
+"""The compiled loops: each block of a gradient is converted to float32 scratch if necessary, then stepped.
 
-A block (8 KiB of float32) stays in the first-level cache between loading, stepping and the test for NaN, so a pass
-costs the memory traffic of its operands only, and gradients of every dtype share one step function.  There is one
-compiled signature per entry point: dtype and optimizer are numbers, not types, so nothing compiles during a push.
+A block (8 KiB of float32) stays in the first-level cache between conversion, step and the test for NaN, so a pass costs
+only the memory traffic of its operands, and gradients of every dtype share one step function.  Each entry point has one
+compiled signature: dtype and optimizer are numbers, not types, so nothing is compiled during a push.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ _INF_BITS = np.uint32(0x7F800000)
 
 @_part
 def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
-    """Scales, clips and decays one block of the gradient."""
+    """Scale and clip one block of the gradient, then add weight decay."""
     if scale != np.float32(1.0):
         for i in range(g.size):
             g[i] = scale * g[i]
@@ -80,14 +80,14 @@ def _in_lines(a: Any) -> Any:
 
 
 def _block_step(put: Any) -> Any:
-    """The step of one block, whose results are written with `put`."""
+    """Return the step function for one block, which writes its results with `put`."""
 
-    # The functions return the largest `size_of` that they wrote, of what does not show in another.  Each makes
-    # something infinite or NaN of a gradient that is.
+    # Each function returns the largest `size_of` of its results, omitting those whose NaN or infinity would show up in
+    # another result as well.  NaN or infinity in the gradient always shows up.
 
     @_part
     def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
-        """torch's SGD without momentum; decay is in g already, here and below."""
+        """torch's SGD without momentum.  Here and below, g already includes weight decay."""
         worst = np.uint32(0)
         for i in range(g.size):
             new = w[i] - lr * g[i]
@@ -121,7 +121,7 @@ def _block_step(put: Any) -> Any:
 
     @_part
     def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> Any:
-        """Adagrad (Duchi et al. 2011) as torch has it; lr holds lr_decay."""
+        """Adagrad (Duchi et al. 2011), as in torch; lr includes lr_decay."""
         worst = np.uint32(0)
         for i in range(g.size):
             total = s[i] + g[i] * g[i]
@@ -133,7 +133,7 @@ def _block_step(put: Any) -> Any:
 
     @_part
     def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
-        """rmsprop's running mean square into s_out, and the root + eps that divides the gradient into `root`."""
+        """Write rmsprop's running mean square to s_out, and the gradient's divisor, its root + eps, to `root`."""
         worst = np.uint32(0)
         for i in range(g.size):
             square = alpha * s[i] + rest * (g[i] * g[i])
@@ -144,7 +144,7 @@ def _block_step(put: Any) -> Any:
 
     @_part
     def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
-        """The same, centred: the running mean's square is taken off."""
+        """The same, centered: the square of the running mean is subtracted."""
         worst = np.uint32(0)
         zero = np.float32(0.0)
         for i in range(g.size):
@@ -152,7 +152,7 @@ def _block_step(put: Any) -> Any:
             mean = alpha * a[i] + rest * g[i]
             put(s_out, i, square)
             put(a_out, i, mean)
-            # Rounding can bring the difference of near equals just below zero.
+            # Rounding can make the difference of nearly equal numbers slightly negative.
             spread = square - mean * mean
             root[i] = np.sqrt(spread if spread > zero else zero) + eps
             worst = max(worst, max(size_of(square), size_of(mean)))
@@ -224,7 +224,7 @@ def _block_step(put: Any) -> Any:
         kind: int, w: Any, s0: Any, s1: Any, s2: Any, g: Any, out: Any, o0: Any, o1: Any, o2: Any,
         roots: Any, h0: Any, h1: Any, h2: Any, h3: Any, h4: Any, a: Any, b: Any, c: Any,
     ) -> Any:  # fmt: skip
-        """One block; returns the largest `size_of` of what was computed."""
+        """Step one block; return the largest `size_of` of the results."""
         if kind == SGD:
             return _sgd(w, g, out, a)
         if kind == MOMENTUM:
@@ -240,7 +240,7 @@ def _block_step(put: Any) -> Any:
         if kind != RMSPROP:
             return _sum(w, g, out)
         root = piece(roots, 0, g.size, out)
-        # h: alpha, 1 - alpha, eps, momentum, centred
+        # h: alpha, 1 - alpha, eps, momentum, centered
         if h4 != np.float32(0.0):
             worst = _variance(s0, s1, g, o0, o1, root, h0, h1, h2)
         else:
@@ -260,7 +260,7 @@ _step_block_past = _block_step(_put_past)
 
 @_part
 def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
-    """Elements [a, b) of values and slots, unchanged."""
+    """Copy elements [a, b) of values and slots."""
     out[a:b] = w[a:b]
     if slots > 0:
         o0[a:b] = s0[a:b]
@@ -276,17 +276,17 @@ def step(
     g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, parts: Any, weights: Any,
     out: Any, o0: Any, o1: Any, o2: Any, past: Any,
 ) -> Any:  # fmt: skip
-    """One optimizer step over a partition; returns whether the gradient read and every value computed is finite.
+    """Make one optimizer step of a partition; return whether the gradient read and every result is finite.
 
     Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.  `past`:
-    what is computed is written past the caches, where it is in lines.  `parts` and `weights`: see `load_mean`.
+    use nontemporal stores for blocks that start on a cache line.  `parts` and `weights`: see `load_mean`.
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
     scratch = np.empty(BLOCK, np.float32)
     roots = np.empty(BLOCK, np.float32)
     worst = np.uint32(0)
-    apart = out.ctypes.data != g32.ctypes.data  # a loop that reads and writes one place does not vectorise
+    apart = out.ctypes.data != g32.ctypes.data  # in-place loops are not vectorized
     past = past and _in_lines(out) and _in_lines(o0) and _in_lines(o1) and _in_lines(o2)
     lanes = LINE_BYTES // 4
     at = 0
@@ -299,7 +299,7 @@ def step(
         a, b, c = f(table[r, A]), f(table[r, B]), f(table[r, C])
         ready = apart and code == F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
         while start < stop:
-            n = min(BLOCK - start % lanes, stop - start)  # the next one begins a line
+            n = min(BLOCK - start % lanes, stop - start)  # so that the next block starts on a cache line
             wb, ob = piece(w, start, n, w), piece(out, start, n, out)
             b0, b1, b2 = piece(s0, start, n, s0), piece(s1, start, n, s1), piece(s2, start, n, s2)
             p0, p1, p2 = piece(o0, start, n, o0), piece(o1, start, n, o1), piece(o2, start, n, o2)
@@ -329,7 +329,7 @@ def step(
 def add(
     first: Any, out: Any, g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, start: int, weight: float
 ) -> None:
-    """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns in place of adding."""
+    """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns instead of adding."""
     factor = np.float32(weight)
     if code == F32_CODE:
         add_to(first, g32[start : start + out.size], factor, out)
@@ -346,7 +346,7 @@ def add(
 
 @_jit
 def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any:
-    """Whether all of a tensor is finite in float32; of an encoded one `g32` alone is looked at."""
+    """Whether a gradient is finite in float32; of an encoded one, only `g32` is tested."""
     if code == F32_CODE or code >= INT8_CODE:
         worst = np.uint32(0)
         for i in range(g32.size):
@@ -357,7 +357,7 @@ def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any
         widest = np.uint64(0)
         for i in range(bits.size):
             widest = max(widest, np.uint64(bits[i] & np.uint64(0x7FFFFFFFFFFFFFFF)))
-        return widest < np.uint64(0x47EFFFFFF0000000)  # 2**128 - 2**103, the middle above the largest, rounds up
+        return widest < np.uint64(0x47EFFFFFF0000000)  # 2**128 - 2**103, halfway above the largest float32: rounds up
     top = np.uint16(0x7C00) if code == F16_CODE else np.uint16(0x7F80)
     most = np.uint16(0)
     for i in range(g16.size):
@@ -367,7 +367,7 @@ def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any
 
 @_jit
 def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size: int) -> float:
-    """Sum of squares in float64, in 16 interleaved partial sums (so that it vectorises and keeps one order)."""
+    """Return the sum of squares in float64, from 16 interleaved partial sums: vectorizable, in a fixed order."""
     lanes = np.empty(16, np.float64)
     for k in range(16):
         lanes[k] = 0.0

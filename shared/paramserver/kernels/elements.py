@@ -1,6 +1,6 @@
-"""The compiled passes that write float32 as elements of a dtype: rounded, tested and measured in one go.
+"""Compiled passes that round float32 to a dtype, test for NaN and infinity, and sum squares, all in one pass.
 
-Workers use them; like `encoding`, this needs numba, and what is asked for is compiled, or loaded from the cache.
+Used by workers.  Like `encoding`, this needs numba; a pass is compiled, or loaded from the cache, when first requested.
 """
 
 from functools import cache
@@ -11,13 +11,13 @@ import numpy as np
 from numba import types
 
 _BLOCK: Final = 2048
-"""Elements that are written, and then measured while they are in the first-level cache."""
+"""Elements that are written and then squared while they are still in the first-level cache."""
 _LANES: Final = 16
-"""Partial sums of squares: they make the order one, and the same for vectors of any width."""
+"""Partial sums of squares: they fix the order of addition, whatever the width of vectors."""
 _ROWS: Final = 8
-"""Squares that a lane adds up before it goes to memory again."""
+"""Squares that a lane sums up before it updates its partial sum in memory."""
 
-# Sums of two uint32 are uint64 to numba, and a loop over those does not vectorise: hence every result is narrowed.
+# numba types the sum of two uint32 as uint64, and loops over those are not vectorized: so every result is narrowed.
 _ONE = np.uint32(1)
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 _INF = np.uint32(0x7F800000)
@@ -34,16 +34,17 @@ def _part(function: Any) -> Any:
 
 @cache
 def encoder(dtype: str) -> Any:
-    """The pass for float32, float16 or bfloat16: (values, out) -> the sum of the squares of the values.
+    """Return the pass for float32, float16 or bfloat16: (values, out) -> sum of the squares of the values.
 
-    Both are 1-D, contiguous and of one length: values float32, out the elements' bits as uint32 or uint16, nearest to
-    the values, ties to even.  A NaN stays one.  The sum, in float64, is infinite if an element in `out` is not finite.
+    Both arrays are 1-D, contiguous and equally long: values are float32; out gets the elements' bits as uint32 or
+    uint16, rounded to nearest, ties to even.  NaN stays NaN.  The sum is float64, and infinite if an element in `out`
+    is not finite.
     """
     passes = {"float32": _float32, "float16": _float16, "bfloat16": _bfloat16}
     function, signature = passes[dtype], (_in32, _out32 if dtype == "float32" else _out16)
     try:
         return _njit(signature, nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder for a cache, as in `compiled`
+    except RuntimeError:  # no folder for a cache, as in `jit`
         return _njit(signature, nogil=True, error_model="numpy")(function)
 
 
@@ -64,7 +65,7 @@ def _add_squares(values: Any, lanes: Any) -> None:
 
 @_part
 def _copy(bits: Any, out: Any, top: Any) -> Any:
-    """Write float32; the largest magnitude so far, as its bits, which order as the magnitudes do; so do the others."""
+    """Copy float32 bits; return the largest magnitude so far, as its bits.  The `_round` functions do the same."""
     for i in range(bits.size):
         u = bits[i]
         out[i] = u
@@ -92,9 +93,9 @@ def _round_float16(bits: Any, out: Any, top: Any) -> Any:
         size = np.uint32(u & _ABS_BITS)
         sign = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(0x8000))
         odd = np.uint32(np.uint32(size >> np.uint32(13)) & _ONE)
-        # The exponent's bias goes from 127 to 15, and 13 bits are rounded off.
+        # Change the exponent's bias from 127 to 15, and round off 13 bits.
         r = np.uint32(np.uint32(size + np.uint32(np.uint32(0xC8000FFF) + odd)) >> np.uint32(13))
-        # Below 2^-14 results are multiples of 2^-24, to which the addition of 0.5 rounds.
+        # Results below 2^-14 are multiples of 2^-24; adding 0.5 rounds to one.
         small = np.float32(np.float32(size.view(np.float32)) + np.float32(0.5)).view(np.uint32)
         r = np.uint32(np.uint32(small) - np.uint32(0x3F000000)) if size < np.uint32(0x38800000) else r
         r = np.uint32(0x7C00) if size >= np.uint32(0x47800000) else r
@@ -136,4 +137,4 @@ def _bfloat16(values: Any, out: Any) -> Any:
         end = min(start + _BLOCK, values.size)
         top = _round_bfloat16(bits[start:end], out[start:end], top)
         _add_squares(values[start:end], lanes)
-    return _total(lanes, top < np.uint32(0x7F7F8000))  # from the middle above the largest on, it is infinite
+    return _total(lanes, top < np.uint32(0x7F7F8000))  # halfway above the largest bfloat16: rounds to infinity

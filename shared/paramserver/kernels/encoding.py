@@ -1,4 +1,4 @@
-"""The compiled encoder of the int8 codec, which workers use; importing this compiles it, or loads it from the cache."""
+"""The compiled encoder of the int8 codec, used by workers; compiled, or loaded from the cache, on import."""
 
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from paramserver.kernels.codes import INT8_BLOCK
 
 SCALE: Final = np.float32(1.0 / 127.0)
 SMALLEST: Final = np.float32(2.0**-126)
-"""A scale below the smallest normal float32 counts as zero: its reciprocal might not be finite."""
+"""The smallest normal float32; smaller scales count as zero, because their reciprocal might not be finite."""
 
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 _INF_BITS = np.uint32(0x7F800000)
@@ -24,16 +24,16 @@ def _jit(function: Any) -> Any:
     signature = types.float64(_in32, _in32, _out32, _out8, _out32)
     try:
         return _njit(signature, nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no folder for a cache, as in `compiled`
+    except RuntimeError:  # no folder for a cache, as in `jit`
         return _njit(signature, nogil=True, error_model="numpy")(function)
 
 
 @_jit
 def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
-    """Encode values + residual into scales and q; `left` gets what the numbers do not say.
+    """Encode values + residual into scales and q, and write the encoding error, the next residual, to `left`.
 
-    All but `scales` have one length; `residual` may be empty, and `left` too, which is then not written.  Returns the
-    sum of the squares of the decoded numbers, in float64; it is infinite if a sum of value and residual is not finite.
+    All but `scales` are equally long; `residual` and `left` may be empty instead.  Returns the sum of the squares of
+    the decoded values in float64; it is infinite if the sum of a value and its residual is not finite.
     """
     v = np.empty(INT8_BLOCK, np.float32)
     bits = np.empty(1, np.uint32)
@@ -53,7 +53,7 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
                 v[i] = values[start + i]
                 top = max(top, np.uint32(np.float32(v[i]).view(np.uint32) & _ABS_BITS))
         worst = max(worst, top)
-        bits[0] = top  # magnitudes order as their bits do, and integers vectorise
+        bits[0] = top  # the bits of magnitudes have the same order, and integer maxima are vectorized
         scale = np.float32(largest[0] * SCALE)
         inverse = np.float32(0.0)
         if scale < SMALLEST:

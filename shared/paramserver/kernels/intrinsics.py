@@ -1,4 +1,4 @@
-"""What loops need and Python has no words for: pieces of arrays that are not counted, stores past the caches."""
+"""Operations that Python cannot express: array views without reference counts, nontemporal stores, a fence."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-_arrays: Any = arrayobj  # which versions of numba publish types for it differs
+_arrays: Any = arrayobj  # some versions of numba have no types for it
 
 LINE_BYTES = 64
-"""A line of the cache, and the longest vector that is stored at once."""
+"""Bytes of a cache line, and of the widest vector store."""
 
 
 def _uncounted(typing_context: Any, array: Any, start: Any, size: Any, model: Any) -> Any:
@@ -54,19 +54,20 @@ def _seen(typing_context: Any) -> Any:
 
 
 piece: Any = intrinsic(_uncounted)
-"""piece(array, start, size, model): array[start : start + size] of the type of `model`, so that a loop is compiled for
-one type.  It keeps no memory alive: counting who does is a locked instruction, which waits for all stores before it."""
+"""piece(array, start, size, model): array[start : start + size] with the type of `model`, so that a loop is compiled
+for one type only.  The view keeps no memory alive: reference counting takes a locked instruction, which waits for all
+earlier stores."""
 
 piece_at: Any = intrinsic(_uncounted_at)
-"""piece_at(address, start, size, model): the same of the array that begins at that address."""
+"""piece_at(address, start, size, model): the same for the array that begins at that address."""
 
 put_past: Any = intrinsic(_past)
-"""put_past(array, at, value): array[at] = value, without reading the line it lies in or keeping it in the cache
-(Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-temporal Stores").
+"""put_past(array, at, value): array[at] = value as a nontemporal store, which neither reads the cache line nor keeps it
+in the cache (Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-temporal Stores").
 
-`array` must begin a line.  It is for loops over all of it, of which the compiler makes vectors: their stores are
-aligned as it says here, and the single ones that are left over need not be.
+`array` must start on a cache line.  For loops over the whole array, which the compiler vectorizes: vector stores have
+the alignment declared here, and the scalar stores of the remainder need none.
 """
 
 fence: Any = intrinsic(_seen)
-"""fence(): whoever sees what is written after it sees all that was written past the caches before it."""
+"""fence(): a thread that sees a store made after the fence also sees all nontemporal stores made before it."""

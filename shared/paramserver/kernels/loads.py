@@ -1,4 +1,4 @@
-"""Gradients of every dtype and codec, a block at a time, as float32: what the compiled entry points read through."""
+"""Conversion of gradients of every dtype and codec to float32, a block at a time, for the compiled entry points."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _ABS_BITS = np.uint32(0x7FFFFFFF)
 
 @_part
 def size_of(x: Any) -> Any:
-    """Magnitude of a float32 as its bits, which order as the magnitudes do; NaN and infinity are the largest."""
+    """Return the magnitude of a float32 as its bits, which have the same order; infinity and NaN are the largest."""
     return np.uint32(np.float32(x).view(np.uint32) & _ABS_BITS)
 
 
@@ -24,7 +24,7 @@ def _load_half(half: Any, g: Any) -> None:
     for i in range(half.size):
         h = np.uint32(half[i])
         magnitude = np.uint32(h & np.uint32(0x7FFF))
-        # A subnormal gets the exponent of 2^-14, which is taken off again below; NaN and infinity keep theirs.
+        # Subnormals get the exponent of 2^-14, which is subtracted again below; NaN and infinity get the highest one.
         offset = np.uint32((113 if magnitude < np.uint32(0x0400) else 112) << 23)
         offset = np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else offset
         bits[i] = np.uint32((magnitude << np.uint32(13)) + offset)
@@ -36,7 +36,7 @@ def _load_half(half: Any, g: Any) -> None:
 
 @_part
 def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
-    """g[:] = int8 numbers from `start` on, each times the scale of its block."""
+    """g[:] = the int8 numbers from `start` on, each times the scale of its block."""
     i = 0
     while i < g.size:
         block = (start + i) // INT8_BLOCK
@@ -49,7 +49,7 @@ def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
 
 @_part
 def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
-    """g[:] = the elements from `start` on that are named by their ascending indices `at`, zero elsewhere."""
+    """g[:] = the elements from `start` on: `values` at the ascending indices `at`, zero elsewhere."""
     for i in range(g.size):
         g[i] = np.float32(0.0)
     low, high = 0, at.size
@@ -63,7 +63,7 @@ def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
         place = np.int64(at[low]) - start
         if place >= g.size:
             break
-        if place >= 0:  # always, where indices ascend; a place before the block must never be written
+        if place >= 0:  # always true for ascending indices, but memory before the block must never be written
             g[place] = values[low]
         low += 1
 
@@ -101,7 +101,7 @@ def load(g32: Any, g64: Any, g16: Any, g8: Any, at: Any, code: int, start: int, 
 
 @_part
 def add_to(first: Any, g: Any, factor: Any, out: Any) -> None:
-    """out (+)= factor * g; `first` assigns in place of adding."""
+    """out (+)= factor * g; `first` assigns instead of adding."""
     if first:
         for i in range(g.size):
             out[i] = factor * g[i]
@@ -112,8 +112,11 @@ def add_to(first: Any, g: Any, factor: Any, out: Any) -> None:
 
 @_part
 def load_mean(parts: Any, weights: Any, start: int, model: Any, g: Any) -> Any:
-    """g[:] = the sum, in their order, of the float32 gradients at the addresses `parts`, each times its one of
-    `weights`, over the last of these, from `start` on; returns the largest `size_of`.  `model` is of their type."""
+    """g[:] = the weighted mean of float32 gradients, from `start` on; returns the largest `size_of`.
+
+    `parts` are the gradients' addresses, in the order of addition; `weights` holds a weight for each, then the divisor.
+    `model` is any array of the gradients' type.
+    """
     for k in range(parts.size):
         add_to(k == 0, piece_at(parts[k], start, g.size, model), np.float32(weights[k]), g)
     divisor = np.float32(weights[parts.size])

@@ -1,7 +1,7 @@
-"""The compiled loops from a shared library, where one was built (`build.py`): without numba, LLVM, and their start.
+"""Loads the compiled loops from a shared library, if `build.py` has made one: no numba, no LLVM, a faster start.
 
-A library is named by what it was made from, `LEVEL-DIGEST.so`: of another source it is not looked at.  Those for
-several levels of a processor may lie side by side; the best that this machine's can run is taken.
+A library's name, `LEVEL-DIGEST.so`, has a digest of its source; libraries made from other source are ignored.  Of
+several processor levels in the folder, the best one that this machine supports is loaded.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ LEVELS: Final[dict[str, dict[str, frozenset[str]]]] = {
     },
     "aarch64": {"generic": frozenset()},
 }
-"""By machine, the best first: what LLVM calls the level, and the flags that Linux must show for it."""
+"""By architecture, best first: LLVM's name of each level, and the flags that it needs in Linux' /proc/cpuinfo."""
 
 _I, _D, _P = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _GRAD = [_P, _I] * 5 + [_I]
@@ -35,11 +35,11 @@ ENTRIES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "put": (_I, [_I, _P, _I, _I, _I, _P]),
     "take": (_I, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P]),
 }
-"""Result and arguments; an array is its address and, unless known, its length."""
+"""Result and argument types.  An array is passed as its address, followed by its length unless that is known."""
 
 
 def digest() -> str:
-    """Of the source that a library is made from, this file included, for both sides of a call are in it."""
+    """Return the digest of a library's source, including this file, because it declares the calls' other side."""
     names = (
         "build.py",
         "codes.py",
@@ -55,7 +55,7 @@ def digest() -> str:
 
 
 def levels() -> list[str]:
-    """What this machine's processor can run, the best first."""
+    """Return the levels that this machine's processor supports, best first."""
     known = LEVELS.get(platform.machine(), {})
     try:
         line = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags"))
@@ -67,9 +67,9 @@ def levels() -> list[str]:
 
 @cache
 def load(folder: Path = FOLDER) -> Any:
-    """The functions of `compiled` and `socket_loops`, or None where no library fits.
+    """Return the functions of `compiled` and `socket_loops`, or None if no library fits.
 
-    Raises OSError for one that cannot be loaded.
+    Raises OSError if a library cannot be loaded.
     """
     if not folder.is_dir():
         return None
@@ -118,6 +118,6 @@ def _at(array: Any) -> int:
 
 
 def _flat(grad: Any) -> list[int]:
-    """Addresses and lengths of a gradient's five typed arrays, and its code."""
+    """Return the addresses and lengths of a gradient's five typed arrays, then its code."""
     *arrays, code = grad
     return [number for a in arrays for number in (_at(a), a.size)] + [code]

@@ -1,9 +1,9 @@
-"""The compiled loops that move a large body between memory and a TCP socket, for Linux.
+"""Compiled loops that move a large body between memory and a TCP socket (Linux only).
 
-They wait for the socket themselves, so that a thread which moves ten megabytes needs the interpreter's lock once, not
-for every piece: whoever serves small requests meanwhile holds that lock most of the time.
+They wait for the socket themselves, so a thread that moves ten megabytes needs the GIL once, not for every piece: the
+event loop, which serves small requests meanwhile, holds it most of the time.
 
-Pieces are rows of (address, bytes), as in the system's `iovec`; a row is moved on by what has been done of it.
+Buffers are rows of (address, bytes), like the system's `iovec`; rows are advanced by what has been transferred.
 """
 
 import socket
@@ -20,7 +20,7 @@ _numbers = types.Array(types.int64, 1, "C")
 _bytes = types.Array(types.uint8, 1, "C")
 
 _ROWS_MAX: Final = 1000
-"""Of one system call; Linux takes 1,024."""
+"""Most rows per system call; Linux allows 1,024."""
 _ROW_BYTES: Final = 16
 _HEAD_BYTES: Final = 9
 _DATA: Final = 0
@@ -40,14 +40,14 @@ _setsockopt = _of_libc("setsockopt", types.int32(types.int32, types.int32, types
 
 @_part
 def _wait(fd: Any, events: Any, wait_ms: Any, words: Any) -> Any:
-    """Whether the socket is ready, or has failed, within that time; `words` is room for a `struct pollfd`."""
+    """Wait until the socket is ready or has failed; False after `wait_ms`.  `words` has room for a `struct pollfd`."""
     words[0], words[1] = fd, events
     return _poll(words.ctypes.data, 1, wait_ms) > 0
 
 
 @_part
 def _moved(rows: Any, at: Any, size: Any) -> Any:
-    """The row where the next byte belongs when `size` more have been moved from row `at` on."""
+    """Advance the rows, from row `at` on, by `size` bytes; return the row of the next byte."""
     while at < rows.shape[0] and size >= rows[at, 1]:
         size -= rows[at, 1]
         at += 1
@@ -59,7 +59,7 @@ def _moved(rows: Any, at: Any, size: Any) -> Any:
 
 @_jit
 def put(fd: Any, rows: Any, wait_ms: Any, waits: Any, words: Any) -> Any:
-    """Writes the rows; how many bytes went before the peer took none for `wait_ms`, or it had been waited for often."""
+    """Write the rows; return the bytes sent until done, an error, `wait_ms` without progress, or too many waits."""
     at, total, failed = 0, 0, False
     while at < rows.shape[0]:
         size = _writev(fd, rows.ctypes.data + _ROW_BYTES * at, min(rows.shape[0] - at, _ROWS_MAX))
@@ -67,7 +67,7 @@ def put(fd: Any, rows: Any, wait_ms: Any, waits: Any, words: Any) -> Any:
             if failed or waits == 0 or not _wait(fd, _WRITABLE, wait_ms, words):
                 break
             waits -= 1
-            failed = True  # a socket that is ready and takes nothing is broken
+            failed = True  # if it is ready and still accepts nothing, it is broken
             continue
         failed = False
         total += size
@@ -80,11 +80,12 @@ def take(
     fd: Any, rows: Any, scratch: Any, frame: Any, head: Any, low: Any, bytes_max: Any, wait_ms: Any, waits: Any,
     words: Any,
 ) -> Any:  # fmt: skip
-    """Reads payloads of one HTTP/2 stream's DATA frames to the rows; how many bytes came.
+    """Read the payload of one HTTP/2 stream's DATA frames into the rows; return the bytes read.
 
-    `frame` is the stream, the bytes due of the frame that has begun, its flags, and how much of a `head` is here,
-    before and after.  It ends with the last row, as `put` does, and at any other frame: its head is then here, whole.
-    `low` bytes at least are waited for at a time, as far as they are of one frame; `scratch` has room for a row more.
+    `frame` is updated in place: [stream, bytes missing of the current frame, its flags, number of bytes of the next
+    frame's header in `head`].  Ends when the rows are full or the stream ends, on errors and waits as `put` does, and
+    at a frame that is not a plain DATA frame of this stream; `head` then holds its whole header.  Each read waits for
+    `low` bytes (fewer at the end of a frame).  `scratch` has room for one row more than `rows`.
     """
     left = 0
     for i in range(rows.shape[0]):

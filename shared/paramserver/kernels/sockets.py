@@ -1,11 +1,10 @@
-"""A large body between memory and a TCP socket in one call, which holds the interpreter's lock at its ends alone.
+"""Moves a large body between memory and a TCP socket in one call that releases the GIL (Linux only).
 
-    send(fd, pieces) -> int              bytes that went
-    receive(fd, places, ...) -> Received what came of one HTTP/2 stream
-    warm_up()                            compiles both, or loads them from the cache on disk
+    send(fd, pieces) -> int              bytes sent
+    receive(fd, places, ...) -> Received what arrived of one HTTP/2 stream
+    warm_up()                            compile both, or load them from the cache on disk
 
-For Linux.  The socket does not block; it is waited for here, but not for a peer that pauses: what is left is the
-caller's again.
+Sockets are nonblocking; the calls wait for them, but return when the peer pauses, and leave the rest to the caller.
 """
 
 from collections.abc import Sequence
@@ -20,16 +19,16 @@ from paramserver.kernels import prebuilt
 from paramserver.limits import WAITED_BYTES
 
 PAUSE_MS: Final = 50
-"""A peer that neither takes nor sends anything for so long is not waited for."""
+"""A call ends after this time without progress."""
 WAITS_MAX: Final = 128
-"""How often it is waited for, however little it pauses."""
+"""Most waits in one call, however short they are."""
 
 _lock = Lock()
 _found: Any = None
 
 
 def warm_up() -> Any:
-    """Compiles the loops, or loads them; any later call only gives them."""
+    """Compile or load the loops, unless that is done, and return them."""
     global _found
     with _lock:
         if _found is None:
@@ -47,30 +46,30 @@ def warm_up() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What came of one HTTP/2 stream, and where it is then: in the midst of a DATA frame, or between two."""
+    """What arrived of one HTTP/2 stream, and the position after it: inside a DATA frame, or between frames."""
 
     size: int
     """Bytes of payload."""
     due: int
-    """What is still to come of the last frame."""
+    """Bytes still missing of the last frame."""
     flags: int
-    """Its flags."""
+    """Flags of the last frame."""
     head: bytes
-    """What has been read of the next frame's head; all of it where that is no DATA frame of this stream."""
+    """The part of the next frame's header that was read; complete if that is not a plain DATA frame of this stream."""
 
 
 def send(fd: int, pieces: Sequence[memoryview]) -> int:
-    """Writes the pieces, one after the other; how many bytes went before the peer paused, or hung up."""
+    """Write the pieces in order; return the bytes sent until done, or until the peer paused or hung up."""
     return int(warm_up().put(fd, _rows(pieces), PAUSE_MS, WAITS_MAX, np.zeros(2, np.int32)))
 
 
 def receive(
     fd: int, places: Sequence[memoryview], stream: int, due: int, flags: int, payload_bytes_max: int
 ) -> Received:
-    """Reads a stream's payload to the places, one after the other, `due` bytes of a frame with these flags at first.
+    """Read a stream's payload into the places in order, beginning with the `due` missing bytes of a frame with `flags`.
 
-    Ends when the places are full, the stream's last frame is over, the peer pauses or hangs up, or at a frame that is
-    not this stream's DATA, has padding, is empty, or is longer than allowed.
+    Ends when the places are full, when the stream ends, when the peer pauses or hangs up, and at a frame that is not
+    DATA of this stream, has padding, is empty, or is longer than `payload_bytes_max`.
     """
     rows = _rows(places)
     state = np.array([stream, due, flags, 0], np.int64)
