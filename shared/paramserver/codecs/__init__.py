@@ -1,11 +1,11 @@
-"""How gradients are made smaller for the way: named codecs, each described by its bytes in docs/codecs.md.
+"""Codecs, which make gradients smaller for transport; docs/codecs.md specifies the bytes of each.
 
     fp32 fp16 bf16       elements of that dtype
-    int8                 a scale for each 256 elements and a byte for each element; error feedback at the worker
+    int8                 a scale per 256 elements and a byte per element; error feedback at the worker
     topk, topk:0.02      the largest 1 % (2 %) of each partition with their indices; error feedback at the worker
     …+zstd  …+lz4        a lossless second stage on any of them
 
-`Codec.parse` reads a name.  `encode_whole`, `check_whole`, `check_content` and `decode_whole` work on one partition in
+`Codec.parse` parses a name.  `encode_whole`, `check_whole`, `check_content` and `decode_whole` work on one partition in
 int8 or topk; `stage` packs and unpacks.  Elements of a dtype need no encoder beyond `wire.tensor`.
 """
 

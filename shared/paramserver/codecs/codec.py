@@ -1,4 +1,4 @@
-"""The name of a codec, taken apart: `fp32`, `fp16`, `bf16`, `int8`, `topk:0.01`, each with `+zstd` or `+lz4` or not."""
+"""Parses codec names: `fp32`, `fp16`, `bf16`, `int8`, `topk:0.01`, each optionally followed by `+zstd` or `+lz4`."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -16,29 +16,29 @@ ELEMENTS: Final[dict[str, Coding]] = {
     "bfloat16": "bfloat16",
     "float64": "float64",
 }
-"""Codecs that send elements of a dtype, and the dtype; the dtypes' own names mean the same."""
+"""Codecs that send elements of a dtype, and that dtype; the dtypes' own names mean the same."""
 WHOLE: Final = ("int8", "topk")
-"""Codecs that encode whole partitions and lose something, which the worker adds to its next gradient."""
+"""Lossy codecs, which encode whole partitions; the worker adds what they leave out to its next gradient."""
 STAGES: Final = ("zstd", "lz4")
 """Lossless second stages."""
 NAMES: Final = ("fp32", "fp16", "bf16", *WHOLE)
 FRACTION: Final = 0.01
-"""What `topk` sends of a partition unless it says otherwise."""
+"""Fraction of a partition's elements that `topk` sends by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How a gradient travels."""
+    """A parsed codec name."""
 
     coding: Coding
-    """What a part's bytes are once the second stage is undone."""
+    """Encoding of a part's bytes once the second stage is undone."""
     stage: str | None = None
     fraction: float = FRACTION
-    """topk: the part of each partition's elements that is sent."""
+    """topk: fraction of each partition's elements that is sent."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The codec that a caller names.  Raises RequestError (`unknown_codec`, or `invalid_field` for a fraction)."""
+        """Parse a name given by a caller.  Raises RequestError (`unknown_codec`, or `invalid_field` for a fraction)."""
         if not isinstance(text, str):
             raise _unknown(repr(text))
         base, plus, stage = text.partition("+")
@@ -58,7 +58,7 @@ class Codec:
 
     @classmethod
     def of_frame(cls, text: str) -> Self:
-        """The codec that a frame names, which says no fraction.  Raises RequestError (`unknown_codec`)."""
+        """Parse a name from a frame, where a fraction is not allowed.  Raises RequestError (`unknown_codec`)."""
         codec = cls.parse(text) if ":" not in text else None
         if codec is None:
             raise _unknown(text)
@@ -66,17 +66,17 @@ class Codec:
 
     @property
     def whole(self) -> bool:
-        """Whether it takes whole partitions only, and forgets nothing only with error feedback."""
+        """Whether it encodes whole partitions only, and needs error feedback to lose nothing."""
         return self.coding in WHOLE
 
     @property
     def text(self) -> str:
-        """Its name in a frame."""
+        """The codec's name in a frame, which has no fraction."""
         name = self.coding if self.whole else next(n for n, dtype in ELEMENTS.items() if dtype == self.coding)
         return f"{name}+{self.stage}" if self.stage else name
 
     def exact_bytes(self, elements: int) -> int | None:
-        """Bytes of a part of so many elements before the second stage; None where they depend on its content."""
+        """Return the bytes of a part of `elements` elements before the second stage; None for topk, where they vary."""
         match self.coding:
             case "topk":
                 return None
@@ -91,12 +91,12 @@ INT8_BLOCK: Final = 256
 
 
 def int8_bytes(elements: int) -> int:
-    """A scale for each block of 256, and a byte for each element."""
+    """Return the bytes of a partition in int8: a float32 scale per block of 256, and a byte per element."""
     return 4 * -(-elements // INT8_BLOCK) + elements
 
 
 def topk_count_max(elements: int) -> int:
-    """With more indices and values, of 4 bytes each, a partition would be larger than as float32."""
+    """Return the most elements that topk may send: beyond that, indices and values outgrow plain float32."""
     return max(1, elements // 2)
 
 

@@ -1,6 +1,6 @@
-"""One part's bytes: encoded on a CPU with the residual that error feedback keeps, checked, and decoded.
+"""Encodes, checks and decodes one part's bytes on the CPU, with the residual that error feedback keeps.
 
-`paramserver.torch.device_codecs` makes the same bytes on a device; golden files hold both to them.
+`paramserver.torch.device_codecs` produces the same bytes on a device; both are tested against golden files.
 """
 
 from math import ceil, sqrt
@@ -17,15 +17,15 @@ _ABS_BITS = np.uint32(0x7FFFFFFF)
 
 
 def topk_count(elements: int, fraction: float) -> int:
-    """How many of so many elements are sent."""
+    """Return how many elements of a partition topk sends."""
     return min(max(1, ceil(fraction * elements)), topk_count_max(elements))
 
 
 def encode_whole(codec: Codec, values: F32, residual: F32 | None, left: F32 | None) -> tuple[U8, float]:
-    """(bytes, 2-norm of what they decode to) of values + residual, in a codec of whole partitions.
+    """Encode values + residual in int8 or topk; return (bytes, 2-norm of what they decode to).
 
-    All arrays are 1-D, contiguous, float32 and of one length; `left`, if given, gets what the bytes do not say, for
-    the next `residual`.  The norm is not finite if something in `values` is not, and then nothing else counts.
+    All arrays are 1-D, contiguous, float32 and equally long; `left`, if given, gets what the bytes leave out, to be the
+    next `residual`.  If an element of `values` is not finite, neither is the norm, and the other results are invalid.
     """
     if codec.coding == "int8":
         return _encode_int8(values, residual, left)
@@ -33,7 +33,7 @@ def encode_whole(codec: Codec, values: F32, residual: F32 | None, left: F32 | No
 
 
 def _encode_int8(values: F32, residual: F32 | None, left: F32 | None) -> tuple[U8, float]:
-    from paramserver.kernels import encoding  # compiled when first used: a client that never does stays light
+    from paramserver.kernels import encoding  # imported here, because importing compiles it
 
     out = np.empty(int8_bytes(values.size), np.uint8)
     scales = 4 * -(-values.size // INT8_BLOCK)
@@ -50,11 +50,11 @@ def _encode_int8(values: F32, residual: F32 | None, left: F32 | None) -> tuple[U
 
 def _encode_topk(values: F32, residual: F32 | None, left: F32 | None, fraction: float) -> tuple[U8, float]:
     v = values if residual is None else values + residual
-    size = v.view(np.uint32) & _ABS_BITS  # ordered as the magnitudes are
+    size = v.view(np.uint32) & _ABS_BITS  # has the same order as the magnitudes
     count = topk_count(v.size, fraction)
     least = np.partition(size, v.size - count)[v.size - count]
     above = np.flatnonzero(size > least)
-    ties = np.flatnonzero(size == least)[: count - above.size]  # of equal magnitudes the first ones
+    ties = np.flatnonzero(size == least)[: count - above.size]  # of equal magnitudes, the first ones
     at = np.sort(np.concatenate((above, ties)))
     chosen = v[at]
     if left is not None:
@@ -66,7 +66,7 @@ def _encode_topk(values: F32, residual: F32 | None, left: F32 | None, fraction: 
 
 
 def check_whole(codec: Codec, size_bytes: int, elements: int) -> None:
-    """Refuse a part whose length cannot be that of a partition.  Raises RequestError (`invalid_encoding`)."""
+    """Raise RequestError (`invalid_encoding`) if an encoded partition of `elements` elements cannot have this size."""
     exact = codec.exact_bytes(elements)
     if exact is not None:
         if size_bytes != exact:
@@ -81,10 +81,7 @@ def check_whole(codec: Codec, size_bytes: int, elements: int) -> None:
 
 
 def check_content(coding: str, data: AnyArray, elements: int) -> None:
-    """Refuse a topk part whose indices do not ascend within the partition.
-
-    Raises RequestError (`invalid_encoding`).
-    """
+    """Raise RequestError (`invalid_encoding`) unless a topk part's indices ascend and lie within the partition."""
     if coding == "topk":
         at = data[: data.size // 2].view("<u4")
         if int(at[-1]) >= elements or not bool((at[1:] > at[:-1]).all()):
@@ -92,7 +89,7 @@ def check_content(coding: str, data: AnyArray, elements: int) -> None:
 
 
 def decode_whole(coding: str, data: AnyArray, elements: int) -> F32:
-    """The float32 values of a checked part; the server's kernels do this block by block instead."""
+    """Return the float32 values of a checked part.  The server's kernels decode block by block instead."""
     if coding == "int8":
         scales = 4 * -(-elements // INT8_BLOCK)
         each: F32 = np.repeat(data[:scales].view(np.float32), INT8_BLOCK)[:elements]

@@ -1,4 +1,4 @@
-"""The lossless second stage: zstd frames (RFC 8878) and LZ4 blocks, undone within a bound that is known beforehand."""
+"""The lossless second stage: zstd frames (RFC 8878) and LZ4 blocks, decompressed within a size known beforehand."""
 
 from typing import Final
 
@@ -10,27 +10,27 @@ from paramserver.errors import PsError, problem
 from paramserver.types import AnyArray
 
 ZSTD_LEVEL: Final = 1
-"""Gradients are noise above their exponents: higher levels take long and gain next to nothing."""
+"""Gradients are noise except for their exponents: higher levels are slow and gain next to nothing."""
 ZSTD_WINDOW_BYTES_MAX: Final = 8 << 20
-"""Memory that a frame may make the decoder hold beside its output."""
+"""Largest window that a frame may make the decoder allocate, besides its output."""
 
 
 def pack(stage: str, data: AnyArray) -> AnyArray:
-    """The bytes of `data` (uint8, contiguous) after the stage, as uint8."""
+    """Return `data` (uint8, contiguous) compressed, as uint8."""
     if stage == "zstd":
         return np.frombuffer(zstandard.ZstdCompressor(ZSTD_LEVEL, write_checksum=False).compress(data.data), np.uint8)
     return np.frombuffer(lz4.block.compress(data.data, store_size=False), np.uint8)
 
 
 def packed_bytes_max(size_bytes: int) -> int:
-    """What incompressible data of that size may become at most; more than that is no honest encoding."""
+    """Return the most bytes that `size_bytes` bytes, even incompressible ones, can take once packed."""
     return size_bytes + size_bytes // 128 + 64
 
 
 def unpack(stage: str, data: AnyArray, size_bytes: int) -> AnyArray:
-    """What was packed, which must be of exactly `size_bytes`; no more than that is ever allocated for it.
+    """Return the unpacked data as read-only uint8; never allocates more than `size_bytes` for it.
 
-    The result is uint8 and read-only.  Raises RequestError (`invalid_encoding`).
+    Raises RequestError (`invalid_encoding`) if it does not unpack to exactly `size_bytes`.
     """
     try:
         raw = _unzstd(data, size_bytes) if stage == "zstd" else _unlz4(data, size_bytes)
