@@ -1,4 +1,4 @@
-"""Training PyTorch modules against a cluster: `ParameterServerOptimizer` in the place of `torch.optim.Adam`.
+"""Trains PyTorch modules on a cluster, with `ParameterServerOptimizer` in place of `torch.optim.Adam`.
 
     import paramserver as ps
     opt = ps.torch.ParameterServerOptimizer(net, "http://localhost:8700/models/demo", optimizer=ps.Adam(lr=1e-3))

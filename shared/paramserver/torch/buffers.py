@@ -1,10 +1,10 @@
-"""One flat buffer of gradients for each shard, on the device, and the way of its bytes to the host.
+"""Flat gradient buffers on the device, one per shard, and the transfer of their encoded bytes to the host.
 
-On the CPU float32 needs neither (`HostGradients`); everything else goes through buffers.
+float32 gradients on the CPU need neither (`HostGradients`); all others go through these buffers.
 
-A shard's partitions lie end to end in its buffer; for int8 each begins at a multiple of 256 elements, so that all of
-them are encoded at once.  What the codec leaves out lies beside it on the device.  On CUDA the work runs on a side
-stream and ends in pinned host memory; on a CPU the same code runs without either.
+A shard's partitions are stored end to end in its buffer; for int8 each begins at a multiple of 256 elements, so that
+all are encoded at once.  The codec's residual has a second buffer on the device.  On CUDA, the work runs on a side
+stream and ends in pinned host memory; on a CPU, the same code runs without either.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +28,7 @@ from paramserver.types import AnyArray
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one partition lies in its shard's buffer."""
+    """Location of one partition in its shard's buffer."""
 
     start: int
     """First element."""
@@ -39,26 +39,26 @@ class _Place:
 
 
 class SideStream:
-    """The stream that gradients and values are moved on; on a CPU nothing."""
+    """The CUDA stream that moves gradients and values; does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self.cuda else None
 
     def after_current(self) -> AbstractContextManager[Any]:
-        """What is done inside comes after all that the present stream has been given."""
+        """Return a context that queues work on this stream, after all work queued on the current stream so far."""
         if not self.cuda:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)  # type: ignore[no-any-return, unused-ignore]
 
     def wait(self) -> None:
-        """Until the host may read what was copied to it."""
+        """Block until all work queued on this stream is done, such as copies to the host."""
         if self.cuda:
             self._stream.synchronize()
 
     def before_current(self) -> None:
-        """What the present stream is given from now on comes after all that is on this one."""
+        """Make work queued on the current stream from now on wait for all work queued on this one."""
         if self.cuda:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
@@ -79,25 +79,26 @@ class ShardBuffer:
         self._left = torch.zeros_like(self.grads) if codec.whole else None
         self._draft = torch.zeros_like(self.grads) if codec.whole else None
         self._accepted: set[int] = set()
-        """Partitions whose draft is what is left out of them, as soon as it is asked for."""
+        """Partitions whose draft becomes their residual as soon as residuals are needed."""
         pinned = device.type == "cuda"
         self._host = torch.empty(byte, dtype=torch.uint8, pin_memory=True) if pinned else None
 
     def part(self, partition: int) -> Tensor:
-        """One partition's gradient, float32 [size], to be written."""
+        """Return one partition's gradient, float32 [size], to be written to."""
         place = self.places[partition]
         return self.grads[place.start : place.start + place.size]
 
     def left(self, partition: int) -> Tensor | None:
-        """What the codec has left out of one partition so far; None for codecs that leave nothing out."""
+        """Return one partition's residual, what the codec left out so far; None for codecs without error feedback."""
         self._settle()
         place = self.places[partition]
         return None if self._left is None else self._left[place.start : place.start + place.size]
 
     def encode(self) -> tuple[Tensor, Tensor]:
-        """(packed bytes on their way to the host, squares); complete once the stream was waited for.
+        """Return (packed bytes, which may still be in transfer to the host, squares); wait for the stream to use them.
 
-        The squares, float64 of shape [], are of what the bytes decode to, and not finite if that is not.
+        `squares`, float64 of shape [], is the sum of squares of what the bytes decode to (for elements of a dtype, of
+        the values before rounding); it is not finite if an element is not.
         """
         codec = self.codec
         self._settle()
@@ -134,11 +135,11 @@ class ShardBuffer:
         return torch.cat(pieces), squares
 
     def keep(self, partitions: Collection[int]) -> None:
-        """The push was accepted on those of its partitions: what it left out of them is added to the next one."""
+        """Record that the push was accepted on these partitions: what it left out of them is added to the next one."""
         self._accepted.update(self.places.keys() & partitions)
 
     def _settle(self) -> None:
-        """Take up what was accepted, before the next encoding and on its stream; nothing moves where all of it was."""
+        """Make accepted drafts the residuals, on the stream of the next encoding; no copy if all were accepted."""
         if self._left is None or self._draft is None:
             return
         if len(self._accepted) == len(self.places):
@@ -152,17 +153,17 @@ class ShardBuffer:
 
 
 class HostGradients:
-    """The gradients of a whole module on the CPU, as float32, in arrays that a shard of this machine reads in place."""
+    """A module's float32 gradients on the CPU, in arrays that shards on this machine read in place."""
 
     def __init__(self, arrays: GradientArrays) -> None:
         self._arrays = arrays
         self._tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def arrange(self, held: ModelMap) -> None:
-        """They lie the same whoever owns what."""
+        """Do nothing: the layout does not depend on who owns the partitions."""
 
     def encode(self, grads: Mapping[str, Tensor | None]) -> GradientArrays:
-        """The gradient as it travels; what is None counts as zero."""
+        """Copy the gradients to the arrays and return these; None counts as zero."""
         for name, into in self._tensors.items():
             grad = grads[name]
             if grad is None:
@@ -173,7 +174,7 @@ class HostGradients:
 
 
 class GradientBuffers:
-    """The gradients of a whole model, by shard; arranged anew when partitions have moved."""
+    """The gradients of a whole model, grouped by shard; regrouped when partitions have moved."""
 
     def __init__(self, held: ModelMap, codec: Codec, device: torch.device) -> None:
         self.codec, self._device = codec, device
@@ -186,7 +187,7 @@ class GradientBuffers:
         self.arrange(held)
 
     def arrange(self, held: ModelMap) -> None:
-        """Take up who owns what now; what codecs have left out so far moves along, within one creation of the model."""
+        """Group partitions by their current owners; keeps residuals, unless the model was created anew."""
         if held.generation != self._generation:
             self.selection, self._generation = select(held.layout), held.generation
             self._owners, self._of = (), {}
@@ -207,7 +208,7 @@ class GradientBuffers:
         self._owners = held.owners
 
     def encode(self, grads: Mapping[str, Tensor | None]) -> Encoded:
-        """The gradient as it travels; what is None counts as zero.  Raises RequestError (`non_finite`)."""
+        """Return the encoded gradient; None counts as zero.  Raises RequestError (`non_finite`)."""
         flat = [None if (g := grads[p.name]) is None else g.detach().reshape(-1) for p in self.selection.params]
         with self.side.after_current():
             for part in self.selection.parts:
@@ -238,6 +239,6 @@ class GradientBuffers:
         raise problem("non_finite", f"the gradient is beyond what {self.codec.text} can say")
 
     def keep(self, partitions: Collection[int]) -> None:
-        """The push was accepted on those partitions, whatever becomes of it on others."""
+        """Record that the push was accepted on these partitions; it may still fail on others."""
         for shard in self._shards:
             shard.keep(partitions)

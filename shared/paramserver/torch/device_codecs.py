@@ -1,7 +1,7 @@
-"""The codecs on tensors of any device: the same bytes as `paramserver.codecs`, held to the same golden files.
+"""The codecs for tensors on any device: the same bytes as `paramserver.codecs`, tested against the same golden files.
 
-Every operation is one rounding of IEEE float32, in the order in which the compiled encoder does it; a division by a
-number of the host would not be one on CUDA, which multiplies by the inverse instead.
+Every operation rounds once, in IEEE float32, in the same order as in the compiled encoder.  There is no division by a
+Python number, because CUDA would multiply by the inverse instead, which rounds twice.
 """
 
 from typing import Final
@@ -18,9 +18,10 @@ _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16"
 
 
 def elements(values: Tensor, coding: str) -> tuple[Tensor, Tensor]:
-    """(bytes as uint8, sum of squares) of a float32 vector as elements of a dtype.
+    """Return (bytes as uint8, sum of squares) of a float32 vector as elements of a dtype.
 
-    The sum, float64 of shape [], is of the values as they were; it is NaN if one of them is infinite in that dtype.
+    The sum, float64 of shape [], is of the values before rounding; it is NaN if one of them is infinite in a narrower
+    dtype.
     """
     narrow = values.to(_DTYPES[coding])
     squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
@@ -30,10 +31,10 @@ def elements(values: Tensor, coding: str) -> tuple[Tensor, Tensor]:
 
 
 def int8_blocks(values: Tensor, residual: Tensor | None, left: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(scales, numbers, sum of squares) of values + residual, float32 vectors of a multiple of 256 elements.
+    """Return (scales, numbers, sum of squares) of values + residual, float32 vectors of a multiple of 256 elements.
 
-    `left`, if given, gets what the numbers do not say.  Scales are float32, one for each block; numbers int8; the sum
-    of the squares of the decoded numbers float64, of shape [].
+    `left`, if given, gets the encoding error, which is the next residual.  Scales are float32, one per block; numbers
+    are int8; the sum, float64 of shape [], is of the decoded values.
     """
     v = (values if residual is None else values + residual).view(-1, INT8_BLOCK)
     scales = v.abs().amax(1) * _SCALE
@@ -48,13 +49,16 @@ def int8_blocks(values: Tensor, residual: Tensor | None, left: Tensor | None) ->
 
 
 def topk(values: Tensor, residual: Tensor | None, left: Tensor | None, fraction: float) -> tuple[Tensor, Tensor]:
-    """(bytes as uint8, sum of squares) of the largest elements of values + residual, one partition's float32 vector."""
+    """Return (bytes as uint8, sum of squares) of the largest elements of values + residual, float32 of one partition.
+
+    `left`, if given, gets the elements that are not sent, and zero for the others.
+    """
     v = values if residual is None else values + residual
-    size = v.view(torch.int32) & 0x7FFFFFFF  # ordered as the magnitudes are
+    size = v.view(torch.int32) & 0x7FFFFFFF  # has the same order as the magnitudes
     count = topk_count(v.numel(), fraction)
     least = size.topk(count, sorted=False).values.amin()
     above, equal = size > least, size == least
-    chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))  # of equal magnitudes the first ones
+    chosen = above | (equal & (equal.cumsum(0) <= count - above.sum()))  # of equal magnitudes, the first ones
     at = chosen.nonzero().view(-1)
     sent = v[at]
     if left is not None:
@@ -65,6 +69,6 @@ def topk(values: Tensor, residual: Tensor | None, left: Tensor | None, fraction:
 
 
 def part_bytes(codec: Codec, elements_: int) -> int:
-    """Bytes of a partition of so many elements, which are known before it is encoded."""
+    """Return the bytes of an encoded partition of `elements_` elements, before the second stage."""
     exact = codec.exact_bytes(elements_)
     return 8 * topk_count(elements_, codec.fraction) if exact is None else exact

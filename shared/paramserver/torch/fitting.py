@@ -1,4 +1,4 @@
-"""A module's parameters beside a model's: their names, whether they fit, and making the model that does."""
+"""Matches a module's parameters with a model's: their names, their shapes, and the spec of a model that fits."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,9 +19,10 @@ _DTYPES = {
 
 
 def named(net: Any) -> dict[str, Tensor]:
-    """The parameters of a module, or of what its `named_parameters()` gave, under their names.
+    """Return the parameters by name of a module, a mapping, or what `named_parameters()` returned.
 
-    Raises RequestError (`invalid_field`) for tensors without names, (`invalid_dtype`) for ones that are no floats.
+    Raises RequestError (`invalid_field`) if there are none or they have no names, (`invalid_dtype`) for dtypes that a
+    model cannot have, such as integers.
     """
     if isinstance(net, torch.nn.Module):
         return _checked(dict(net.named_parameters()))
@@ -51,7 +52,7 @@ def _checked(params: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_params(params: Mapping[str, Tensor]) -> dict[str, Param]:
-    """What `create_model` takes: shapes, dtypes and present values; what needs no gradient is not trained."""
+    """Return the parameters for `create_model`, with their current values; `trainable` follows `requires_grad`."""
     return {
         n: Param(p.detach().float().cpu().numpy(), dtype=_DTYPES[p.dtype], trainable=p.requires_grad)
         for n, p in params.items()
@@ -59,7 +60,7 @@ def as_params(params: Mapping[str, Tensor]) -> dict[str, Param]:
 
 
 def check_fit(params: Mapping[str, Tensor], held: ModelMap) -> None:
-    """Raise one RequestError that lists every difference between a module and a model."""
+    """Raise one RequestError (`invalid_shape`) that lists all differences between a module and a model, if any."""
     have, errors = held.layout.by_name, list[PsError]()
     for n, p in params.items():
         if n not in have:
@@ -83,7 +84,7 @@ def check_fit(params: Mapping[str, Tensor], held: ModelMap) -> None:
 
 
 def check_dense(grads: Mapping[str, Tensor | None]) -> None:
-    """Raise one RequestError (`invalid_dtype`) that lists every gradient in a sparse layout, which cannot travel."""
+    """Raise one RequestError (`invalid_dtype`) that lists all gradients in a sparse layout, which cannot be sent."""
     wrong = {n: g.layout for n, g in grads.items() if g is not None and g.layout != torch.strided}
     if wrong:
         raise problem(

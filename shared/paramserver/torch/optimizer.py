@@ -1,6 +1,6 @@
-"""`ParameterServerOptimizer`: what a training loop calls in the place of an optimizer of torch.
+"""`ParameterServerOptimizer`, which a training loop uses in place of a torch optimizer.
 
-The optimizer's state and its step are the cluster's; here gradients go out and parameters come in.
+The cluster holds the optimizer's state and makes its steps; this class sends gradients and receives parameters.
 """
 
 import logging
@@ -34,29 +34,31 @@ PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
 
 
 class ParameterServerOptimizer(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` whose state and step live in a cluster.
+    """A `torch.optim.Optimizer` whose state and steps are in a cluster.
 
-    `step()` pushes the gradients, finishes the worker's clock (which waits for others in sync and ssp) and takes the
-    parameters in.  Learning-rate schedulers of torch work on it: the worker of rank 0 tells the cluster of a change.
+    `step()` pushes the gradients, finishes the worker's clock (which in sync and ssp waits for other workers) and pulls
+    the parameters.  torch's learning-rate schedulers work with it: the worker of rank 0 passes changes on to the
+    cluster.
 
     Args:
         net: a module, or its `named_parameters()`.
-        model: a `ps.Model`; the URL of one (`http://localhost:8700/models/demo`); its name, at PARAMSERVER_URL; or a
-            `ps.Worker` that has joined, as functions of a run get it.
-        optimizer: with what a model that is not there yet is created: `ps.Adam(lr=1e-3)`.  Of one that is there it
-            only says where `param_groups[0]["lr"]` starts.
-        create: whether to create a model that is not there, from the module's shapes and values.  Of several workers
-            one uploads; the others take the values it brought.
-        consistency: of a model that is created here; None: async.
-        codec: how gradients travel: "fp32", "fp16", "bf16", "int8", "topk:0.01", each with "+zstd" or "+lz4" or not.
-        pull_codec: how parameters travel: "fp32", "fp16" or "bf16"; None: as the model keeps them.
+        model: a `ps.Model`; a model's URL (`http://localhost:8700/models/demo`); a model's name, at PARAMSERVER_URL; or
+            a `ps.Worker` that has joined, such as the one passed to the functions of a run.
+        optimizer: used to create the model if it does not exist, e.g. `ps.Adam(lr=1e-3)`.  For an existing model it
+            only sets the initial `param_groups[0]["lr"]`.
+        create: whether to create a missing model, with the module's shapes and values.  Of several workers, one
+            uploads its values and the others start from them.
+        consistency: consistency of a model created here; None: async.
+        codec: encoding of gradients: "fp32", "fp16", "bf16", "int8", "topk:0.01", each optionally followed by "+zstd"
+            or "+lz4".
+        pull_codec: encoding of parameters: "fp32", "fp16" or "bf16"; None: the dtypes of the model.
         rank: the worker's rank; None: the lowest free one.
         worker: the id to join under; None: a new one.
-        partitions, ack: of a model that is created here.
-        timeout: of each call to the cluster, in seconds.
+        partitions, ack: settings of a model created here.
+        timeout: timeout of each call to the cluster, in seconds.
 
-    Raises RequestError listing every difference where the model does not fit the module.  `close()` leaves the
-    cluster, as do the end of a `with` block and of the process.
+    Raises RequestError listing all differences if the model does not fit the module.  On `close()`, at the end of a
+    `with` block and at exit, its worker leaves the cluster, unless it was passed in.
     """
 
     def __init__(
@@ -104,11 +106,11 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._take_in()
             self._leave = weakref.finalize(self, stack.pop_all().close)
         self.pushed: Pushed | None = None
-        """What became of the last push."""
+        """The result of the last push; None before the first."""
 
     @property
     def worker(self) -> Worker:
-        """The worker it trains as: rank, clock, `draining`, `report()`, `evaluate()`, `tasks()`."""
+        """The worker it trains as, with its rank, clock, `draining`, `report()`, `evaluate()` and `tasks()`."""
         return self._worker
 
     @property
@@ -117,7 +119,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         return self._model
 
     def close(self) -> None:
-        """Leave the cluster; the module keeps the parameters it has."""
+        """Leave the cluster, unless the worker was passed in; the module keeps its current parameters."""
         self._leave()
 
     def __enter__(self) -> "ParameterServerOptimizer":
@@ -128,10 +130,11 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Push the gradients, finish the clock, take the parameters in; the closure's loss, if there is a closure.
+        """Push the gradients, finish the clock and pull the parameters; return the closure's loss, if there is one.
 
-        A push may be dropped where the model went back to an earlier clock (`pushed.state`); the parameters that come
-        in are then those of that clock.  Raises RequestError (`invalid_dtype`) for sparse gradients; nothing is sent.
+        If the model was rolled back to an earlier clock, the push may be dropped (see `pushed.state`); the parameters
+        are then those of that clock.  Raises RequestError (`invalid_dtype`) for sparse gradients, before anything is
+        sent.
         """
         loss = None
         if closure is not None:
@@ -146,7 +149,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def pull(self) -> None:
-        """Take the present parameters in without a step."""
+        """Copy the model's current parameters into the module, without a step."""
         self._take_in()
 
     def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
@@ -155,7 +158,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         there = {n: g for n, g in grads.items() if g is not None}
         if not there:
             self._worker.clock()
-        elif missing and not self._codec.whole:  # parameters without a gradient keep their state: they are not named
+        elif missing and not self._codec.whole:  # parameters without a gradient are left out and keep their state
             arrays = {n: _array(g) for n, g in there.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
@@ -168,7 +171,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._values.into(self._params)
 
     def _tell_rate(self) -> None:
-        """Tell the cluster of a learning rate that a scheduler has changed; rank 0 speaks for all."""
+        """If the learning rate has been changed locally, set the model's; only rank 0 does so."""
         rate = float(self.param_groups[0]["lr"])
         if rate == self._rate:
             return
@@ -177,7 +180,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._rate = rate
 
     def _create(self, optimizer: Optimizer | None, consistency: Any, partitions: int | None, ack: str | None) -> None:
-        """Make the model if it is not there and may be made."""
+        """Create the model if it does not exist; without `optimizer`, raise NotFoundError instead."""
         try:
             self._map()
         except NotFoundError as e:
@@ -202,7 +205,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
 
     def _fitting(self) -> ModelMap:
-        """The model's map; raises RequestError where the model was created anew and does not fit the module."""
+        """Return the model's map; raises RequestError if the model was created anew and does not fit the module."""
         held = self._map()
         if held.generation != self._generation:
             check_fit(self._params, held)
@@ -210,7 +213,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         return held
 
     def _take_up(self, held: ModelMap) -> None:
-        """Values come as they lie in that creation of the model, which may order its parameters in another way."""
+        """Allocate buffers in this model generation's layout; another generation may order parameters differently."""
         dtype = wire_dtype(select(held.layout), self._pull_coding)
         self._values, self._generation = _Values(held.layout, dtype, self._device), held.generation
 
@@ -219,14 +222,14 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         return client.run(client.cluster.map_of(self._model.name, client.deadline(None)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One group alone: the cluster has one learning rate, and `lr_scale` and `weight_decay` of each parameter."""
+        """Refuse a second group with RequestError: a model has one learning rate, and per parameter an `lr_scale`."""
         if self.param_groups:
             raise problem("invalid_field", "a model has one group of parameters", hint="use ps.Param(lr_scale=...)")
         super().add_param_group(param_group)
 
 
 class _Values:
-    """The parameters on their way in: host memory (pinned for CUDA), one flat device buffer, views of it."""
+    """Buffers for pulled parameters: host memory (pinned for CUDA) and a flat buffer on the device."""
 
     def __init__(self, layout: Any, dtype: str, device: torch.device) -> None:
         self.dtype = dtype
@@ -240,7 +243,7 @@ class _Values:
         self.params = Params(self._selection, self._host.numpy(), nothing)
 
     def into(self, params: dict[str, Tensor]) -> None:
-        """Copy what was pulled into the module's parameters."""
+        """Copy the pulled values into the module's parameters."""
         if self._side.cuda:
             with self._side.after_current():
                 self._flat.copy_(self._host, non_blocking=True)
@@ -249,11 +252,11 @@ class _Values:
         for i, spec in enumerate(self._selection.params):
             p = params[spec.name]
             p.data.copy_(self._flat[at[i] : at[i + 1]].view(p.shape))
-        self._side.wait()  # before the host memory is written again
+        self._side.wait()  # the next pull overwrites the host memory
 
 
 def _opened(model: Model | Worker | str, timeout: float | None, stack: ExitStack) -> tuple[Client, str]:
-    """The client and the name of a model that is given in one of the ways of the constructor."""
+    """Return the client and the name of the model that the constructor's `model` argument denotes."""
     if isinstance(model, Worker):
         return model._client, model.model
     if isinstance(model, Model):
