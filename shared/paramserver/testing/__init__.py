@@ -1,1 +1,1 @@
-"""Parts of paramserver that run without a network, for tests and simulations."""
+"""Runs the cores of paramserver without a network, for tests and simulations."""

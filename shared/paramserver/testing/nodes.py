@@ -1,4 +1,4 @@
-"""A simulated process: it performs effects one after the other, may die after each, may stand still, asks Redis."""
+"""A simulated process: it performs effects in order, may crash after each, can be paused, and sends Redis commands."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ from paramserver.testing.world import Answer, Call, Delivery, World
 T = TypeVar("T")
 
 REDIS_S = 1.0
-"""How long an answer of Redis is waited for."""
+"""Timeout of Redis commands."""
 
 
 class Node:
@@ -25,11 +25,11 @@ class Node:
         self._waiting: dict[int, Answer] = {}
 
     def start(self) -> None:
-        """Begin anew, with nothing but what Redis holds."""
+        """Start with no state but what Redis holds."""
         raise NotImplementedError
 
     def crash(self) -> None:
-        """Die now; start again after a while."""
+        """Crash now; restart after a while."""
         if not self.up:
             return
         self.up = False
@@ -39,13 +39,13 @@ class Node:
         self.world.after(self.world.rng.uniform(*self.world.faults.down_s), f"start {self.name}", self.start)
 
     def pause(self, seconds: float) -> None:
-        """Stand still, and notice nothing of it.  Who does so already wakes no later: else what has come would be taken
-        in another order."""
+        """Stop for a while without noticing.  A pause in progress is not extended: that would reorder the actions that
+        wait for its end."""
         if self.paused_until_s <= self.world.now:
             self.paused_until_s = self.world.now + seconds
 
     def later(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
-        """Do something later, unless this process has died by then; not before a pause is over."""
+        """Run `action` after a delay, and not before a pause is over; drop it if this process has crashed by then."""
         life = self.deaths
 
         def act() -> None:
@@ -59,7 +59,7 @@ class Node:
         self.world.after(delay_s, f"{self.name}: {what}", act)
 
     def in_turn(self, what: str, action: Callable[[], None]) -> None:
-        """Do something after everything that is to be done before it; the process may die right after."""
+        """Run `action` after all earlier ones given to this method; the process may crash right after it."""
 
         def act() -> None:
             action()
@@ -70,19 +70,19 @@ class Node:
         self.later(self._free_at - self.world.now, what, act)
 
     def number(self, answer: Answer) -> int:
-        """A number for a request whose outcome goes to `answer`."""
+        """Return a number for a request whose outcome is to go to `answer`."""
         self._numbers += 1
         self._waiting[self._numbers] = answer
         return self._numbers
 
     def answer(self, request: int, outcome: Any) -> None:
-        """The outcome of a request."""
+        """Deliver the outcome of a request; ignored if it already had one."""
         waiting = self._waiting.pop(request, None)
         if waiting is not None:
             waiting(outcome)
 
     def call(self, what: str, source: str, take: Delivery, *, once: bool = False) -> Call:
-        """A request to this process, which `take` handles when it gets there."""
+        """Return a request to this process, which `take` handles on arrival."""
 
         def deliver(answer: Answer) -> None:
             if self.up:
@@ -91,7 +91,7 @@ class Node:
         return Call(f"{source} to {self.name}: {what}", deliver, self.name, source, once=once)
 
     def ask_redis(self, what: str, work: Callable[[SimRedis], T], done: Callable[[T | None], None]) -> None:
-        """One command: done whole, or not at all; None to `done` where no answer came, whichever it was."""
+        """Run one atomic command and pass its result to `done`; None if no answer came, whether it ran or not."""
         open_ = True
 
         def settle(outcome: T | None) -> None:

@@ -1,4 +1,4 @@
-"""A simulated scheduler: follows until nobody leads, then leads by a lease in Redis until another one does."""
+"""A simulated scheduler: a standby until it gets the lease in Redis, then the leader until another one takes over."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,19 +17,19 @@ Document = Mapping[str, Any]
 TICK_S = 0.5
 RETRY_S = 0.25
 EMPTIED_S = 10.0
-"""How long a leader has for writing everything again to an emptied Redis, before another begins with nothing."""
+"""Time that a leader has to refill an emptied Redis before a standby takes over without any state."""
 ONCE = (io.JoinShard, io.StartRestore, io.RestoreFinished)
-"""What is never delivered twice: a restore is work of the leading process, which does not ask itself over a network."""
+"""Events never delivered twice.  Restores are among them because the leading process does them without a network."""
 
 
 @dataclass
 class Ledger:
-    """What schedulers have told, whichever of them: never two lists for one commit."""
+    """The commits that any scheduler has published; asserts that none has two lists of contributions."""
 
     commits: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
     def note(self, document: Document) -> None:
-        """Another document that others have seen; a model's tells of commits, also of those whose leader died before it
+        """Record a published document.  A model's document includes commits, even those whose leader died before it
         could publish them."""
         for commit in [document] if document["type"] == "commit" else document.get("commits", ()):
             key = (document["generation"], commit["timeline"], commit["t"])
@@ -37,13 +37,13 @@ class Ledger:
             assert before == commit["contributions"], f"commit {key} was published with two lists"
 
     def sums(self, timeline: int) -> int:
-        """Commits of that timeline that list something."""
+        """Return the number of commits of that timeline that have contributions."""
         return sum(at == timeline and bool(listed) for (_, at, _), listed in self.commits.items())
 
 
 @dataclass
 class _Batch:
-    """What one event led to and is not visible yet."""
+    """What one event has decided, not stored yet, and the effects that wait for that."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     tokens: dict[PartitionKey, Token] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class SimScheduler(Node):
         self.ledger = ledger
         self.leading = False
         self.seen_term = 0
-        """The highest term it knows of; survives in the process alone."""
+        """The highest term it knows of; kept in memory only."""
 
     def start(self) -> None:
-        """Read everything back under a new term, as soon as nobody leads."""
+        """Start as a standby; once nobody leads, load the state from Redis and lead under a new term."""
         self.up, self.leading = True, False
         self.seen_term, self._missing_since_s, self._answered_s = 0, None, (float("inf"), float("-inf"))
         self._reset()
@@ -73,17 +73,17 @@ class SimScheduler(Node):
         self._queue: deque[_Batch] = deque()
         self._writing = False
         self._anew = False
-        """Redis was emptied, and does not have everything again yet."""
+        """Redis was emptied and is not refilled yet."""
         self._away = False
         self._asked_s = self.world.now
-        """When it last sent the question whose answer was that it leads."""
+        """When it sent the last lease renewal that succeeded; -inf after a pause, until one does."""
         self._held: list[Callable[[], None]] = []
 
     # --- the lease
 
     _missing_since_s: float | None
     _answered_s: tuple[float, float]
-    """Since when Redis has answered without a gap, and when it did last."""
+    """(since when Redis has answered without a gap, when it last answered)."""
 
     def _beat(self, life: int) -> None:
         if life != self.deaths:
@@ -153,7 +153,7 @@ class SimScheduler(Node):
         self._reset()
 
     def pause(self, seconds: float) -> None:
-        """When it is over, Redis is asked before anything is answered."""
+        """Pause; afterwards, renew the lease before answering anything."""
         super().pause(seconds)
         self.later(0.0, "was paused", self._doubt)
 
@@ -181,7 +181,7 @@ class SimScheduler(Node):
             self.later(TICK_S, "tick", lambda: self._tick(term))
 
     def handle(self, event: io.Event) -> None:
-        """One event; what it decides is seen once it is stored."""
+        """Handle one event; effects are performed once its decisions are stored, except replies that need not wait."""
         if not self._sure:
             self._held.append(lambda: self.handle(event))
             return
@@ -218,7 +218,7 @@ class SimScheduler(Node):
 
         def written(verdict: Verdict | None) -> None:
             if queue is not self._queue:
-                return  # of a reign that is over
+                return  # from an earlier term as leader
             if verdict is Verdict.FENCED and term == self.term:
                 self._step_down()
             elif verdict is not Verdict.DONE:
@@ -256,7 +256,7 @@ class SimScheduler(Node):
                         self.ledger.note(document)
                 self.answer(request, outcome)
             case io.WriteCheckpoint(model, name):
-                # Its files are not simulated: what it asks for beforehand is a cut.
+                # Files are not simulated: a checkpoint only serves to request a cut.
                 self.handle(io.CheckpointFailed(model, name, problem("storage_unavailable", "there is no disk")))
             case _:
                 raise AssertionError(f"the simulation has no {effect}")
@@ -264,7 +264,7 @@ class SimScheduler(Node):
     # --- requests
 
     def ask(self, source: str, make: Callable[[int], io.Event]) -> Call:
-        """A request to the scheduler."""
+        """Return a request to this scheduler."""
 
         def take(answer: Answer) -> None:
             if self.leading:
@@ -276,7 +276,7 @@ class SimScheduler(Node):
         return self.call(type(what).__name__, source, take, once=isinstance(what, ONCE))
 
     def tell(self, source: str, event: io.Event) -> Call:
-        """An event that nobody waits for."""
+        """Return a message to this scheduler whose event has no outcome."""
 
         def take(answer: Answer) -> None:
             if self.leading:
@@ -286,7 +286,7 @@ class SimScheduler(Node):
         return self.call(type(event).__name__, source, take)
 
     def look(self, source: str, what: str, read: Callable[[SchedulerCore], Any]) -> Call:
-        """A request that only looks."""
+        """Return a read-only request."""
 
         def take(answer: Answer) -> None:
             if not self.leading or not self._sure:

@@ -1,11 +1,11 @@
-"""Runs a `ShardCore` in memory: real kernels, a store that outlives it, and effects whose completion the test decides.
+"""Runs a `ShardCore` in memory, with real kernels and a store that outlives it; tests decide when effects complete.
 
     store = SnapshotShelf()
     driver = ShardDriver(store)
     driver.serve(spec)                       # all partitions, version 0
     outcome = driver.push({0: gradient})     # or send(event), then complete(i) in any order
-    driver.advance(6.0)                      # time passes, ticks come when they are due
-    ShardDriver(store)                       # a crash: nothing but the store survives
+    driver.advance(6.0)                      # advance the clock, with ticks when they are due
+    ShardDriver(store)                       # a crash: only the store survives
 
 Loads, jobs, snapshots and journals wait in `pending` until `complete` is called; with `eager` they complete at once.
 """
@@ -67,22 +67,22 @@ from paramserver.wire.tensor import bf16_to_f32, slice_crc
 
 
 class SnapshotShelf:
-    """What Redis holds: of each partition the newest snapshot and the pinned cut or the one before, and the journal."""
+    """Redis' contents: per partition the newest snapshot, the pinned cut or else the previous one, and the journal."""
 
     def __init__(self) -> None:
         self.kept: dict[PartitionKey, list[Capture]] = {}
         """Newest first."""
         self.cuts: dict[tuple[PartitionKey, int], Capture] = {}
-        """Those kept that are cuts, by clock."""
+        """The kept snapshots that are cuts, by clock."""
         self.journals: dict[PartitionKey, list[JournalEntry]] = {}
-        """After the older of the two snapshots."""
+        """The entries after the older of the two snapshots."""
         self.tokens: dict[PartitionKey, Token] = {}
-        """Whoever writes under a lower one is refused by `ShardDriver`."""
+        """Owner tokens; `ShardDriver` refuses writes under lower ones."""
         self.damaged = False
-        """The newest snapshots cannot be read: the ones before are used."""
+        """The newest snapshots cannot be read: the previous ones are used."""
 
     def save(self, effect: StoreSnapshot, pinned: int | None = None) -> None:
-        """Keep a capture as it is, its buffers never change; beside it the cut at clock `pinned` if that is there."""
+        """Keep a capture (its buffers never change) and the cut at clock `pinned`, or else the previous capture."""
         key, before = effect.capture.key, self.kept.get(effect.capture.key, [])
         cut = None if pinned is None else self.cuts.get((key, pinned))
         kept = self.kept[key] = [effect.capture, *([cut] if cut is not None else before)][:2]
@@ -94,7 +94,7 @@ class SnapshotShelf:
             del self.cuts[at]
 
     def append(self, entry: JournalEntry) -> bool:
-        """Journal one entry; one that is there already is passed over.  False: those before it are missing."""
+        """Append one entry to its journal, unless it is already there; return False if earlier ones are missing."""
         journal = self.journals.get(entry.key, [])
         last = max([*(e.lsn for e in journal[-1:]), *(c.lsn for c in self.kept.get(entry.key, ())[:1])], default=0)
         if entry.lsn == last + 1:
@@ -102,7 +102,7 @@ class SnapshotShelf:
         return entry.lsn <= last + 1
 
     def load(self, effect: LoadPartition) -> LoadedState:
-        """The state a partition starts from."""
+        """Return the state that a partition starts from; raises KeyError for an unknown cut."""
         if isinstance(effect.source, int):
             return loaded(self.cuts[effect.key, effect.source])
         known = effect.source == "snapshot" or effect.spec.ack != "applied"
@@ -113,7 +113,7 @@ class SnapshotShelf:
 
 
 def loaded(capture: Capture) -> LoadedState:
-    """What a stored capture gives back."""
+    """Return the state that a stored capture restores."""
     return LoadedState(
         capture.state,
         capture.version,
@@ -128,7 +128,7 @@ def loaded(capture: Capture) -> LoadedState:
 
 
 def first_state(effect: LoadPartition) -> LoadedState:
-    """The initial values of a partition."""
+    """Return the initial state of a partition."""
     layout, index = effect.layout, effect.key.index
     base, values = layout.bounds[index], np.empty(layout.partition_size(index), np.float32)
     for segment in layout.segments[index]:
@@ -140,7 +140,7 @@ def first_state(effect: LoadPartition) -> LoadedState:
 
 
 def perform(task: Task) -> TaskResult:
-    """The result of one task, by the real kernels."""
+    """Compute one task with the real kernels."""
     state, values = task.state, np.empty_like(task.state.values)
     if isinstance(task, AssignTask):
         part, at = task.part, 0
@@ -171,23 +171,23 @@ def push_part(
     base: tuple[int, int] | None = None,
     dtype: DType = "float32",
 ) -> PushPart:
-    """A part as the service makes it; the elements of every second one, if it is whole, nobody has looked at yet."""
+    """Return a part as the service makes it; whole parts of even partitions are unchecked, without a CRC."""
     part = PushPart(partition, data, dtype, None, True, ranges, base)
     return look(part, size) if ranges is not None or partition % 2 == 1 else part
 
 
 def look(part: PushPart, size: int | None = None) -> PushPart:
-    """What the service does where a part has to be looked at before it is applied; `size` is its partition's."""
+    """Return the part with `crc` and `finite` set, as the service does; `size` is its partition's, in elements."""
     crc = slice_crc(part.dtype, part.ranges or ((0, part.data.size if size is None else size),), part.data)
     return replace(part, crc=crc, finite=bool(kernels.all_finite(part.data, part.dtype)))
 
 
 Pullable = dict[PartitionKey, tuple[F32, tuple[int, int, int]]]
-"""By partition, what a pull is answered with: values, (version, incarnation, timeline)."""
+"""Partition -> what a pull of it returns: values, (version, incarnation, timeline)."""
 
 
 def pullable(core: ShardCore) -> Pullable:
-    """What pulls of everything would be answered with now."""
+    """Return what pulls of all partitions would return now."""
     return {
         p.key: (p.state.values, (p.version, p.token, m.timeline))
         for m in core.models.values()
@@ -198,15 +198,19 @@ def pullable(core: ShardCore) -> Pullable:
 
 
 def check_at_once(known: PullDone | None, answers: Sequence[Outcome]) -> None:
-    """A pull gets by asking what its event gets at once, which is refused besides where too many requests wait."""
+    """Assert that `pulls.at_once` returned the pull's immediate answer, None if there is none or it is an error.
+
+    Only if too many requests wait (`queue_full`) may the pull be refused although `at_once` has an answer.
+    """
     for answer in answers:
         assert answer == known or (isinstance(answer, PsError) and (known is None or answer.code == "queue_full"))
     assert known is None or answers
 
 
 def check_superseded(core: ShardCore, before: Pullable) -> None:
-    """Raises AssertionError unless the core says of all that a pull was answered with `before` and is not now that it
-    was superseded: clients of its machine still take it for the present.
+    """Assert that the core reports as superseded all that pulls returned `before` and do not return now.
+
+    Clients on the shard's machine would otherwise take it for current.
     """
     now, told = pullable(core) if before else {}, {id(s.values) for s in core.superseded}
     for key, (values, stand) in before.items():
@@ -216,32 +220,32 @@ def check_superseded(core: ShardCore, before: Pullable) -> None:
 
 @dataclass
 class ShardDriver:
-    """One shard under test: its core, its clock, and what it asked for and answered."""
+    """One shard under test: its core, its time, its pending effects and its replies."""
 
     store: SnapshotShelf = field(default_factory=SnapshotShelf)
     eager: bool = True
-    """Complete every effect as soon as it comes."""
+    """Complete every effect immediately."""
     checked: bool = True
-    """Look at all partitions after every event, by `check_superseded`."""
+    """Run `check_superseded` after every event."""
     core: ShardCore = field(default_factory=lambda: ShardCore(look))
     now: float = 100.0
     pending: list[Effect] = field(default_factory=list)
-    """Loads, jobs, snapshots and journals that are under way."""
+    """Loads, jobs, snapshots and journals that are not complete."""
     replies: dict[int, Outcome] = field(default_factory=dict)
     asked: list[AskWorker] = field(default_factory=list)
     reports: int = 0
     resyncs: int = 0
     view: ModelView | None = None
-    """The newest view that was fed."""
+    """The newest view sent."""
     roster: Callable[[AskWorker], WorkerAnswered] | None = None
-    """The scheduler's answer to a question about a worker; without it they wait in `asked`."""
+    """Answers questions about workers, in the scheduler's place; if None, they collect in `asked`."""
     _requests: int = 0
 
     def send(self, event: Event) -> None:
-        """Hand an event to the core and take in what comes of it."""
+        """Hand an event to the core and process its effects."""
         if isinstance(event, ModelView):
             self.view = event
-            for index, token in event.owned.items():  # the leader puts them there first
+            for index, token in event.owned.items():  # the leader stores tokens before it announces them
                 key = PartitionKey(event.model, index)
                 self.store.tokens[key] = max(token, self.store.tokens.get(key, 0))
         events = [event]
@@ -278,7 +282,7 @@ class ShardDriver:
         return []
 
     def result(self, effect: Effect) -> list[Event]:
-        """The events that tell of that effect's success, or that another owner has taken the partition's place."""
+        """Return the events that tell an effect's outcome: success, a newer owner token, or missing journal entries."""
         match effect:
             case Apply(job, tasks):
                 return [Applied(job, tuple(perform(t) for t in tasks))]
@@ -308,14 +312,14 @@ class ShardDriver:
                 raise AssertionError(f"{effect} is not completed by an event")
 
     def complete(self, index: int = 0) -> None:
-        """Complete one of the effects under way; journals are written in the order of their effects."""
+        """Complete one pending effect; `Journal` effects complete in their order, whichever of them is chosen."""
         if isinstance(self.pending[index], Journal):
             index = next(i for i, e in enumerate(self.pending) if isinstance(e, Journal))
         for event in self.result(self.pending.pop(index)):
             self.send(event)
 
     def settle(self) -> None:
-        """Complete everything under way, and what comes of it."""
+        """Complete all pending effects, and those that result from them."""
         for _ in range(10_000):
             if not self.pending:
                 return
@@ -323,17 +327,17 @@ class ShardDriver:
         raise AssertionError(f"what is under way never ends: {self.pending[:3]}")
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; ticks come when the core asked for them."""
+        """Advance the clock, with ticks at the core's deadlines."""
         end = self.now + seconds
         while (at := self.core.deadline()) is not None and at <= end:
             self.now = max(self.now, at)
             self.send(Tick())
         self.now = end
 
-    # --- in the words of a test
+    # --- shorthands for tests
 
     def serve(self, spec: ModelSpec, **changes: Any) -> ModelView:
-        """Own every partition of a model: the view that a scheduler would send, with these fields changed."""
+        """Send and return a view in which this shard owns all partitions of a model, with `changes` to its fields."""
         layout = Layout(spec)
         owned = {i: 1 for i in range(spec.partitions)}
         view = ModelView(ModelKey(spec.name, 1), spec, layout, 1, 0, 0, 1, True, owned, "init", {})
@@ -342,13 +346,13 @@ class ShardDriver:
         return view
 
     def patch(self, change: Mapping[str, Any], **changes: Any) -> None:
-        """Change the model's settings: the next revision's view."""
+        """Change the model's settings, by sending the view of the next revision."""
         assert self.view is not None
         spec = self.view.spec.patched(change)
         self.send(replace(self.view, spec=spec, revision=self.view.revision + 1, **changes))
 
     def request(self) -> int:
-        """A fresh number."""
+        """Return a new request number."""
         self._requests += 1
         return self._requests
 
@@ -361,7 +365,7 @@ class ShardDriver:
         base: tuple[int, int] | None = None,
         **fields: Any,
     ) -> int:
-        """Send a push of these partitions; returns its request."""
+        """Send a push of these partitions; return its request number."""
         assert self.view is not None
         layout, request = self.view.layout, self.request()
         parts = tuple(
@@ -371,37 +375,37 @@ class ShardDriver:
         return request
 
     def push(self, grads: Mapping[int, AnyArray], push_id: PushId | None = None, **fields: Any) -> PushDone:
-        """The outcome of a push that completes at once; raises the PsError it was refused with."""
+        """Send a push that completes at once and return its outcome; raises the PsError it was refused with."""
         outcome = self.outcome(self.submit(grads, push_id, **fields))
         assert isinstance(outcome, PushDone)
         return outcome
 
     def ask(self, parts: tuple[int, ...], **fields: Any) -> int:
-        """Send a pull of these partitions; returns its request."""
+        """Send a pull of these partitions; return its request number."""
         assert self.view is not None
         request = self.request()
         self.send(PullReceived(request, self.view.spec.name, parts, **fields))
         return request
 
     def pull(self, *parts: int, **fields: Any) -> PullDone:
-        """The outcome of a pull that completes at once; raises the PsError it was refused with."""
+        """Send a pull that completes at once and return its outcome; raises the PsError it was refused with."""
         outcome = self.outcome(self.ask(parts, **fields))
         assert isinstance(outcome, PullDone)
         return outcome
 
     def values(self, partition: int = 0) -> list[float]:
-        """A partition's present values."""
+        """Return a partition's current values."""
         return [float(x) for x in self.pull(partition).parts[0].state.values]
 
     def outcome(self, request: int) -> Outcome:
-        """How a request ended; raises the PsError it was refused with."""
+        """Return the outcome of a request; raises the PsError it was refused with."""
         outcome = self.replies[request]
         if isinstance(outcome, PsError):
             raise outcome
         return outcome
 
     def commit(self, t: int, *contributions: Contribution, cut: bool = False, **fields: Any) -> None:
-        """Tell of commit `t` with this list."""
+        """Send commit `t` with this list of contributions."""
         assert self.view is not None
         view = self.view
         commit = CommitDecided(view.model, view.timeline, t, contributions, view.revision, view.live_workers, cut)

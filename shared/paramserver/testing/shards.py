@@ -35,16 +35,16 @@ class SimShard(Node):
         self.schedulers = list(schedulers)
 
     def start(self) -> None:
-        """Join with nothing owned."""
+        """Start and join, owning nothing."""
         self.core = ShardCore(look)
         self.epoch = 0
         self.term = 0
-        """The highest term that a document told."""
+        """The highest term that a document carried."""
         self.views: dict[str, sio.ModelView] = {}
         self.layouts: dict[ModelKey, Layout] = {}
         self._stream = 0
         self._cuts: dict[ModelKey, int | None] = {}
-        """The newest whole cut of each model that may go back to it, as its document told."""
+        """The newest cut stored on all partitions, per model that may roll back to it, as its document says."""
         self._queues: dict[Ownership, deque[sio.JournalEntry]] = {}
         self._writing = False
         self._wakes_at = float("inf")
@@ -55,7 +55,7 @@ class SimShard(Node):
 
     @property
     def scheduler(self) -> SimScheduler:
-        """The one in use."""
+        """The scheduler in use."""
         return self.schedulers[0]
 
     def _turn(self) -> None:
@@ -63,13 +63,13 @@ class SimShard(Node):
 
     @property
     def serving(self) -> bool:
-        """Whether Redis or a scheduler has said yes lately (semantics 6)."""
+        """Whether the fence key or a heartbeat has confirmed this shard recently enough to serve (semantics 6)."""
         return self.epoch > 0 and self.world.now - self._yes_s <= SERVE_WITHOUT_CONTACT_S
 
     # --- membership
 
     def _send(self, call: Call, on_answer: Answer) -> None:
-        """A request of this process: its answer is of no use to a later life of it."""
+        """Send a request; its answer is dropped if this process crashes in the meantime."""
         life = self.deaths
 
         def answered(outcome: Any) -> None:
@@ -99,7 +99,7 @@ class SimShard(Node):
         )
 
     def _disown(self) -> None:
-        """This membership is over: nothing is owned any more."""
+        """End this membership: give up all partitions and join again."""
         self.epoch, self._yes_s = 0, float("-inf")
         for view in list(self.views.values()):
             self._view(replace(view, owned={}, release={}))
@@ -153,7 +153,7 @@ class SimShard(Node):
     # --- the feed
 
     def _follow(self) -> None:
-        """Open the feed: documents come in order until it is cut; then open it again."""
+        """Open the feed, whose documents arrive in order until it is cut; after `FEED_SILENCE_S`, open it again."""
         self._stream += 1
         stream, epoch, life, scheduler = self._stream, self.epoch, self.deaths, self.scheduler
         arrives_s, heard_s = self.world.now, self.world.now
@@ -244,7 +244,7 @@ class SimShard(Node):
     # --- events and effects
 
     def handle(self, event: sio.Event) -> None:
-        """One event, and its effects in their order."""
+        """Handle one event; its effects are performed in order."""
         before = pullable(self.core)
         effects = self.core.handle(event, self.world.now)
         check_superseded(self.core, before)
@@ -309,7 +309,7 @@ class SimShard(Node):
         self.ask_redis("snapshot", lambda redis: redis.save(effect, pinned), done)
 
     def _write(self) -> None:
-        """Group commit: one write in flight, with all that waits of every partition."""
+        """Group commit: at most one write in flight, with all waiting entries of all partitions."""
         for ownership in [o for o in self._queues if not self.core.owns(*o)]:
             del self._queues[ownership]
         if self._writing or not self._queues:
@@ -338,7 +338,7 @@ class SimShard(Node):
         self.ask_redis("journal", work, done)
 
     def _settle(self, ownership: Ownership, verdict: Verdict, entries: Sequence[sio.JournalEntry]) -> bool:
-        """What came of one partition's entries; whether they wait still."""
+        """Process the verdict on one partition's entries; return whether they must be written again."""
         queue = self._queues.get(ownership)
         if queue is None:
             return False
@@ -374,7 +374,7 @@ class SimShard(Node):
     # --- requests
 
     def ask(self, source: str, what: str, make: Callable[[int], sio.Event]) -> Call:
-        """A request to this shard."""
+        """Return a request to this shard."""
 
         def take(answer: Answer) -> None:
             if self.serving:
@@ -385,7 +385,7 @@ class SimShard(Node):
         return self.call(what, source, take)
 
     def ask_that_ends(self, source: str, what: str, event: Callable[[int], sio.PushReceived], shards: int) -> Call:
-        """A push that ends its worker's iteration on so many shards, which this one tells the scheduler."""
+        """Return a push that ends its worker's iteration on `shards` shards; this one reports its part of the clock."""
 
         def take(answer: Answer) -> None:
             if not self.serving:
@@ -415,7 +415,7 @@ class SimShard(Node):
         self.world.send(self.scheduler.tell(self.name, staged), lambda answer: None)
 
     def ask_commit(self, source: str, push: sio.PushReceived, wait_s: float) -> Call:
-        """Those partitions after the clock of that push; None where the worker is to ask the scheduler."""
+        """Return a pull of the push's partitions once its clock is over; the outcome None means: ask the scheduler."""
         assert push.push_id is not None
         assert push.clock is not None
         i, clock, indices = push.push_id, push.clock, tuple(p.partition for p in push.parts)

@@ -2,11 +2,11 @@
 
     python -m paramserver.testing.simulation --seed 17     # one run, with the end of its trace if it fails
 
-Two schedulers, three shards, three workers, one Redis.  Every worker pushes ones for a fixed number of clocks into a
-model whose optimizer adds them up, so the values count what was applied: in sync each commit adds exactly one;
-otherwise every push adds one, and none may be counted twice.  In some of the synchronous runs an operator restores the
-model, assigns values or changes its mode meanwhile.  Mode, level, faults and operator follow from the seed unless they
-are named.
+Two schedulers, three shards, three workers, one Redis.  Every worker pushes ones for a fixed number of clocks to a
+model whose optimizer adds them up, so the values count what was applied: in sync, each commit adds exactly one;
+otherwise each push adds one, and none may be counted twice.  In some of the synchronous runs, an operator restores the
+model, assigns values or changes its mode during training.  Mode, level, faults and operator are derived from the seed
+unless given.
 """
 
 import argparse
@@ -45,7 +45,7 @@ KINDS: Final[dict[str, Faults]] = {
     "redis": Faults(crash=0.0003, redis_away=0.15, drain=0.05),
     "emptied": Faults(crash=0.0, drop=0.005, feed_cut=0.002, redis_away=0.05, empty_at_s=12.0, drain=0.05),
 }
-"""What goes wrong most, by name."""
+"""Fault mixes, named by what goes wrong most."""
 CHANGES: Final = ("none", "restores", "puts", "flips")
 """What an operator does to a synchronous model."""
 PATIENCE_S: Final = 600.0
@@ -53,7 +53,7 @@ PATIENCE_S: Final = 600.0
 
 @dataclass
 class Simulation:
-    """One run: its nodes, its workers, and what was promised to them."""
+    """One run: its nodes and workers, and what the workers were promised."""
 
     seed: int
     mode: str = ""
@@ -62,21 +62,21 @@ class Simulation:
     change: str = ""
     clocks: int = 8
     checkpoints: int = 0
-    """So often a checkpoint is due; in sync it asks for a cut, which at `journaled` nothing else does."""
+    """Clocks between automatic checkpoints, 0: none.  In sync they request cuts, which nothing else does at
+    `journaled`."""
     late: str = ""
-    """sync: two of three workers are enough, and this is what becomes of the third one's clock; empty: all are waited
-    for."""
+    """sync: policy for late reports, with a quorum of two of the three workers; empty: the quorum is all three."""
     faults: Faults | None = None
     world: World = field(init=False)
     finished: int = 0
     acknowledged: dict[int, set[PushId]] = field(default_factory=dict)
-    """Per partition, pushes with an answer."""
+    """Pushes acknowledged, by partition."""
     sent: dict[int, set[PushId]] = field(default_factory=dict)
-    """Per partition, pushes that were sent; one whose sender was fenced may be applied without an answer."""
+    """Pushes sent, by partition; one whose sender was fenced may be applied without an answer."""
     observed: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """(worker, partition, incarnation) -> version last pulled: it never goes back."""
+    """(worker, partition, incarnation) -> version last pulled, which must never decrease."""
     timeline: int = 0
-    """The one that the model ends in, where an operator was at work."""
+    """The model's final timeline, in runs with an operator."""
 
     def __post_init__(self) -> None:
         self.mode = self.mode or sorted(CONSISTENCY)[self.seed % 4]
@@ -108,17 +108,17 @@ class Simulation:
 
     @property
     def replay(self) -> str:
-        """The line that runs this again."""
+        """The command that repeats this run."""
         chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind} --change {self.change}"
         chosen += f" --checkpoints {self.checkpoints}" + (f" --late {self.late}" if self.late else "")
         return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
 
     def run(self) -> str:
-        """Run to the end; the hash of the trace.  Raises AssertionError when a promise was broken."""
+        """Run to the end and return the trace's hash; raises AssertionError if a promise was broken."""
         world = self.world
         for node in (*self.schedulers, self.shards["shard-0"], self.shards["shard-1"]):
             node.start()
-        # The third one joins while training goes on, so partitions move to it.
+        # The third shard joins during training, so partitions move to it.
         world.after(world.rng.uniform(2.0, 20.0), "start shard-2", self.shards["shard-2"].start)
         world.after(1.0, "trouble", self._trouble)
         if world.faults.empty_at_s is not None:
@@ -130,7 +130,7 @@ class Simulation:
         self._check_end()
         return world.trace
 
-    # --- what goes wrong beside messages and crashes
+    # --- faults other than lost messages and crashes
 
     def _trouble(self) -> None:
         world, faults = self.world, self.world.faults
@@ -161,7 +161,7 @@ class Simulation:
             for name, generation, index, token, *_ in s.core.partitions()
         }
         if not self.redis.tokens or not set(self.redis.tokens.items()) <= held:
-            # What is in nobody's memory just now would be lost; that it is not is no promise.
+            # State that no shard has in memory right now would be lost, which is allowed (semantics 6): try later.
             self.world.after(0.2, "Redis is emptied", self._empty)
             return
         self.redis.empty()
@@ -190,10 +190,10 @@ class Simulation:
         if self.changed:
             self.world.play(self.operator.work())
 
-    # --- checkers
+    # --- checks
 
     def observe(self, worker: int, parts: list[sio.PulledPart]) -> None:
-        """What one worker has just pulled."""
+        """Check what one worker has just pulled."""
         for p in parts:
             values = p.state.values
             assert values.min() == values.max(), f"a torn read of partition {p.partition}: {values}"
@@ -209,11 +209,11 @@ class Simulation:
                 assert values[0] <= sent, f"partition {p.partition}: {values[0]} of at most {sent} pushes"
 
     def _check_changed(self, part: sio.PulledPart) -> None:
-        """Each commit, flush or push adds one, whatever the values were before."""
+        """Check a value of a changed model: each commit, flush or push adds one to whatever was there."""
         value, sent = float(part.state.values[0]), len(self.sent[part.partition])
         most = sent if self.change == "flips" else ASSIGNED + sent
-        # A model that is not in sync comes back from a death partition by partition, and a commit decided before then
-        # takes what there is.
+        # Outside sync, each partition recovers from a shard's death by itself, and a commit decided earlier applies the
+        # contributions that are left there, whose mean need not be a whole number.
         whole = self.lossless or self.change != "flips"
         assert value.is_integer() or not whole, f"partition {part.partition}: {value} is no sum of ones"
         assert value <= most, f"partition {part.partition}: {value}, at most {most} can be"
@@ -239,31 +239,33 @@ class Simulation:
 
     @property
     def _cut_pending(self) -> bool:
-        """Whether a cut is to become whole, by what the leader has stored."""
+        """Whether, by the leader's stored state, a cut is still to be stored by some partition."""
         stored = self.redis.state.get(f"clock:{MODEL}")
         return stored is None or json.loads(stored)["pending_cut"] is not None
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing acknowledged may be lost: at `applied` when no membership has ended, whatever moved."""
+        """Whether no acknowledged push may be lost: no shard membership has ended (moves lose nothing at any level) or,
+        above `applied`, Redis was never emptied.
+        """
         return not self.redis.memberships_ended or (self.level != "applied" and not self.redis.times_emptied)
 
     @property
     def _last_clock(self) -> int:
-        """What a synchronous model ends at; 0 where that cannot be said.
+        """The clock that a synchronous model ends at; 0 if unknown.
 
-        At `applied` a death after the last clock may take it back, and nobody is there to go on.
+        At `applied`, a shard's death after the last clock may roll the model back, and no worker is left to go on.
         """
         complete = self.lossless or self.level != "applied"
         return self.clocks if self.mode == "sync" and complete else 0
 
     @property
     def changed(self) -> bool:
-        """Whether an operator changes the model meanwhile, so that its versions say nothing about its values."""
+        """Whether an operator changes the model, so that its versions say nothing about its values."""
         return self.change != "none"
 
     def _final(self) -> Iterator[sio.PulledPart]:
-        """Every partition at the end: where an operator was at work, all at the clock that the scheduler says."""
+        """Pull every partition at the end; in runs with an operator, at the clock in the scheduler's document."""
         found: list[list[sio.PulledPart]] = []
         reader = SimClient(self, "reader")
 
@@ -303,7 +305,7 @@ def main() -> int:
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()
-        except Exception as e:  # whatever it is, it is a find
+        except Exception as e:  # any exception is a finding
             failed += 1
             print(*simulation.world.log[-30:], sep="\n")
             print(f"FAILED {what}: {type(e).__name__} {e}\nreplay: {simulation.replay}")

@@ -1,4 +1,4 @@
-"""Redis as the simulation has it: scripts that are done whole or not at all, and a memory that can be lost."""
+"""A simulated Redis: its scripts are atomic, and its contents can be lost."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ LEASE_S = 3.0
 
 
 class Verdict(Enum):
-    """What became of a write under a term or a token."""
+    """Outcome of a write under a term or an owner token."""
 
     DONE = "done"
     EMPTIED = "emptied"
@@ -23,7 +23,7 @@ class Verdict(Enum):
 
 
 class SimRedis:
-    """What outlives every process: leases, the scheduler's fields, tokens, fences, snapshots and journals."""
+    """State that outlives every process: the lease, the scheduler's fields, tokens, fences, snapshots and journals."""
 
     name = "redis"
 
@@ -31,11 +31,11 @@ class SimRedis:
         self.down = False
         self.times_emptied = 0
         self.memberships_ended = False
-        """Whether some shard was ever declared dead."""
+        """Whether any shard was ever declared dead."""
         self.empty()
 
     def empty(self) -> None:
-        """Everything is lost."""
+        """Lose everything."""
         self.term = 0
         self.leader = ""
         self.lease_until_s = 0.0
@@ -49,11 +49,12 @@ class SimRedis:
     def take(
         self, who: str, seen: int, patient: bool, answered_s: tuple[float, float], now: float
     ) -> tuple[int, dict[str, Any]] | str:
-        """The new term and all fields, where nobody leads; else who does.
+        """Take the lease if it is free, and return (new term, all fields); else return the leader's name.
 
-        `seen` is the highest term that scheduler knows of: a Redis that has none was emptied, and whoever led has it
-        all in memory, so it is left to him for a while (`patient`).  A lease that has lapsed is taken by one that has
-        had answers all that time (`answered_s`: since when, and when last), one's own at once: its answer was lost.
+        `seen` is the highest term that the scheduler knows of.  If Redis has a lower one, it was emptied; the leader
+        has everything in memory, so the lease is left to it for a while (`patient`).  An expired lease is taken by a
+        scheduler that has had answers for 1.5 s (`answered_s`: since when, and when last); one in its own name is taken
+        at once, because then only the answer was lost.
         """
         since_s, last_s = answered_s
         watched = now - since_s >= 1.5 and now - last_s <= 2.0
@@ -64,7 +65,7 @@ class SimRedis:
         return self.term, {k: json.loads(v) for k, v in self.state.items()}
 
     def renew(self, who: str, term: int, now: float) -> tuple[Verdict, int]:
-        """The leader goes on, or learns that another one leads, or that all was lost and is to be written anew."""
+        """Renew the lease; FENCED: another scheduler leads; EMPTIED: everything was lost and must be written again."""
         if self.term > term:
             return Verdict.FENCED, self.term
         self.leader, self.lease_until_s = who, now + LEASE_S
@@ -78,7 +79,7 @@ class SimRedis:
         fences: Mapping[str, int],
         anew: bool,
     ) -> Verdict:
-        """One group of decisions; `anew`: it holds everything, for a Redis that was emptied."""
+        """Write one group of decisions; `anew`: it contains the whole state, for a Redis that was emptied."""
         if anew and term > self.term:
             self.term = term
         if term != self.term:
@@ -97,7 +98,7 @@ class SimRedis:
     # --- shards
 
     def append(self, key: PartitionKey, token: Token, entries: Sequence[JournalEntry]) -> Verdict:
-        """Entries of one partition; those that are there already are passed over."""
+        """Append entries to one partition's journal; those already there are skipped."""
         owner = self.tokens.get(key, 0)
         if owner != token:
             return Verdict.FENCED if owner > token else Verdict.EMPTIED
@@ -114,7 +115,7 @@ class SimRedis:
         return max(lsns, default=0)
 
     def save(self, effect: StoreSnapshot, pinned: int | None) -> Verdict:
-        """A snapshot, whose manifest is switched by whoever has the token; the cut at clock `pinned` is kept."""
+        """Store a snapshot, if its token is the owner's; the cut at clock `pinned` is kept."""
         owner = self.tokens.get(effect.capture.key, 0)
         if owner != effect.capture.token:
             return Verdict.FENCED if owner > effect.capture.token else Verdict.EMPTIED
@@ -122,7 +123,7 @@ class SimRedis:
         return Verdict.DONE
 
     def load(self, effect: LoadPartition) -> LoadedState:
-        """A partition's first state; raises CorruptState for a cut that is not there."""
+        """Return the state that a partition starts from; raises CorruptState (`corrupt_state`) for an unknown cut."""
         try:
             return self.shelf.load(effect)
         except KeyError as e:

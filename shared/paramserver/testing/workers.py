@@ -1,4 +1,4 @@
-"""A simulated worker: it pushes ones, clock by clock, under ids of its own, until each has its answer."""
+"""A simulated worker: it pushes ones, clock by clock, and repeats each push under its id until it is answered."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class SimClient:
-    """Whoever asks schedulers and shards: it uses the scheduler that answered last."""
+    """A client of schedulers and shards; it stays with a scheduler until that does not answer or does not lead."""
 
     def __init__(self, simulation: "Simulation", name: str) -> None:
         self.sim, self.name = simulation, name
         self._schedulers = list(simulation.schedulers)
         self._map: dict[int, str] = {}
-        """Partition -> shard, as last heard."""
+        """Partition -> shard, as last read from a scheduler."""
 
     def ask(self, make: Any) -> Script:
-        """The outcome of an event at the scheduler; an error that may pass has turned to the other one."""
+        """Send an event to the scheduler and return its outcome; `no_leader` and `in_doubt` switch to the other one."""
         return (yield from self._turned((yield self._schedulers[0].ask(self.name, make))))
 
     def _turned(self, outcome: Any) -> Script:
@@ -37,7 +37,7 @@ class SimClient:
         return outcome
 
     def owners(self, wanted: set[int]) -> Script:
-        """Shard -> partitions, of those wanted that have an owner; at least one.  As known until a request fails."""
+        """Return shard -> partitions for those wanted that have an owner, at least one.  Cached until `failed`."""
         while True:
             owners: dict[str, list[int]] = {}
             for index in sorted(wanted & self._map.keys()):
@@ -50,7 +50,7 @@ class SimClient:
                 yield 0.2
 
     def model(self) -> Script:
-        """The model's public document."""
+        """Return the model's public document."""
         while True:
             look = self._schedulers[0].look(self.name, "model", lambda core: core.read.model(self.sim.spec.name))
             doc = yield from self._turned((yield look))
@@ -59,12 +59,12 @@ class SimClient:
             yield 0.2
 
     def failed(self) -> Script:
-        """A request to a shard was refused: the map may be old."""
+        """Discard the map, which may be stale, after a shard has refused a request."""
         self._map = {}
         yield 0.2
 
     def pull(self, version: int, clock: int = 0) -> Script:
-        """Every partition at that version and clock or later; fewer of them when the model went back behind that."""
+        """Pull every partition at this version and clock or later; fewer if the model was rolled back behind them."""
         pulled: list[sio.PulledPart] = []
         left = set(range(self.sim.spec.partitions))
         while left:
@@ -87,7 +87,7 @@ class SimClient:
 
 
 class SimWorker(SimClient):
-    """Trains the model to its last clock."""
+    """Trains the model up to the last clock."""
 
     def __init__(self, simulation: "Simulation", index: int) -> None:
         super().__init__(simulation, f"worker-{index}")
@@ -96,7 +96,7 @@ class SimWorker(SimClient):
         self.seq = 0
 
     def train(self) -> Script:
-        """Joins, and joins again when it was given up, until all is done."""
+        """Join and train; rejoin when fenced, until the last clock is done."""
         sim = self.sim
         while True:
             me = yield from self.ask(lambda r: io.JoinWorker(r, sim.spec.name, f"w{self.index}"))
@@ -112,7 +112,7 @@ class SimWorker(SimClient):
         sim.finished += 1
 
     def _work(self, me: Any, beating: "_Heartbeat") -> Script:
-        """Clock after clock; false when it has to join again."""
+        """Train clock by clock; return False if the worker has to join again."""
         sync = self.sim.mode == "sync"
         clock, timeline = int(me["clock"]), int(me["timeline"])
         since = clock
@@ -141,10 +141,11 @@ class SimWorker(SimClient):
     def _push(
         self, push_id: PushId, clock: int, timeline: int, ends: list[tuple[str, sio.PushReceived]] | None = None
     ) -> Script:
-        """One push of ones to every partition, the same id until each has answered; None, or why it cannot be.
+        """Push ones to every partition, under one id until all have answered; return None, or the error that ended it.
 
-        With `ends` the first attempt ends its iteration if it goes to all of them, and is added there if it brings all.
-        What is sent again says nothing of it, for two attempts cannot be added up to one push.
+        With `ends`, the first attempt is marked as the iteration's last push if it covers all partitions; its requests
+        are added to `ends` if all of them succeed.  Retries are not marked, because the reports of two attempts cannot
+        be combined.
         """
         left, first = set(range(self.sim.spec.partitions)), ends is not None
         while left:
@@ -173,12 +174,12 @@ class SimWorker(SimClient):
                 elif isinstance(done, PsError):
                     yield from self.failed()
             if first and left and ends:
-                ends.clear()  # by the time that the rest has come, nobody waits there for the commit any more
+                ends.clear()  # by the time the rest is accepted, no request waits for the commit any more
             first = False
         return None
 
     def _released(self, pushes: list[tuple[str, sio.PushReceived]]) -> Script:
-        """Whether the shards say that the clock of that push is over; what they have then is what a pull would give."""
+        """Whether all shards say that the push's clock is over; what they return then is checked like a pull."""
         pulled: list[sio.PulledPart] = []
         for shard, push in pushes:
             done = yield self.sim.shards[shard].ask_commit(self.name, push, 2.0)
@@ -205,7 +206,7 @@ class SimWorker(SimClient):
 
 
 class _Heartbeat:
-    """A worker's heartbeats, each second until it leaves."""
+    """A worker's heartbeats, one per second until `over`."""
 
     def __init__(self, worker: SimWorker, me: Any) -> None:
         self.over = False
@@ -216,7 +217,7 @@ class _Heartbeat:
         self._me = me
 
     def beat(self) -> Script:
-        """Until it is over."""
+        """Send heartbeats until `over` is set."""
         worker, epoch, model = self._me["worker"], self._me["epoch"], self._client.sim.spec.name
         while not self.over:
             yield from self._client.ask(

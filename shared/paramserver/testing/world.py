@@ -1,7 +1,7 @@
-"""Virtual time, a seeded network and a trace: the ground that simulated nodes stand on.
+"""Virtual time, a seeded network and a trace, on which simulated nodes run.
 
-Everything that happens is an entry of one heap, ordered by virtual time and then by the order of its making, and every
-choice is drawn from one seeded generator: the same seed gives the same run, whose trace has the same hash.
+All actions are entries of one heap, ordered by virtual time and then by creation, and all random choices come from one
+seeded generator: the same seed gives the same run, whose trace has the same hash.
 """
 
 import hashlib
@@ -16,36 +16,36 @@ from paramserver.errors import PsError, problem
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How unkind the world is; probabilities are per message or per effect."""
+    """The faults of a run; probabilities are per message or per effect unless noted."""
 
     drop: float = 0.02
     duplicate: float = 0.05
     crash: float = 0.0005
-    """A node dies right after having performed an effect."""
+    """A node crashes right after an effect."""
     feed_cut: float = 0.005
     pause: float = 0.0
-    """Per second: some process stands still for a while, as by SIGSTOP."""
+    """Per second: some process is stopped for a while, as by SIGSTOP."""
     cut: float = 0.0
-    """Per second: messages from one process to another are lost for a while, in that direction alone."""
+    """Per second: messages from one process to another are lost for a while, in that direction only."""
     redis_away: float = 0.0
     """Per second: Redis does not answer for a while."""
     empty_at_s: float | None = None
-    """Redis loses everything, once."""
+    """When Redis loses everything, once."""
     drain: float = 0.0
     """Per second: a shard is drained for a while."""
     delay_s: tuple[float, float] = (0.001, 0.05)
-    """Of each message; so messages overtake one another."""
+    """Range of each message's delay; messages can overtake one another."""
     down_s: tuple[float, float] = (0.2, 9.0)
-    """From a crash to the restart."""
+    """Range of the time from a crash to the restart."""
     spell_s: tuple[float, float] = (0.3, 8.0)
-    """How long a pause, a cut, a drain or an absence of Redis lasts."""
+    """Range of the duration of a pause, a cut, a drain or an outage of Redis."""
     until_s: float = 60.0
-    """No faults after this, so that what waits for calm can finish."""
+    """No faults after this time, so that the run can finish."""
 
 
 Answer = Callable[[Any], None]
 Delivery = Callable[[Answer], None]
-"""What a message does where it arrives; it answers once, at once or later, or never."""
+"""Handles a message on arrival; it answers immediately, later, or never."""
 Script = Generator["Call | float", Any, Any]
 """A simulated client: yields a call and gets its outcome, or yields seconds to sleep."""
 
@@ -57,11 +57,11 @@ class Call:
     what: str
     deliver: Delivery
     target: str = ""
-    """The process that it goes to."""
+    """The process it is sent to."""
     source: str = ""
     timeout_s: float = 5.0
     once: bool = False
-    """It is never delivered twice: whoever sends it anew would ask for something else."""
+    """Never delivered twice: the second delivery would count as another request."""
 
 
 class World:
@@ -74,16 +74,16 @@ class World:
         self.now = 0.0
         self.events = 0
         self.cuts: dict[tuple[str, str], float] = {}
-        """(from, to) -> until when no message gets through."""
+        """(from, to) -> the time until which no message gets through."""
         self.log: list[str] = []
-        """The newest lines of the trace, for a failure's report."""
+        """The newest lines of the trace, for failure reports."""
         self._heap: list[tuple[float, int, str, Callable[[], None]]] = []
         self._count = 0
         self._hash = hashlib.sha256()
 
     @property
     def trace(self) -> str:
-        """Hash of everything that has happened."""
+        """Hash of everything that has happened so far."""
         return self._hash.hexdigest()
 
     @property
@@ -92,24 +92,24 @@ class World:
         return self.now < self.faults.until_s
 
     def chance(self, probability: float) -> bool:
-        """True with that probability while faults happen."""
+        """Return True with this probability, but False once faults have ended."""
         return self.unkind and self.rng.random() < probability
 
     def arrives(self, source: str, target: str) -> bool:
-        """Whether a message that is sent now gets there."""
+        """Whether a message sent now will arrive."""
         return self.cuts.get((source, target), 0.0) <= self.now and not self.chance(self.faults.drop)
 
     def spell(self) -> float:
-        """How long some trouble lasts."""
+        """Draw the duration of a fault."""
         return self.rng.uniform(*self.faults.spell_s)
 
     def after(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
-        """Do something later."""
+        """Schedule an action."""
         self._count += 1
         heappush(self._heap, (self.now + delay_s, self._count, what, action))
 
     def run(self, until_s: float, done: Callable[[], bool]) -> None:
-        """Let time pass until `done` or that time."""
+        """Run actions until `done` returns True, none is left, or `until_s` is reached."""
         while self._heap and not done():
             at, _, what, action = heappop(self._heap)
             if at > until_s:
@@ -123,11 +123,11 @@ class World:
             action()
 
     def delay(self) -> float:
-        """How long one message travels."""
+        """Draw the delay of one message."""
         return self.rng.uniform(*self.faults.delay_s)
 
     def send(self, call: Call, on_answer: Answer) -> None:
-        """Deliver a request, perhaps never, perhaps twice; its first answer, or `in_doubt` in the end, comes back."""
+        """Send a request, which may be lost or delivered twice; `on_answer` gets the first answer, or `in_doubt`."""
         open_ = True
 
         def settle(outcome: Any) -> None:
