@@ -1,1 +1,1 @@
-"""Trainings that come with the package; workers may run them without asking."""
+"""Training examples that come with the package; pool workers may run them by default."""

@@ -2,7 +2,7 @@
 
     python -m paramserver.examples.async_parameter_server --num-workers=4
 
-A private cluster is started for it; every worker is a process of its own.
+Starts a private cluster; every worker is a process.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BATCH = 50
 
 
 class ParameterServer:
-    """Values under keys that anybody may add to."""
+    """A key-value store whose values any client can add to."""
 
     def __init__(self, client: ps.Client, keys: list[str], values: list[F32]) -> None:
         start = dict(zip(keys, values, strict=True))
@@ -30,20 +30,20 @@ class ParameterServer:
         self.model.push(dict(zip(keys, values, strict=True)))
 
     def pull(self, keys: list[str]) -> list[F32]:
-        """The present values, in the order of `keys`."""
+        """Return the current values, in the order of `keys`."""
         p = self.model.pull(keys)
         return [p[k] for k in keys]
 
 
 def initial() -> tuple[list[str], list[F32]]:
-    """Keys and first values of a network with one hidden layer."""
+    """Return the keys and initial values of a network with one hidden layer."""
     shapes = {name: spec["shape"] for name, spec in digits.spec(hidden=(64,)).items()}
     rng = np.random.default_rng(0)
     return list(shapes), [rng.normal(0, 0.15, shape).astype(np.float32) for shape in shapes.values()]
 
 
 def work(url: str, index: int, iterations: int) -> None:
-    """One worker."""
+    """Run one worker."""
     keys, values = initial()
     server = ParameterServer(ps.connect(url), keys, values)
     rng = np.random.default_rng(index)
@@ -54,7 +54,7 @@ def work(url: str, index: int, iterations: int) -> None:
 
 
 def main() -> None:
-    """Start a cluster and the workers, and say how well the result does."""
+    """Start a cluster and the workers, and print the accuracy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=400, help="of each worker")

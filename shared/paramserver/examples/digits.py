@@ -1,8 +1,8 @@
 """A NumPy network that learns scikit-learn's handwritten digits (1,797 real images of 8 by 8 pixels).
 
-`psctl demo` and the pool workers run `train`.  Each batch is shifted at random and noise is added, so that there is
-more to learn than the 1,437 training images and the curve has something to climb; 360 images, never trained on, are
-the test.
+`psctl demo` and the pool workers run `train`.  The images of each batch are shifted at random and noise is added, so
+that there is more to learn than the 1,437 training images and the learning curve has something to climb.  The other
+360 images are the test set.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ TEST_IMAGES = 360
 HIDDEN = (256, 128)
 SHIFT_PIXELS = 1
 NOISE_STD = 0.15
-"""Of pixels from 0 to 1."""
+"""Pixels range from 0 to 1."""
 PARTITIONS = 8
-"""For 200 KB one would do; these are to be seen moving when shards come and go."""
+"""One would do for 200 KB; with more, they can be seen moving when shards join and leave."""
 
 Values = Mapping[str, F32]
 
 
 def spec(hidden: tuple[int, ...] = HIDDEN) -> dict[str, dict[str, Any]]:
-    """The parameters: for layer i `layers.I.weight` (in, out), drawn by the server, and `layers.I.bias` (out,)."""
+    """Return the parameters: per layer i, `layers.I.weight` (in, out), drawn by the server, `layers.I.bias` (out,)."""
     sizes = (64, *hidden, 10)
     params: dict[str, dict[str, Any]] = {}
     for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
-        # Shapes are (in, out) here and (out, in, ...) in torch's fans, so the fan that counts is `fan_out`.
+        # Shapes are (in, out) here, but torch counts fans by (out, in, ...): the number of inputs is `fan_out`.
         init = {"kind": "kaiming_normal", "mode": "fan_out", "nonlinearity": "relu", "seed": i}
         params[f"layers.{i}.weight"] = {"shape": [fan_in, fan_out], "init": init}
         params[f"layers.{i}.bias"] = {"shape": [fan_out]}
@@ -40,7 +40,7 @@ def spec(hidden: tuple[int, ...] = HIDDEN) -> dict[str, dict[str, Any]]:
 
 @cache
 def images(part: str) -> tuple[F32, Any]:
-    """The images (n, 64) in [0, 1] as float32 and labels (n,) of `part`, which is "train" or "test"."""
+    """Return the images (n, 64), float32 in [0, 1], and the labels (n,) of `part`, which is "train" or "test"."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -50,7 +50,7 @@ def images(part: str) -> tuple[F32, Any]:
 
 
 def batch(rng: np.random.Generator, size: int) -> tuple[F32, Any]:
-    """`size` training images (size, 64), each shifted by up to one pixel and with noise on it, and their labels."""
+    """Return `size` training images (size, 64), each shifted by up to one pixel and noisy, and their labels."""
     x, y = images("train")
     chosen = rng.integers(len(x), size=size)
     padded = np.pad(x[chosen].reshape(size, 8, 8), ((0, 0), (SHIFT_PIXELS, SHIFT_PIXELS), (SHIFT_PIXELS, SHIFT_PIXELS)))
@@ -62,7 +62,7 @@ def batch(rng: np.random.Generator, size: int) -> tuple[F32, Any]:
 
 
 def forward(p: Values, x: F32) -> list[F32]:
-    """The input of each layer and, last, the logits (n, 10)."""
+    """Return the input of each layer, then the logits (n, 10)."""
     layers = sum(name.endswith(".weight") for name in p)
     seen = [x]
     for i in range(layers):
@@ -72,7 +72,7 @@ def forward(p: Values, x: F32) -> list[F32]:
 
 
 def loss_and_grads(p: Values, x: F32, y: Any) -> tuple[float, dict[str, F32]]:
-    """Mean cross-entropy of a batch and its gradient for each parameter."""
+    """Return the mean cross-entropy of a batch, and its gradient by parameter."""
     *inputs, logits = forward(p, x)
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -90,7 +90,7 @@ def loss_and_grads(p: Values, x: F32, y: Any) -> tuple[float, dict[str, F32]]:
 
 
 def accuracy(p: Values) -> float:
-    """Fraction of the test images that are classified rightly."""
+    """Return the fraction of the test images that are classified correctly."""
     x, y = images("test")
     return float((forward(p, x)[-1].argmax(axis=1) == y).mean())
 
@@ -98,7 +98,7 @@ def accuracy(p: Values) -> float:
 def train(worker: ps.Worker, batch_size: int = 64, seed: int = 0) -> None:
     """Train until the run is over; the entry point `paramserver.examples.digits:train`.
 
-    A worker that takes the place of a dead one draws other batches than that one did, by the clock it starts at.
+    A worker that replaces a dead one draws different batches, because the clock it starts at is part of the seed.
     """
     rng = np.random.default_rng((seed, worker.rank, worker.clock_number))
     params, lag = None, None
@@ -106,6 +106,6 @@ def train(worker: ps.Worker, batch_size: int = 64, seed: int = 0) -> None:
         params = worker.pull(out=params)
         loss, grads = loss_and_grads(params, *batch(rng, batch_size))
         done = worker.step(grads, loss=loss, lag=lag)
-        # In async: how many pushes of others were applied between this one's pull and its own turn.
+        # In async: the number of other pushes applied between this worker's pull and its push.
         lag = float(max(0, done.version - 1 - params.version)) if done.state == "applied" else None
         worker.evaluate(lambda p: {"accuracy": accuracy(p)})

@@ -41,13 +41,13 @@ class Net(nn.Sequential):
 
 
 def batch(rng: np.random.Generator, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Training images [size, 64], shifted and noisy, and their labels [size]."""
+    """Return training images [size, 64], shifted and noisy, and their labels [size]."""
     x, y = digits.batch(rng, size)
     return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 
 
 def accuracy(net: nn.Module) -> float:
-    """Fraction of the test images that are classified rightly."""
+    """Return the fraction of the test images that are classified correctly."""
     x, y = digits.images("test")
     device = next(net.parameters()).device
     with torch.no_grad():
@@ -55,7 +55,7 @@ def accuracy(net: nn.Module) -> float:
 
 
 def learn(net: nn.Module, opt: ParameterServerOptimizer, steps: int | None, batch_size: int, seed: int) -> None:
-    """Train for so many steps, or until the worker is to finish."""
+    """Train for `steps` steps, or until the worker is told to finish."""
     rng = np.random.default_rng((seed, opt.worker.rank, opt.worker.clock_number))
     device = next(net.parameters()).device
     done = 0
@@ -71,14 +71,14 @@ def learn(net: nn.Module, opt: ParameterServerOptimizer, steps: int | None, batc
 
 
 def train(worker: ps.Worker, codec: str = "int8", batch_size: int = 64, seed: int = 0) -> None:
-    """Train on a worker of the pool; the entry point `paramserver.examples.digits_torch:train`."""
+    """Train on a pool worker; the entry point `paramserver.examples.digits_torch:train`."""
     net = Net(seed).to("cuda" if torch.cuda.is_available() else "cpu")
     with ParameterServerOptimizer(net, worker, codec=codec) as opt:
         learn(net, opt, None, batch_size, seed)
 
 
 def once(client: ps.Client, mode: str, codec: str, *, workers: int, steps: int, batch_size: int = 64) -> float:
-    """The test accuracy of the model after one training of its own, by worker threads."""
+    """Train a new model with worker threads, and return its test accuracy."""
     name = f"digits-{mode}-{codec.replace(':', '-').replace('+', '-').replace('.', '')}"
     ready = threading.Barrier(workers)
 
@@ -86,7 +86,7 @@ def once(client: ps.Client, mode: str, codec: str, *, workers: int, steps: int, 
         net = Net()
         options: dict[str, Any] = {"optimizer": OPTIMIZER, "consistency": MODES[mode], "codec": codec}
         with ParameterServerOptimizer(net, client.model(name), **options) as opt:
-            ready.wait()  # else the first to come trains a while alone
+            ready.wait()  # otherwise the first worker would train alone for a while
             learn(net, opt, steps, batch_size, index)
 
     with ThreadPoolExecutor(workers) as pool:
@@ -98,7 +98,7 @@ def once(client: ps.Client, mode: str, codec: str, *, workers: int, steps: int, 
 
 
 def main() -> None:
-    """Read the command line, train, print the accuracies."""
+    """Parse the command line, train, and print the accuracies."""
     parser = argparse.ArgumentParser(description="Digits in PyTorch over a private cluster.")
     parser.add_argument("--mode", default="sync", choices=[*MODES, "all"])
     parser.add_argument("--codec", default="int8", help=f"one of {', '.join(CODECS)}, or all")

@@ -1,9 +1,9 @@
-"""Synchronous training in one file: all workers compute at the same weights, the mean of their gradients is applied.
+"""Synchronous training in one file: workers compute at the same weights, and the mean of their gradients is applied.
 
     python -m paramserver.examples.sync_parameter_server --num-workers=4
 
-With several workers the batch is that many times larger, so the learning rate is multiplied by their number (the linear
-scaling rule, Goyal et al. 2017); the server does it.  A private cluster is started; every worker is a process.
+With n workers the batch is n times larger, so the server multiplies the learning rate by n (the linear scaling rule,
+Goyal et al. 2017).  Starts a private cluster; every worker is a process.
 """
 
 import argparse
@@ -20,7 +20,7 @@ MODEL = "sync-example"
 
 
 def work(url: str, index: int, iterations: int) -> None:
-    """One worker: its data are drawn with its own number as the seed."""
+    """Run one worker, which draws its data with `index` as the seed."""
     rng = np.random.default_rng(index)
     with ps.connect(url).model(MODEL).worker(rank=index) as worker:
         for i in range(iterations):
@@ -32,7 +32,7 @@ def work(url: str, index: int, iterations: int) -> None:
 
 
 def main() -> None:
-    """Start a cluster and the workers, and say how well the result does."""
+    """Start a cluster and the workers, and print the accuracy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=300)
