@@ -1,4 +1,4 @@
-"""A simulated operator, who changes a synchronous model while it is trained: restores, assignments, other modes."""
+"""A simulated operator, who changes a synchronous model during training: restores, assignments, mode changes."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from paramserver.testing.simulation import Simulation
 
 ASSIGNED: Final = 7.0
-"""The value that restores and assignments bring."""
+"""The value that restores and assignments write."""
 LATER: Final = 40
-"""By how much the checkpoint of each restore is later than the one before; the first is of a model never trained."""
+"""Versions between the checkpoints of successive restores; the first has version 0, of a model never trained."""
 ROUNDS: Final = 3
 MODES: Final[tuple[dict[str, Any], ...]] = (
     {"mode": "async"},
@@ -29,17 +29,17 @@ MODES: Final[tuple[dict[str, Any], ...]] = (
 
 
 class SimOperator(SimClient):
-    """Does one kind of thing a few times."""
+    """Makes one kind of change `ROUNDS` times."""
 
     def __init__(self, simulation: "Simulation") -> None:
         super().__init__(simulation, "operator")
         self.layout = Layout(simulation.spec)
         self.restored: int | None = None
-        """The timeline that the last restore has begun; None: a leader died over it, or another timeline began."""
+        """The timeline that the last restore began; None if a leader died during it, or another timeline began."""
         self.over = False
 
     def work(self) -> Script:
-        """The model is in sync again when it is over."""
+        """Make the changes; afterwards the model is in sync mode again."""
         kinds: dict[str, Callable[[int], Script]] = {"restores": self._restore, "puts": self._put, "flips": self._flip}
         for turn in range(ROUNDS):
             yield self.sim.world.rng.uniform(0.5, 2.0)
@@ -49,7 +49,7 @@ class SimOperator(SimClient):
     def _restore(self, turn: int) -> Script:
         self.restored = None
         begun = yield from self._insist(lambda r: io.StartRestore(r, self.sim.spec.name))
-        if begun is not None:  # else the leader that has begun it does not know, and sets nothing
+        if begun is not None:  # else the restore began but its answer was lost, so no values are set
             yield from self._set(self._schedulers[0], LATER * turn)
         key = ModelKey(self.sim.spec.name, 1)
         ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None, LATER * turn))
@@ -57,7 +57,7 @@ class SimOperator(SimClient):
             self.restored = ended["timeline"]
 
     def _set(self, leader: SimScheduler, version: int) -> Script:
-        """What the leader does itself: where another one has begun a new timeline, it is refused and over."""
+        """Set all values, as the leader does itself; after a refusal (a new timeline), retry while it still leads."""
         core = leader.core
         while True:
             document = core.read.model(self.sim.spec.name)
@@ -76,7 +76,7 @@ class SimOperator(SimClient):
             yield self.sim.world.rng.uniform(0.0, 1.5)
 
     def _insist(self, make: Callable[[int], io.Event]) -> Script:
-        """The answer, however often it takes."""
+        """Send a request until it is answered, and return the answer; None if a restore had already begun."""
         while True:
             outcome = yield from self.ask(make)
             if not isinstance(outcome, PsError):
@@ -87,8 +87,10 @@ class SimOperator(SimClient):
             yield 0.2
 
     def _assign(self, *, timeline: int | None = None, version: int = 0) -> Script:
-        """Every value of every partition, one shard after the other, until all have said that it is done; with
-        `timeline` as a restore of that version, and false once the model is on another one."""
+        """Assign every value of every partition, shard by shard, until all have confirmed; return True.
+
+        With `timeline`, do it as a restore to `version`; return False once the model is on another timeline.
+        """
         restore = timeline is not None
         left = set(range(self.sim.spec.partitions))
         while left:
