@@ -1,4 +1,4 @@
-"""What a forked child must not go on with: what its parent was lent, and locks that a thread of its parent holds."""
+"""Resets objects in forked children, which must not use what their parent was lent, or locks that its threads held."""
 
 import itertools
 import os
@@ -9,9 +9,9 @@ from typing import Any, Final, cast
 
 
 def in_child(forget: Callable[[], None]) -> None:
-    """That method is called in every child forked from now on, before anything else there, if its object is there."""
+    """Call this bound method in each child forked from now on, before other code there, while its object is alive."""
     method, number = cast(MethodType, forget), next(_NUMBERS)
-    pop = _METHODS.pop  # this module may be gone before the object is
+    pop = _METHODS.pop  # at exit, this module may be cleared before the object is
     _METHODS[number] = (weakref.ref(method.__self__, lambda _: pop(number, None)), method.__name__)
 
 
@@ -22,7 +22,7 @@ def _forget_all() -> None:
 
 
 _METHODS: Final[dict[int, tuple["weakref.ref[Any]", str]]] = {}
-"""Of this process: objects and the names of their methods."""
+"""Number -> (object, name of its method), in this process."""
 _NUMBERS: Final = itertools.count()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
