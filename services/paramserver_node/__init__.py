@@ -1,1 +1,1 @@
-"""What every service shares: settings, servers, problems, negotiation, roles, health, metrics and forwarding."""
+"""Code shared by the services: settings, servers, problems, negotiation, roles, health, metrics and forwarding."""

@@ -1,7 +1,7 @@
-"""Who may come in: a node on loopback is open, any other shows the way to the caller's token.
+"""Access control: by bearer tokens if the node has a secret, else for callers on its own machine only.
 
-The mark of a route (`@role`) says who may use it.  A route that somebody forgot to mark takes an admin's token, and a
-path without a route any token.
+The `@role` mark of a route says who may use it.  A route without a mark requires an admin's token, and a path without a
+route requires any valid token.  With the setting `insecure`, everyone may do everything.
 """
 
 import ipaddress
@@ -29,26 +29,27 @@ log = logging.getLogger("paramserver.node")
 
 _VOUCHED: Final = VOUCHED.encode()
 COOKIE: Final = "paramserver"
-"""Holds a token of a reader, for the status page; taken for reading only."""
+"""Name of the cookie with a reader's token, for the status page; accepted for GET and HEAD only."""
 
 
 class Access:
-    """Judges the callers of one node whose tokens are made with these keys."""
+    """Access control of one node, by tokens made with these keys."""
 
     def __init__(self, keys: Iterable[bytes], revoked: Iterable[str] = (), *, secure: bool = False) -> None:
         self.keys = tuple(keys)
         self.revoked = frozenset(revoked)
-        """Names of tokens that count no longer."""
+        """Names of tokens that are no longer accepted."""
         self.secure = secure
-        """Whether the node speaks TLS, so that its cookies go nowhere else."""
+        """Whether the node serves TLS; its cookies are then marked `Secure`."""
         self._known: dict[bytes, tokens.Holder] = {}
-        """Who came with which header before.  A lookup goes by a keyed hash: how long it takes tells nothing."""
+        """Holders by verified `Authorization` header.  Lookups use a keyed hash, so their timing reveals nothing."""
 
     @classmethod
     def of(cls, settings: NodeSettings) -> "Access | Neighbours | None":
-        """Who may use a node: bearers of tokens, anyone on its machine, or everyone (None), because it was said so.
+        """Return the access control of a node: by tokens, by machine, or none (None), if the settings say `insecure`.
 
-        Raises RequestError (`invalid_field`) with the lines that help, where others can reach it and it has no secret.
+        Raises RequestError (`invalid_field`) for an invalid secret, and, with the remedies, for a node that other
+        machines can reach if neither `secret` nor `insecure` is set.
         """
         keys = tokens.keys_of(settings.secret)
         if keys:
@@ -72,14 +73,14 @@ class Access:
         )
 
     def holder(self, token: str) -> tokens.Holder | None:
-        """Whose token this is; None for one that does not count (any more)."""
+        """Return the holder of a token; None if it is invalid, expired or revoked."""
         found = tokens.read(token, self.keys, time.time())
         return found if found is not None and found.name not in self.revoked else None
 
     def role(self, scope: Scope) -> Role:
-        """The role of whoever sent this request: `open` for one without a token.
+        """Return the role of a request's sender, or of the client for whom a node forwards it; `open` without a token.
 
-        Raises AuthError (`unauthorized`) for a token that does not count.
+        Raises AuthError (`unauthorized`) for an invalid token; one in a cookie is ignored instead.
         """
         authorization = cookies = vouched = None
         for name, value in scope["headers"]:
@@ -116,10 +117,10 @@ class Access:
         return holder
 
     def cookie(self, holder: tokens.Holder, lifetime_s: int) -> str:
-        """The `Set-Cookie` value that lets the holder's browser read: for this site only, out of scripts' reach.
+        """Return a `Set-Cookie` value that lets the holder's browser read: same-site, and hidden from scripts.
 
-        It ends after `lifetime_s` and with the holder's own token, also where that one's name is revoked: for what is
-        in it is a token itself, with which another cookie can be asked for.
+        The cookie holds a token of the holder's name, with which another cookie can be requested.  So it expires no
+        later than the holder's own token, even before `lifetime_s`, and revoking the name revokes both.
         """
         now_s = int(time.time())
         if holder.expires_at_s:
@@ -130,14 +131,15 @@ class Access:
 
 
 class Neighbours:
-    """Lets in whoever is on this machine, but not the web pages of elsewhere that a browser here shows.
+    """Admits callers on this machine, but not web pages from elsewhere in a browser that runs on it.
 
-    Such a page can send requests to 127.0.0.1, and reads the answers too if its own name comes to mean 127.0.0.1 (DNS
-    rebinding).  A browser says where a request comes from and by which name: a name with a dot is somebody else's.
+    Such a page can send requests to 127.0.0.1, and can read the responses if its own host name is made to resolve to
+    127.0.0.1 (DNS rebinding).  Browsers send the page's `Origin` and the `Host` that was asked for: the two must match,
+    and a host name with a dot is refused, as somebody else may own it.
     """
 
     def check(self, scope: Scope) -> Role:
-        """`admin`, for everyone may do everything here; raises AuthError (`forbidden`) for such a page."""
+        """Return `admin`, as local callers may do everything; raises AuthError (`forbidden`) for such a page."""
         host = origin = b""
         for name, value in scope["headers"]:
             if name == b"host":
@@ -154,16 +156,16 @@ class Neighbours:
 
 
 class Guard:
-    """Lets requests into an app, or not, by the marks of its routes."""
+    """Checks the callers of an app's routes against the roles that the routes are marked with."""
 
     def __init__(self, app: FastAPI, access: Access) -> None:
         self._app, self._access = app, access
         self._table: _Table | None = None
 
     def check(self, scope: Scope) -> Role:
-        """The caller's role; raises AuthError: `unauthorized` without a token, `forbidden` with one of too low a role.
+        """Return the caller's role; on an open route this is `open`, and no token is checked.
 
-        A caller of an open route is not asked.
+        Raises AuthError: `unauthorized` without a valid token, `forbidden` if the token's role is too low.
         """
         need = self._need(scope)
         if need == "open":
@@ -174,18 +176,18 @@ class Guard:
         raise _refusal(have, need)
 
     def _need(self, scope: Scope) -> Role:
-        if self._table is None:  # made with the first request: an app gets its routes after its middleware
+        if self._table is None:  # built on the first request: an app gets its routes after its middleware
             self._table = _Table(self._app)
         return self._table.role(scope["method"], scope["path"])
 
 
 class _Table:
-    """The mark of every route of an app, to be looked up faster than the app's router does."""
+    """The roles of an app's routes, for faster lookup than by the app's router."""
 
     def __init__(self, app: FastAPI) -> None:
         self._patterns: list[tuple[re.Pattern[str], frozenset[str], Role]] = []
         self._plain: dict[tuple[str, str], Role] = {}
-        """Routes without a name in their path."""
+        """Roles by (method, path), for routes without path parameters."""
         for route in routes(app):
             if not isinstance(route, Route) or not route.methods:
                 raise TypeError(f"a route of this kind cannot be guarded: {route!r}")
@@ -194,7 +196,7 @@ class _Table:
                 self._plain |= {(method, route.path): self._find(method, route.path) for method in route.methods}
 
     def role(self, method: str, path: str) -> Role:
-        """The mark of the first route that fits, as the router goes through them; `reader` where none does."""
+        """Return the role of the first route that matches, in the router's order; `reader` if none does."""
         plain = self._plain.get((method, path))
         return plain if plain is not None else self._find(method, path)
 
@@ -212,19 +214,19 @@ def _refusal(have: Role, need: Role) -> PsError:
 
 
 def guard(app: FastAPI, access: Access | Neighbours | None) -> Guard | Neighbours | None:
-    """What asks the callers of an app, if anything does."""
+    """Return the object that checks an app's callers; None if there is no access control."""
     return Guard(app, access) if isinstance(access, Access) else access
 
 
 def credentials(settings: NodeSettings) -> Credentials:
-    """What a node shows to the others."""
+    """Return the credentials with which a node calls other nodes."""
     keys = tokens.keys_of(settings.secret)
     return Credentials.of(tokens.make(keys[0], "node") if keys else None, settings.ca)
 
 
 @lru_cache(maxsize=256)
 def _is_local(host: bytes) -> bool:
-    """Whether an authority names an address, or a name that nobody can register: one word, or `localhost`."""
+    """Whether an authority is an address, or a name nobody can register: a single label, or one under `localhost`."""
     name = host.decode("latin-1").lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
     if "." not in name.rstrip(".") or name.endswith(".localhost"):

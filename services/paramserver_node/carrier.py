@@ -1,7 +1,7 @@
-"""Threads that move large bodies, so that the event loop need not: it has the small requests of everybody to answer.
+"""Threads that transfer large bodies, so that the event loop stays free to answer small requests.
 
-A thread has one direction of one connection for one trip: as much of one body as its peer sends or takes without a
-pause.  What is left then, or was never worth a thread, the event loop moves as it moves all else (see `lent_socket`).
+A thread gets one direction of one connection for one trip: as much of one body as the peer sends or takes without a
+pause.  The event loop transfers the rest, and anything that is not worth a thread, as usual (see `lent_socket`).
 """
 
 import asyncio
@@ -20,14 +20,14 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver.node")
 
 THREADS: Final = 16
-"""Trips at a time; they are short, and what finds no thread the event loop does."""
+"""Concurrent trips.  Trips are short; if no thread is free, the event loop transfers the body."""
 SEVERAL_S: Final = 1.0
-"""So long after two connections have asked in turn there are trips.  For one alone the event loop is faster by what it
-costs to change threads, and it keeps nobody waiting."""
+"""How long threads are used after a request that came on another connection than the one before.  For a single
+connection the event loop is faster, as it saves the thread switches, and no other client waits for it."""
 
 
 class Carrier:
-    """The threads of one server, for Linux."""
+    """The transfer threads of one server.  Linux only."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -35,23 +35,23 @@ class Carrier:
         self._away = 0
         self._asker = 0
         self._in_turn_s = -SEVERAL_S
-        """When it was another connection that asked than the one before."""
+        """Time of the last request that came on another connection than the one before."""
 
     @classmethod
     def here(cls) -> Self | None:
-        """None where the loops that move bodies are not to be had."""
+        """Return a carrier, or None on systems other than Linux, for which there are no transfer loops."""
         return cls() if sys.platform == "linux" else None
 
     def asked(self, by: int) -> None:
-        """A request has come on the connection with that descriptor."""
+        """Note a request on the connection whose file descriptor is `by`."""
         if self._asker not in (by, 0):
             self._in_turn_s = self._loop.time()
         self._asker = by
 
     def send(self, fd: int, pieces: Pieces, then: Callable[[int | None], None]) -> bool:
-        """Begins `sockets.send`, of which `then` is told, with None if it failed.
+        """Start `sockets.send` in a thread, and call `then` with its result, or with None if it raised.
 
-        False where no thread is free, or none is needed.
+        Returns False if no thread is free, or none is used because only one connection is active.
         """
         return self._begin(partial(sockets.send, fd, pieces), then)
 
@@ -63,7 +63,7 @@ class Carrier:
         bytes_max: int,
         then: Callable[[Received | None], None],
     ) -> bool:
-        """The same with `sockets.receive`; `frame` is the stream, what is due of a frame, and its flags."""
+        """Start `sockets.receive` likewise; `frame` is (stream, bytes due of the current frame, its flags)."""
         return self._begin(partial(sockets.receive, fd, places, *frame, bytes_max), then)
 
     def _begin(self, trip: Callable[[], T], then: Callable[[T | None], None]) -> bool:
@@ -84,5 +84,5 @@ class Carrier:
         return True
 
     def close(self) -> None:
-        """No more trips; those under way end by themselves."""
+        """Start no more trips; those in progress end by themselves."""
         self._threads.shutdown(wait=False)

@@ -1,7 +1,8 @@
-"""Named places where a test lets a real process die: no-ops unless `PARAMSERVER_CRASH_AT` names one.
+"""Crash points: named places where a test can kill a real process; no-ops unless `PARAMSERVER_CRASH_AT` names one.
 
-`PARAMSERVER_CRASH_AT=journal.before_write` kills the process with SIGKILL when it first comes by, `…:3` the third time.
-A place lies between two effects that must not both be taken for done; `POINTS` has them all, and a test hits each.
+`PARAMSERVER_CRASH_AT=shard.before_journal` kills the process with SIGKILL the first time it gets there, `…:3` the third
+time.  A crash point separates two effects: after a crash there, it must not be assumed that both have happened.
+`POINTS` lists them all, and a test crashes at each.
 """
 
 import logging
@@ -37,14 +38,14 @@ POINTS: Final = frozenset(
         "scheduler.state_read",
     }
 )
-"""Every place there is."""
+"""All crash points."""
 
 
 class Fuse:
-    """Counts the passes of one place down, and then ends the process."""
+    """Counts down the passes of one crash point, then kills the process."""
 
     def __init__(self, setting: str) -> None:
-        """`setting` is NAME or NAME:PASSES, empty for none.  Raises RequestError (`invalid_field`) for another text."""
+        """`setting` is NAME or NAME:PASSES, or empty for none.  Raises RequestError (`invalid_field`) otherwise."""
         name, _, passes = setting.partition(":")
         if setting and (name not in POINTS or not (passes or "1").isdecimal() or int(passes or "1") < 1):
             raise problem("invalid_field", f"{VARIABLE} must be NAME or NAME:PASSES, with one of {sorted(POINTS)}")
@@ -52,7 +53,7 @@ class Fuse:
         self.left = int(passes or "1")
 
     def passed(self, name: str) -> None:
-        """The process has come by that place."""
+        """Note that the process has reached the crash point `name`."""
         if name != self.name:
             return
         self.left -= 1
@@ -68,4 +69,4 @@ def _nothing(name: str) -> None:
 
 _fuse: Final = Fuse(os.environ.get(VARIABLE, ""))
 crash_point: Final[Callable[[str], None]] = _fuse.passed if _fuse.name else _nothing
-"""A place of that name: nothing happens unless the environment says that the process is to die here."""
+"""Mark a crash point of that name; does nothing unless the environment says that the process is to die here."""

@@ -1,6 +1,6 @@
-"""`/docs`: the OpenAPI document as a page to read and to try requests from.
+"""`/docs`: the OpenAPI document as a page for reading it and trying out requests.
 
-Its script and style are Swagger UI's as the package fastapi-offline brings them: nothing comes from the web.
+Its script and style are Swagger UI's, from the package fastapi-offline: nothing is loaded from the web.
 """
 
 from typing import Final
@@ -18,13 +18,13 @@ _POLICY: Final = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Inline is the line that starts Swagger UI, and the styles that it writes."""
+"""'unsafe-inline' is for the line that starts Swagger UI, and for the styles that it writes."""
 
 
 @router.get("/docs")
 @role("open")
 async def page(request: Request) -> Response:
-    """The page; the document that it shows is asked for by it."""
+    """Return the page, which then fetches the OpenAPI document itself."""
     answer = get_swagger_ui_html(
         openapi_url="openapi.json",
         title=request.app.title,
@@ -39,5 +39,5 @@ async def page(request: Request) -> Response:
 @router.get("/docs/{name}")
 @role("open")
 async def file(request: Request, name: str) -> Response:
-    """A script, a style or a picture of the page."""
+    """Return a script, stylesheet or image of the page."""
     return await _FILES.get_response(name, request.scope)

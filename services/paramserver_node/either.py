@@ -1,7 +1,7 @@
-"""What a new connection speaks: HTTP/2 by prior knowledge or ALPN, else HTTP/1.1.
+"""Protocol detection for new connections: HTTP/2 by prior knowledge or ALPN, else HTTP/1.1.
 
-It is handed on to either when that is clear; to HTTP/1.1 with its first request's head.  In either, who asks for
-nothing is hung up on.
+A connection is handed over once its protocol is clear; to HTTP/1.1 when the head of its first request is complete.
+Whatever the protocol, a client that sends no request in time is disconnected.
 """
 
 import asyncio
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from paramserver_node.carrier import Carrier
 
 SILENCE_S: Final = 60
-"""After so much the kernel asks whether the other side is still there: it may be, and rest for hours ..."""
+"""Idle time after which the kernel sends TCP keep-alive probes; a live connection may be idle for hours."""
 ASKED_AGAIN_S: Final = 10
 ASKED_MAX: Final = 6
-"""... and is gone if it has not said so by then."""
+"""Unanswered probes, `ASKED_AGAIN_S` apart, after which the peer counts as gone."""
 _HEAD_END: Final = b"\r\n\r\n"
 _HANDSHAKE: Final = b"\x16\x03"
-"""Begins a client's first record of TLS (RFC 8446, 5.1), and no method."""
+"""Start of a client's first TLS record (RFC 8446, 5.1); no HTTP method starts like this."""
 _NO_TLS: Final = refusal(problem("malformed", "this node speaks HTTP without TLS: ask http://, not https://"))
-"""A client takes it for a record of TLS that is none, and says so at once."""
+"""A TLS client sees an invalid record in this, and fails at once."""
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class _Http2(Connection):
-    """HTTP/2 whose first request's head has its time; afterwards the connection may rest."""
+    """HTTP/2 with a deadline for the head of the first request; after that, the connection may be idle."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """That time begins."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self._giving_up = self.loop.call_later(HEAD_S, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for."""
+        """Cancel the timer."""
         super().connection_lost(exc)
         self._giving_up.cancel()
 
@@ -55,11 +55,11 @@ class _Http2(Connection):
 
 
 class Either(asyncio.Protocol):
-    """A connection until it is clear what it speaks."""
+    """A connection whose protocol is not known yet."""
 
     alpn_protocols: ClassVar[list[str]] = ["h2", "http/1.1"]
     carrier: "ClassVar[Carrier | None]" = None
-    """Of the server, if it has one."""
+    """The server's carrier, if it has one."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Either(asyncio.Protocol):
         self._begun = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The time for the first request begins."""
+        """Start the timer for the first request, or disconnect at once above `CONNECTIONS_MAX`."""
         self.transport = transport
         if len(self._server.connections) >= CONNECTIONS_MAX:
             transport.abort()
@@ -85,19 +85,19 @@ class Either(asyncio.Protocol):
         self._giving_up = self._loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has said nothing."""
+        """Forget the connection: it ended before its protocol was known."""
         if self in self._server.connections:
             self._forget()
 
     def eof_received(self) -> None:
-        """The client has hung up."""
+        """Return None: the transport then closes."""
 
     def shutdown(self) -> None:
-        """Nothing is in flight."""
+        """Close at once, as nothing is in flight."""
         self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """The first bytes."""
+        """Collect the first bytes until they tell the protocol, then hand the connection over."""
         self._begun += data
         if self._begun.startswith(PREFACE):
             app = self._config.loaded_app
@@ -129,10 +129,10 @@ class Either(asyncio.Protocol):
 
 
 def _keep_alive(connected: socket.socket) -> None:
-    """A client that vanishes does not keep its place: a resting one says nothing, so the kernel asks."""
+    """Enable TCP keep-alive, so that a client that vanished is noticed: an idle one sends nothing by itself."""
     if connected.family == socket.AF_UNIX:
         return
-    with suppress(OSError):  # it may be gone by now, which some systems do not forgive
+    with suppress(OSError):  # the client may be gone already, which is an error on some systems
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)

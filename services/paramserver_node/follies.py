@@ -1,4 +1,4 @@
-"""Frames that make work and are of no use: pings, resets, empty ones, windows wider by a few bytes."""
+"""A rate limit on frames that make work without use: pings, resets, empty frames, tiny window updates."""
 
 from collections.abc import Callable
 from typing import Final
@@ -7,17 +7,17 @@ from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Http2Error
 
 MOST: Final = 1000
-"""So many at once before a client is cut off ..."""
+"""Count above which a client is disconnected."""
 PER_S: Final = 20.0
-"""... of which so many are forgotten each second: a ping now and then is none."""
+"""Decrease of the count per second, so that occasional pings do not add up."""
 WIDER_BYTES_MIN: Final = 1 << 10
-"""By how much a client that reads makes its windows wider ..."""
+"""Window updates smaller than this count; a client that reads a long answer sends larger ones."""
 PER_ANSWER: Final = 2.0
-"""... unless the answer was short: so many words about it are none."""
+"""Decrease of the count per request answered: after a short answer the window updates are small, too."""
 
 
 class Follies:
-    """Those of one client; `time` is in seconds."""
+    """Counts one client's useless frames; `time` is a clock in seconds."""
 
     def __init__(self, time: Callable[[], float]) -> None:
         self._time = time
@@ -25,7 +25,7 @@ class Follies:
         self._at_s = time()
 
     def one(self) -> None:
-        """One more; raises Http2Error for one too many."""
+        """Count one more; raises Http2Error if that is too many."""
         now_s = self._time()
         self._count = max(0.0, self._count - (now_s - self._at_s) * PER_S) + 1.0
         self._at_s = now_s
@@ -33,6 +33,6 @@ class Follies:
             raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many frames of no use")
 
     def made_up(self, answered: bool) -> None:
-        """A request is over."""
+        """Note the end of a request; if it was answered, lower the count."""
         if answered and self._count:
             self._count = max(0.0, self._count - PER_ANSWER)

@@ -1,4 +1,4 @@
-"""Hands a request on to another node, streaming both ways: the one-address rule."""
+"""Forwarding of requests to another node, streamed both ways: clients need to reach only one address."""
 
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,18 +20,18 @@ from paramserver.errors import problem
 from paramserver_node.race import hung_up, race
 
 MARK: Final = "x-paramserver-forwarded"
-"""Set on what a shard sends on to another node: the receiver must not forward it again."""
+"""Header on requests that a shard forwards to another node: the receiver must not forward them again."""
 
 HANDED_ON: Final = "x-paramserver-handed-on"
-"""Set on what a scheduler that stands by hands on to the leader: the receiver leads, or nobody does."""
+"""Header on requests that a standby scheduler forwards to the leader: a receiver that does not lead refuses them."""
 VOUCHED: Final = "x-paramserver-role"
-"""On a request that one node hands to another under its own token: the role of whom it asks for."""
+"""Header on requests that a node forwards under its own token: the role of the client."""
 
 CONNECT_S: Final = 2.0
 SILENCE_S: Final = 75.0
-"""Longest pause of the other node; a long poll waits up to 60 s."""
+"""Read timeout towards the other node; long polls take up to 60 s."""
 _SAFE: Final = ("GET", "HEAD")
-"""Methods of requests that change nothing, so that they may be sent twice."""
+"""Methods that change nothing, so that their requests may be sent twice."""
 _CHUNK_BYTES_MAX: Final = 1 << 20
 
 _HOP_BY_HOP: Final = {
@@ -39,13 +39,13 @@ _HOP_BY_HOP: Final = {
     "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server", HANDED_ON,
 }  # fmt: skip
 _OWN: Final = {"authorization", "cookie", VOUCHED}
-"""What a client says of itself to the node that it asked, and to no other."""
+"""Headers that are not forwarded, as they identify the client only to the node that it called."""
 
 
 class Forwarder:
-    """A pool of connections to other nodes; `aclose()` ends it.
+    """A pool of connections to other nodes; close it with `aclose()`.
 
-    A client's own token and cookies stay here: the other node is shown this node's token and told the client's role.
+    A client's token and cookies are not forwarded: the other node gets this node's token, and the client's role.
     """
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -80,11 +80,11 @@ class Forwarder:
         code: str = "unavailable",
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """The answer of the first of `urls` that can be reached, to this very request with `headers` added.
+        """Return the response of the first of `urls` that can be reached to this request, with `headers` added.
 
-        Once the body has begun to flow there is no second try.  Raises Unavailable (`code`) when no node was reached,
-        InDoubt when one was and fell silent, and RequestError (`malformed`) for a target that no URL can hold or a body
-        that was cut off.
+        No other URL is tried once some of the body has been read.  Raises Unavailable (`code`) if no node answered;
+        InDoubt if one was reached and did not answer, unless the method is safe; and RequestError (`malformed`) for a
+        target that is not valid in a URL, or a body that was cut off.
         """
         body = _Body(request)
         own = [(k.decode("latin-1"), _text(v)) for k, v in request.headers.raw]
@@ -102,7 +102,7 @@ class Forwarder:
                 break
             try:
                 outgoing = self._client.request(request.method, url.rstrip("/") + target(request.scope))
-                # The answer begins with the other node's first byte, not with its first 64 KiB: events flow.
+                # Pass the response on from its first byte, not after 64 KiB, so that event streams are not held up.
                 outgoing = outgoing.headers(sent).streamed_read_buffer_limit(0)
                 if body.expected:
                     outgoing = outgoing.body_stream(body.pieces())
@@ -123,7 +123,7 @@ class Forwarder:
 
 
 class _Body:
-    """The request's body, read once; remembers whether any of it was taken."""
+    """The request's body, which can be read once; tells whether reading has begun, and whether it was cut off."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -146,7 +146,7 @@ class _Body:
 
 
 class _Answer(Response):
-    """Another node's answer, passed on piece by piece while it comes in; given up when the client hangs up."""
+    """Another node's response, passed on piece by piece as it arrives; abandoned if the client disconnects."""
 
     def __init__(self, stream: StreamRequest, upstream: Upstream) -> None:
         self._stream, self._upstream = stream, upstream
@@ -180,7 +180,7 @@ def _text(value: bytes) -> str:
 
 
 def _kept(headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """End-to-end headers in lower case: without the hop-by-hop ones and those that `Connection` names."""
+    """Return the headers to pass on, in lower case: without `_HOP_BY_HOP` and those that `Connection` names."""
     named = {n.strip().lower() for k, v in headers if k.lower() == "connection" for n in v.split(",")}
     return [(k.lower(), v) for k, v in headers if k.lower() not in _HOP_BY_HOP | named]
 
@@ -189,10 +189,11 @@ _DOTS: Final = re.compile(r"/((?:\.|%2[eE]){1,2})(?=/|\Z)")
 
 
 def target(scope: Scope) -> str:
-    """Path and query of a request as the client sent them, in ASCII.
+    """Return the path and query of a request as the client sent them, in ASCII.
 
-    A URL parser would resolve a segment `.` or `..`, which may be part of a parameter's name; it leaves alone what
-    stands behind an escaped slash.  Raises RequestError (`malformed`) for a path that begins with such a segment.
+    A URL parser would resolve the segments `.` and `..`, which may be part of a parameter's name; so the slash before
+    them is escaped, which the parser leaves alone.  Raises RequestError (`malformed`) for a path that begins with such
+    a segment.
     """
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path = quote(raw.split(b"?")[0], safe="/%:@!$&'()*+,;=-._~")

@@ -1,4 +1,4 @@
-"""Probes: `/livez` (the loop answers), `/readyz` (it may be sent work; never asks Redis), `/version`."""
+"""Probes: `/livez` (the event loop runs), `/readyz` (ready for requests; never asks Redis), `/version`; `/metrics`."""
 
 import platform
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from paramserver_node.roles import role
 
 
 def router(service: str, ready: Callable[[], str]) -> APIRouter:
-    """The probe routes of a service; `ready` gives the reason why it is not ready yet, or ''."""
+    """Return the probe routes of a service; `ready` returns why it is not ready yet, or ''."""
     routes = APIRouter(tags=["probes"])
 
     @routes.head("/livez", include_in_schema=False)

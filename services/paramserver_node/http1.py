@@ -1,7 +1,8 @@
-"""HTTP/1.1: uvicorn's, with the bounds that it lacks, and without its end at an offer of another protocol.
+"""HTTP/1.1: uvicorn's protocol, with the limits it lacks, and not stopped by offers of another protocol (`Upgrade`).
 
-Bounds: a head, trailers and whatever else is no body have `HEADER_BYTES_MAX`, a head has `HEAD_S` besides; what is left
-of an answer when it has been written, or when the connection is closed, must be read at the pace of bodies.
+Limits: a head, trailers and everything else that is not body may have `HEADER_BYTES_MAX` bytes, and a head must arrive
+within `HEAD_S`.  What is unread of a response once it is written, or when the connection is closed, must be read at the
+pace required of bodies (see `unread`).
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from paramserver_node.negotiate import json_text
 from paramserver_node.unread import Unread
 
 HEAD_S: Final = 30.0
-"""How long a request's head may take to arrive; the first one, from the beginning of the connection."""
+"""Time within which a request's head must arrive; for the first one, from the start of the connection."""
 
 
 def refusal(error: PsError) -> bytes:
-    """The last answer of a connection, where no request is there that an app could refuse."""
+    """Return the last response of a connection, for an error without a request that an app could answer."""
     status, body = HTTPStatus(error.status), json_text(error.document())
     lines = (f"HTTP/1.1 {status} {status.phrase}", "content-type: application/problem+json", "connection: close")
     return "\r\n".join((*lines, f"content-length: {len(body)}", "", "")).encode() + body
@@ -37,15 +38,15 @@ TOO_LONG: Final = refusal(
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Goes on after a head that offers another protocol, where llhttp would take the body for that protocol's."""
+    """A parser that continues after a head with `Upgrade`; llhttp would take the body for the other protocol's data."""
 
     def __init__(self, protocol: "Http1") -> None:
         super().__init__(protocol)
         self._protocol = protocol
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's: it answers before it closes
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn, which answers before it closes
 
     def feed_data(self, data: "bytes | bytearray | memoryview | array[int]") -> None:
-        """The next bytes."""
+        """Parse the next bytes."""
         parser, rest = self, memoryview(data)
         while rest:
             try:
@@ -55,13 +56,13 @@ class _Parser(httptools.HttpRequestParser):
                 if not self._protocol.offers:
                     raise
                 rest, head = rest[e.args[0] :], self._protocol.head_without_offer()
-                # Another one, because where the connection is to be closed this one takes nothing any more.
+                # A new parser, as this one takes no more data if the head also has `Connection: close`.
                 parser = self._protocol.parser = _Parser(self._protocol)
                 super(_Parser, parser).feed_data(head)
 
 
 class Http1(HttpToolsProtocol):
-    """One client's HTTP/1.1, from its first request's head on."""
+    """One client's HTTP/1.1 connection, from the complete head of its first request on."""
 
     def __init__(
         self,
@@ -75,43 +76,43 @@ class Http1(HttpToolsProtocol):
         self._app: ASGIApp = config.loaded_app
         self.app = self._called
         self._in_message = False
-        """Whether a request has begun to arrive and is not whole."""
+        """Whether a request has begun to arrive and is not complete."""
         self._moved = False
-        """Whether what was just read has ended a head or a message, or brought some of a body."""
+        """Whether the last read made progress: completed a head or a message, or contained some of a body."""
         self._held = 0
-        """Bytes that have come since anything did so."""
+        """Bytes read since the last progress."""
         self._wrong = ""
-        """What is wrong with the request, where the parser does not mind."""
+        """What is wrong with a request that the parser itself accepts."""
         self._giving_up: asyncio.TimerHandle | None = None
-        """Runs while a head is awaited."""
+        """Timer that runs while a head is awaited."""
 
-    # Of the transport
+    # Transport callbacks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Its first request's head is here."""
+        """Take over the connection, whose first head has arrived."""
         super().connection_made(transport)
         self._unread = Unread(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for."""
+        """Cancel all timers."""
         super().connection_lost(exc)
-        self.app = self._app  # what refers to this connection would keep it
+        self.app = self._app  # the bound method `_called` would keep this connection alive
         self._unread.close()
         if self._giving_up is not None:
             self._giving_up.cancel()
 
     def pause_writing(self) -> None:
-        """What is left must be read in its time: the next answer's head waits for that, and nobody watches heads."""
+        """Start the deadline for unread data: the next response's head waits for it, without a deadline of its own."""
         super().pause_writing()
         self._unread.watch()
 
     def resume_writing(self) -> None:
-        """It has been read."""
+        """Cancel that deadline: the client has caught up."""
         super().resume_writing()
         self._unread.caught_up()
 
     def data_received(self, data: bytes) -> None:
-        """The next bytes of the client."""
+        """Process the next bytes from the client, and check the limits."""
         self._moved = False
         super().data_received(data)
         self._held = 0 if self._moved else self._held + len(data)
@@ -125,46 +126,46 @@ class Http1(HttpToolsProtocol):
             self._await_head()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be read is told in a problem document as all else, unless an answer is in its middle."""
+        """Answer an invalid request with a problem document, unless a response is in progress; close the connection."""
         if not self._answers:
             self.transport.write(refusal(problem("malformed", self._wrong or msg)))
         self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """It has rested for long enough."""
+        """Close the connection, which has been idle for too long."""
         super().timeout_keep_alive_handler()
         self._unread.watch()
 
     def shutdown(self) -> None:
-        """No new requests; those in flight are finished."""
+        """Take no new requests; those in flight are finished."""
         super().shutdown()
         if self.transport.is_closing():
             self._unread.watch()
 
-    # Of the parser
+    # Parser callbacks
 
     @property
     def offers(self) -> bool:
-        """Whether the head that has just ended offers another protocol, which a server may ignore (RFC 9110, 7.8)."""
+        """Whether the head just parsed offers another protocol, which a server may ignore (RFC 9110, 7.8)."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def head_without_offer(self) -> bytes:
-        """The same head, for a request like any other."""
+        """Return the same head without the offer, as of an ordinary request."""
         first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         return b"".join((first, *(b"%s: %s\r\n" % h for h in self.headers if h[0] != b"upgrade"), b"\r\n"))
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Note that a request has begun."""
         self._in_message = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """There is a request, if it is not to be read again without its offer."""
+        """Begin the request, unless its head is to be parsed again without its offer."""
         if self.offers:
             return
         codings = b",".join([value for name, value in self.headers if name == b"transfer-encoding"])
         if codings.strip().lower() not in (b"", b"chunked"):
-            # The body would be taken for what it holds in that coding.
+            # Otherwise the still encoded body would be taken for its content.
             self._wrong = f"of transfer codings only 'chunked' is understood, not {codings[:80]!r}"
             raise ValueError(self._wrong)
         self._moved = True
@@ -174,18 +175,18 @@ class Http1(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of its body."""
+        """Take a piece of the body."""
         self._moved = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """All of it is here."""
+        """Note that the request is complete."""
         if self.offers:
             return
         self._moved, self._in_message = True, False
         super().on_message_complete()
 
-    # Of the app
+    # The app
 
     async def _called(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -198,22 +199,22 @@ class Http1(HttpToolsProtocol):
             self._unread.watch()
 
     def on_response_complete(self) -> None:
-        """All of an answer is on its way."""
+        """Continue after a complete response; start the timer if the next head has begun to arrive."""
         super().on_response_complete()
         if self._in_message and not self._asked and not self.transport.is_closing():
             self._await_head()
 
     @property
     def _asked(self) -> bool:
-        """Whether a request is being answered: then its pace is watched around the app."""
+        """Whether a request is being answered: then the middleware around the app enforces its pace."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _answers(self) -> bool:
-        """Whether an answer has begun and not ended, so that nothing else can be said."""
+        """Whether a response is in progress or another request waits for its turn, so that no error can be written."""
         return self._asked and (self.cycle.response_started or bool(self.pipeline))
 
-    # The bounds
+    # Limits
 
     def _await_head(self) -> None:
         if self._giving_up is None:

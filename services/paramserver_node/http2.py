@@ -1,10 +1,10 @@
 """HTTP/2 for uvicorn: one client's connection, on the event loop that serves.
 
-A shard's work is bodies of many megabytes.  They are read straight to where they are wanted (see `stream`), so nothing
-here copies them; all else comes through one buffer that all connections share.  Answers go out as they are.
+A shard mostly transfers bodies of many megabytes.  They are read straight into place (see `stream`), without a copy
+here; everything else is read into one buffer that all connections share.  Large answers are not copied, either.
 
-Bounds: what a client may send before it is wanted is its windows; what it may leave unread is `UNSENT_BYTES_MAX`,
-beyond which nothing more is written; its requests, its headers, and its frames that are of no use are counted.
+Limits: flow-control windows bound what a client may send before it is wanted; `UNSENT_BYTES_MAX` bounds what it may
+leave unread, beyond which no more is written; its requests, headers and useless frames are counted.
 """
 
 import asyncio
@@ -38,28 +38,28 @@ log = logging.getLogger("paramserver.node")
 
 FRAME_BYTES: Final = 2 << 20
 CONNECTION_WINDOW_BYTES: Final = 8 << 20
-"""What a client may send of all its bodies; more than one of them takes, so that one that waits holds up no other."""
+"""Receive window of a connection; larger than a stream's, so that a body that waits does not block the others."""
 STREAMS_MAX: Final = 256
 HEADER_BYTES_MAX: Final = 64 << 10
 UNSENT_BYTES_MAX: Final = 2 << 20
-"""What is handed to the transport before it has got rid of it."""
+"""High-water mark of the transport's send buffer."""
 SHORT_BYTES: Final = 4096
-"""What is copied to go with its head in one piece."""
+"""Largest payload that is copied, to be written in one piece with its frame header."""
 TOGETHER: Final = 8
-"""Short answers that go out in one piece; with more, a client would wait for the last before it has the first."""
+"""At most this many short answers share one write; with more, the first would wait for the last."""
 READ_BYTES: Final = 1 << 20
-"""What is read at a time, so that others have their turn."""
+"""Most that is read at once, so that other connections get their turn."""
 DIRECT_BYTES_MIN: Final = 16 << 10
-"""What is worth a read of its own."""
+"""At least this much of a body must be due for a read straight into place."""
 FIRST_BYTES: Final = 64 << 10
-"""What is read at a time while nobody knows where it belongs."""
+"""Size of the shared buffer: most that is read at once while the destination is unknown."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client's HTTP/2, after the preface."""
+    """One client's HTTP/2 connection, after the preface."""
 
     _room = memoryview(bytearray(FIRST_BYTES))
-    """Of all connections: what has been read is used before anything else is."""
+    """Shared by all connections: its contents are processed before the next read."""
 
     def __init__(
         self, config: Config, server: ServerState, app: ASGIApp, state: dict[str, Any], carrier: "Carrier | None" = None
@@ -72,43 +72,43 @@ class Connection(asyncio.BufferedProtocol):
         self._requests = wire.HeaderDecoder(HEADER_BYTES_MAX, request_of)
         self._streams: dict[int, Stream] = {}
         self._running = 0
-        """Requests that are being answered, those that the client gave up as well."""
+        """Requests being answered, including those that the client has cancelled."""
         self._newest = 0
         self._place: memoryview | None = None
-        """Where the payload that is read next belongs."""
+        """Destination of the current read, if it goes straight into place."""
         self._awaited = 1
-        """How many bytes must be here before they are read."""
+        """Bytes that must have arrived before the next read."""
         self._head_next = False
-        """Whether a frame of a body has just ended there and another one is to come."""
+        """Whether a DATA frame has just ended in place and the body goes on, so that a frame header comes next."""
         self._block: tuple[int, int, bytearray] | None = None
-        """A header block that goes on: its stream, its flags, what is here."""
+        """An incomplete header block: its stream, its flags, and what has arrived of it."""
         self._window = CONNECTION_WINDOW_BYTES
-        """What the client may still send of all bodies."""
+        """Receive window of the connection: bytes of bodies that the client may still send."""
         self._used = 0
-        """What it may send again, and has not been told."""
+        """Bytes consumed but not yet returned to the client as window updates."""
         self._follies = Follies(self.loop.time)
         self.spoke_s = self.loop.time()
-        """When the client last heard of any of its bodies."""
+        """When the client was last sent a frame about one of its bodies."""
         self._said: list[bytes] = []
-        """What goes out with `flush`."""
+        """Frames that the next `flush` writes."""
         self._flushes = False
-        """Whether it does so at the end of this turn of the loop."""
+        """Whether a flush is scheduled for the end of this turn of the event loop."""
         self._stopping = False
         self._writable = asyncio.Event()
         self._writable.set()
         self.credit = self.new_credit = wire.WINDOW_BYTES
-        """What may be sent of all answers, and of a new one."""
+        """Send windows, in bytes: the connection's, and that of a new stream."""
         self.frame_bytes = wire.PAYLOAD_BYTES_MAX
-        """What the client takes in one frame."""
+        """Largest payload to send in one frame."""
 
-    # Of the transport
+    # Transport callbacks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The server's word comes first: its settings, and a window for all bodies."""
+        """Send the server's SETTINGS, and widen the connection's receive window."""
         self.transport = transport
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         self._socket = transport.get_extra_info("socket")
-        tcp.prepare(self._socket)  # asyncio forgets it where the listening socket was given to it
+        tcp.prepare(self._socket)  # asyncio sets no TCP_NODELAY if it was given the listening socket
         over_tcp = self._socket.family != socket.AF_UNIX
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
         self._unread = Unread(transport)
@@ -126,7 +126,7 @@ class Connection(asyncio.BufferedProtocol):
         self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """All that are being answered learn of it."""
+        """Notify all requests in flight."""
         self._server.connections.discard(self)
         self._writable.set()
         self._unread.close()
@@ -136,15 +136,15 @@ class Connection(asyncio.BufferedProtocol):
         self._streams.clear()
 
     def pause_writing(self) -> None:
-        """The client reads slower than is written."""
+        """Note that the send buffer is full: the client reads too slowly."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Note that the client has caught up."""
         self._writable.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """Return the memory for the next read: straight into place if possible, else the shared buffer."""
         self._place, due = None, self._scanner.due
         if due >= DIRECT_BYTES_MIN and (stream := self._streams.get(self._scanner.due_stream)) is not None:
             place = stream.room()
@@ -153,12 +153,12 @@ class Connection(asyncio.BufferedProtocol):
                 return self._place
         if self._head_next:
             self._head_next = False
-            return self._room[: wire.HEAD_BYTES]  # what follows it goes where it belongs
+            return self._room[: wire.HEAD_BYTES]  # no more, so that the payload can be read straight into place
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes are here."""
-        place, self._place = self._place, None  # which an idle connection must not keep from being used again
+        """Process what was read, and set up the next read."""
+        place, self._place = self._place, None  # an idle connection must not keep this memory from being reused
         if place is None:
             self.feed(self._room[:nbytes])
         else:
@@ -166,13 +166,13 @@ class Connection(asyncio.BufferedProtocol):
         due = self._scanner.due
         stream = self._streams.get(self._scanner.due_stream) if due >= DIRECT_BYTES_MIN else None
         if self._can_wait:
-            worth = nbytes >= DIRECT_BYTES_MIN and stream is not None  # of a slow client each byte counts
+            worth = nbytes >= DIRECT_BYTES_MIN and stream is not None  # a slow client's bytes are read as they come
             wanted = WAITED_BYTES if worth and due >= WAITED_BYTES else 1
             if wanted != self._awaited and not self.transport.is_closing():
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 self._awaited = wanted
         if place is None and stream is not None and stream.is_new and not self.transport.is_closing():
-            self.transport.pause_reading()  # for its app to say where the rest belongs
+            self.transport.pause_reading()  # so that the app can say first where the rest belongs
             self.loop.call_soon(self._resume)
 
     def _resume(self) -> None:
@@ -180,20 +180,20 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.resume_reading()
 
     def eof_received(self) -> None:
-        """The client has hung up."""
+        """Return None: the transport then closes."""
 
     def shutdown(self) -> None:
-        """No new requests; those in flight are finished."""
+        """Take no new requests; those in flight are finished."""
         if not self._stopping:
             self._stopping = True
             self.say(wire.goaway(self._newest, wire.NO_ERROR))
             self.flush()
             self._close_if_idle()
 
-    # What comes
+    # Receiving
 
     def feed(self, data: memoryview, *, there: bool = False) -> None:
-        """The next bytes of the client; `there`: of a body, and where they belong."""
+        """Process the next bytes from the client; `there`: they are of a body, and already in place."""
         try:
             if there:
                 ends = bool(self._scanner.passed(len(data)) & wire.END_STREAM)
@@ -224,7 +224,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._control(kind, flags, number, payload)
 
     def _data(self, number: int, data: memoryview, cost: int, ends: bool, *, there: bool = False) -> None:
-        """A piece of a body."""
+        """Process a piece of a body."""
         stream = self._streams.get(number)
         if stream is None and (number > self._newest or number % 2 == 0):
             raise Http2Error(wire.PROTOCOL_ERROR, "a body without a request")
@@ -246,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
             stream.arrived(data, ends)
 
     def fetch(self, number: int, places: Pieces, size: int) -> bool:
-        """Has a thread read the rest of that body, of so many bytes, to its places; False where none can."""
+        """Have a thread read the rest of a body, `size` bytes, into `places`; returns False if none can."""
         at, asked = self._scanner.between(number), min(size, TRIP_BYTES_MAX)
         if at is None or self._lent.writes or self.transport.is_closing():
             return False
@@ -261,7 +261,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _fetched(self, number: int, asked: int, received: "Received") -> None:
-        """A thread is back."""
+        """Continue after a thread has read some of a body."""
         self._scanner.skipped(number, received.due, received.flags, received.head)
         self._awaited = 1
         self._window -= received.size
@@ -310,10 +310,10 @@ class Connection(asyncio.BufferedProtocol):
         elif kind == wire.PUSH_PROMISE:
             raise Http2Error(wire.PROTOCOL_ERROR, "clients do not push")
         else:
-            self._follies.one()  # what nobody needs to know
+            self._follies.one()  # frames that need no reaction
 
     def _heads(self, number: int, flags: int, block: bytearray) -> None:
-        """A header block, as far as it is here."""
+        """Process a header block, as far as it has arrived."""
         if len(block) > HEADER_BYTES_MAX:
             raise Http2Error(wire.ENHANCE_YOUR_CALM, "headers that are too long")
         if not flags & wire.END_HEADERS:
@@ -321,7 +321,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         asked = self._requests.decode(bytes(block))
         ends = bool(flags & wire.END_STREAM)
-        if number <= self._newest:  # what follows a body
+        if number <= self._newest:  # trailers
             stream = self._streams.get(number)
             if stream is not None:
                 if not ends or stream.body_ended:
@@ -332,7 +332,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._newest = number
         if asked is not None and ends and asked.length:
-            asked = None  # it says that it has a body, and has none
+            asked = None  # it announces a body, and has none
         if asked is None or self._stopping or self._running >= STREAMS_MAX:
             self._follies.one()
             code = wire.PROTOCOL_ERROR if asked is None else wire.REFUSED_STREAM
@@ -373,14 +373,14 @@ class Connection(asyncio.BufferedProtocol):
             stream.wake()
         self.new_credit = credit
 
-    # What goes
+    # Sending
 
     def say(self, frame: bytes) -> None:
-        """Something for the client that goes with `flush`."""
+        """Queue a frame for the next `flush`."""
         self._said.append(frame)
 
     def flush(self) -> None:
-        """What was said goes out, in one piece; what a thread writes goes first."""
+        """Write the queued frames in one piece, unless a thread is writing: then they follow when it is done."""
         if self._said and not self._lent.writes:
             said, self._said = self._said, []
             if not self.transport.is_closing():
@@ -389,8 +389,11 @@ class Connection(asyncio.BufferedProtocol):
                 self.transport.write(data)
 
     def flush_soon(self, *, more: bool = False) -> bool:
-        """Short pieces go together, a few at a time, if several requests are answered or there is `more` of this one;
-        whether they went."""
+        """Flush now, or at the end of this turn of the event loop; returns whether it was done now.
+
+        It waits, so that short frames share a write, if several requests are being answered or there is `more` of this
+        one, and fewer than `TOGETHER` frames are queued.
+        """
         if (self._running <= 1 and not more) or len(self._said) >= TOGETHER:
             self.flush()
             return True
@@ -404,9 +407,10 @@ class Connection(asyncio.BufferedProtocol):
         self.flush()
 
     def send(self, head: bytes, data: memoryview, *, more: bool) -> bool:
-        """A piece of an answer, after what was said, with `more` to come; `data` is not copied unless it is short.
+        """Send a piece of an answer after the queued frames, with `more` to come; `data` is copied only if it is short.
 
-        Whether it went: a short one may wait, until the end of this turn of the loop, for what goes with it.
+        Returns False if it was queued: a short piece may wait until the end of this turn of the event loop, to share a
+        write with others.
         """
         if len(data) <= SHORT_BYTES:
             self.say(head + data)
@@ -419,9 +423,10 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def deliver(self, frames: Sequence[tuple[bytes, memoryview]]) -> "asyncio.Future[int] | None":
-        """Has a thread write frames, each a head and a payload, after what was said; None where it cannot.
+        """Have a thread write frames, each a (header, payload), after the queued ones; returns None if it cannot.
 
-        The result is how many of them are on their way: all, unless the client has paused; at least one.
+        The future's result is the number of frames that are sent, or left to the transport to send: all of them, unless
+        the client pauses, and at least one.
         """
         if not self.writable or self.transport.is_closing() or self.transport.get_write_buffer_size():
             return None
@@ -436,7 +441,7 @@ class Connection(asyncio.BufferedProtocol):
         return delivered
 
     def _delivered(self, parts: Pieces, sizes: Sequence[int], delivered: "asyncio.Future[int]", went: int) -> None:
-        """A thread is back; the frame in whose midst it stopped is finished here."""
+        """Continue after a thread has written; if it stopped within a frame, the rest of that is written here."""
         count, end = 1, sizes[0]
         while end < went:
             end += sizes[count]
@@ -448,35 +453,35 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.writelines(first(after(parts, went), end - went))
         self.flush()
         for stream in self._streams.values():
-            stream.wake()  # whose body could have no thread meanwhile
+            stream.wake()  # no thread could read its body meanwhile
         if not delivered.done():
             delivered.set_result(count)
 
     @property
     def writable(self) -> bool:
-        """Whether the client reads what is written."""
+        """Whether more may be written: the send buffer has room, and no thread is writing."""
         return self._writable.is_set()
 
     async def drained(self) -> None:
-        """The client has read enough for more, and others have had their turn."""
+        """Give other tasks their turn, then wait until `writable`."""
         await asyncio.sleep(0)
-        while not self.writable:  # whoever was woken before may have filled it again
+        while not self.writable:  # a task that was woken earlier may have filled the buffer again
             await self._writable.wait()
 
     def ends(self, number: int) -> bool:
-        """Whether the last frame of that request is under way."""
+        """Whether the last frame of that request is being received."""
         return self._scanner.ends(number)
 
     def used(self, size: int) -> None:
-        """So many bytes of bodies are no longer held."""
+        """Return `size` bytes to the connection's receive window, as they are no longer held."""
         self._used += size
-        if self._used >= max(1, self._window):  # half of what is not held by bodies that wait
+        if self._used >= max(1, self._window):  # at least half of what waiting bodies do not hold
             self._window += self._used
             self.say(wire.word(0, wire.WINDOW_UPDATE, self._used))
             self._used = 0
 
     def ended(self, number: int, *, answered: bool) -> None:
-        """A request is over."""
+        """Forget a request that is over; `answered`: with a complete answer."""
         self._running -= 1
         self._follies.made_up(answered)
         self.flush_soon()
@@ -485,7 +490,7 @@ class Connection(asyncio.BufferedProtocol):
         self._close_if_idle()
 
     def abort(self) -> None:
-        """Hang up at once, whatever is still to be sent."""
+        """Close the connection at once, discarding unsent data."""
         self.transport.abort()
 
     def _close_if_idle(self) -> None:
@@ -493,7 +498,7 @@ class Connection(asyncio.BufferedProtocol):
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """When all is sent, or nobody reads it."""
+        """Close the connection when all is sent, or when the client has not read it in time."""
         self.flush()
         self.transport.close()
         self._unread.watch()

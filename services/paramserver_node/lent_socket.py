@@ -1,4 +1,4 @@
-"""One connection's socket as the threads of a carrier have it: theirs, until they are back, whatever becomes of it."""
+"""A connection's socket, lent to a carrier's threads: they keep it until they are done, even if the connection ends."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paramserver_node.pieces import Pieces
 
-if TYPE_CHECKING:  # who has no carrier needs no kernels
+if TYPE_CHECKING:  # without a carrier, no kernels are needed
     from paramserver.kernels.sockets import Received
     from paramserver_node.carrier import Carrier
 
@@ -16,25 +16,25 @@ log = logging.getLogger("paramserver.node")
 
 
 class LentSocket:
-    """At most one thread reads from it, and at most one writes; whoever else does waits for them."""
+    """The socket, for at most one reading and one writing thread; while one does, nobody else may."""
 
     def __init__(self, carrier: "Carrier | None", fd: int, failed: Callable[[], None]) -> None:
-        """`fd` is the connection's descriptor; without a carrier there are no threads.
+        """`fd` is the connection's file descriptor; without a carrier, no threads are used.
 
-        `failed` is called when a thread could not say how far it came: nobody can go on with the connection then.
+        `failed` is called if a thread raised: its progress is unknown, so the connection cannot go on.
         """
         self._carrier = carrier
         self._fd = fd
         self._failed = failed
         self._socket: socket.socket | None = None
-        """Of its own, so that nobody else gets its number while a thread is using it."""
+        """A duplicate, so that the descriptor's number is not reused while a thread uses it."""
         self.reads = self.writes = False
-        """Whether a thread does."""
+        """Whether a thread is reading, and whether one is writing."""
 
     def read(
         self, places: Pieces, frame: tuple[int, int, int], bytes_max: int, then: Callable[["Received"], None]
     ) -> bool:
-        """Has the rest of a body read to its places, and `then` told what came; False where there is no thread."""
+        """Have a thread read the rest of a body into `places`, then call `then`; returns False if there is none."""
 
         def over(received: "Received | None") -> None:
             self.reads = False
@@ -50,7 +50,7 @@ class LentSocket:
         return False
 
     def write(self, pieces: Pieces, then: Callable[[int], None]) -> bool:
-        """Has the pieces written, and `then` told how many bytes went; False where there is no thread."""
+        """Have a thread write `pieces`, then call `then` with the bytes written; returns False if there is none."""
 
         def over(went: int | None) -> None:
             self.writes = False
@@ -65,13 +65,13 @@ class LentSocket:
         return False
 
     def close(self) -> None:
-        """The connection is lost: whoever is on the way comes back, and nobody goes any more."""
+        """Stop lending, as the connection is lost; threads that use the socket return early."""
         self._carrier = None
         if self._socket is not None and (self.reads or self.writes):
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # the peer was faster
+                pass  # disconnected already
         self._let_go()
 
     def _own(self) -> socket.socket | None:

@@ -1,9 +1,9 @@
-"""Logs are events: one line each, `time level logger event key=value ...`, to standard error."""
+"""Logging to standard error: one line per event, `time level logger event key=value ...`."""
 
 import logging
 
 
 def setup(level: str = "INFO") -> None:
-    """Send this process' logs to standard error; third parties only from warnings up."""
+    """Send this process's logs to standard error; those of third parties from WARNING up."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.WARNING)
     logging.getLogger("paramserver").setLevel(level.upper())

@@ -1,6 +1,6 @@
 """Prometheus metrics that every node has.
 
-Labels are route templates, methods and statuses, never paths or names that a client chooses: their number is bounded.
+Labels are route templates, methods and statuses, never paths or names that clients choose, so their number is bounded.
 """
 
 from typing import Final
@@ -15,7 +15,7 @@ REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered"
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per metric that nobody reads
 
 IN_FLIGHT: Final = Count()
-"""Requests that are being answered."""
+"""Requests being answered."""
 Gauge("paramserver_http_requests_in_flight", "Requests that are being answered").set_function(lambda: IN_FLIGHT.total)
 REQUEST_S: Final = Histogram(
     "paramserver_http_request_seconds",

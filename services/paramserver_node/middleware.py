@@ -1,4 +1,4 @@
-"""Around every request: an id, checks of path and caller, the drain of a body nobody read, counts, the last word."""
+"""Middleware around every request: its id, path and access checks, deadlines, draining, metrics, unhandled errors."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ from paramserver_node.stream import BODY, Arrival
 log = logging.getLogger("paramserver.node")
 
 DRAIN_BYTES_MAX: Final = 64 << 20
-"""Most that is read of a body whose request has been refused; a client that sends more is cut off."""
+"""Most that is read of the body of a refused request; a client that sends more is cut off."""
 DRAIN_S_MAX: Final = 10.0
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -36,32 +36,32 @@ _LASTING: Final = "lasting"
 _TERSE: Final = "terse"
 _PROCESS: Final = secrets.token_hex(8)
 _NUMBERS: Final = itertools.count(1)
-"""Of the requests of this process; with its random name they make ids that no other gives."""
+"""Request numbers; prefixed with the random `_PROCESS` they are unique ids."""
 
 
 def lasting(scope: Scope) -> None:
-    """The body of this request may come for as long as it likes: what its sender may do has been checked."""
+    """Let the body of this request arrive without a deadline; only after its sender has been authorized."""
     scope["state"][_LASTING] = True
 
 
 def terse(scope: Scope) -> None:
-    """A good answer to this request need not name it, unless its sender did: the next one can be the same bytes."""
+    """Omit the request id from a good answer unless the client gave one, so that equal answers are equal bytes."""
     scope["state"][_TERSE] = True
 
 
 class NodeMiddleware:
     """Outermost ASGI layer of a node.
 
-    A response that ends before its request's body was read is lost to a client that sends before it listens, so what
-    the endpoint left is read (and dropped) before the response begins.
+    A client that sends its whole body before it reads would lose a response that ends earlier.  So what the endpoint
+    did not read of the body is read and dropped before the response begins.
     """
 
     def __init__(self, app: ASGIApp, guard: Guard | Neighbours | None = None) -> None:
         self.app = app
         self._guard = guard
-        """None: everyone may do everything."""
+        """None: no access control."""
         self._patience: Patience | None = None
-        """Of the loop that serves."""
+        """Deadlines, on the event loop that serves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,10 +81,11 @@ class NodeMiddleware:
             await self.app(scope, exchange.receive, exchange.send)
         except Exception as e:
             if exchange.ended:
-                return  # answered as an internal error, and logged, further in
+                return  # an inner layer has answered it as an internal error, and logged it
             if exchange.status:
-                raise  # half a response is out: all that can be done is to cut the connection
-            # Without a name: it refers to this frame, which would keep it, and the body, until they are collected.
+                raise  # half a response is sent: all that can be done is to cut the connection
+            # Bind the error to no other name: it refers to this frame, and such a cycle would keep both, and the body,
+            # until the next garbage collection.
             answer = problems.failed(Request(scope), e)
             await answer(scope, exchange.receive, exchange.send)
         finally:
@@ -97,7 +98,7 @@ class NodeMiddleware:
 
 
 class _Exchange:
-    """One request and its response: how far the body was read, how far the answer got."""
+    """One request and its response: how much of the body was read, and how much of the response sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, patience: Patience) -> None:
         self._receive, self._send, self._patience = receive, send, patience
@@ -108,21 +109,21 @@ class _Exchange:
         if BODY in extensions:
             self._arrival: Arrival = extensions[BODY]
             extensions[BODY] = self
-            self._size = None  # over HTTP/2 more bytes than announced may come, and then none of them may count
+            self._size = None  # over HTTP/2 a body may exceed its announced size, and is then refused: wait for its end
         self._reading: asyncio.Lock | None = None
         self._began_s = patience.now()
         self.received = 0
         self._too_slow = False
         self._before = 0
-        """How long the last piece of the answer was, over HTTP/1.1, where the next one waits until it has been read."""
+        """Size of the last piece of the response, over HTTP/1.1: there the next one waits until it has been read."""
         self.status = 0
-        """Of the response; 0 until it begins."""
+        """Status of the response; 0 until it begins."""
         self.ended = False
 
     async def receive(self) -> Message:
         if self._reading is None:
             self._reading = asyncio.Lock()
-        async with self._reading:  # an endpoint may listen for a hang-up while the rest is being drained
+        async with self._reading:  # an endpoint may wait for a disconnect while the rest is being drained
             patient = self._body_ended or _LASTING in self._scope["state"]
             message = await (self._receive() if patient else self._received_in_time())
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
@@ -138,7 +139,7 @@ class _Exchange:
         return body
 
     async def into(self, sink: Destination) -> bool:
-        """See `Arrival`; raises as `_received_in_time` does."""
+        """See `Arrival`; raises like `_received_in_time`."""
         counted = _Counted(self, sink)
         while True:
             try:
@@ -157,7 +158,7 @@ class _Exchange:
         return left
 
     def _due_s(self) -> float:
-        """When the next bytes must be here."""
+        """Deadline for the next bytes of the body."""
         return self._began_s + PATIENCE_S + self.received / PACE_BYTES_PER_S
 
     def _slow(self) -> PsError:
@@ -165,14 +166,14 @@ class _Exchange:
         return problem("too_slow", f"after {PATIENCE_S:g} s only {self.received} bytes of the body are here")
 
     async def _received_in_time(self) -> Message:
-        """The next piece of the body; raises Unavailable (`too_slow`) for one that holds memory and does not come."""
+        """Return the next piece of the body; raises Unavailable (`too_slow`) if it is late, as bodies hold memory."""
         try:
             message = await self._patience.within(self._due_s(), self._receive())
         except TimeoutError:
             raise self._slow() from None
         self.received += len(message.get("body", b""))
         if self.received == self._size:
-            message["more_body"] = False  # else the server would be asked once more, only to say so
+            message["more_body"] = False  # saves another call, which would only tell this
         return message
 
     async def send(self, message: Message) -> None:
@@ -182,7 +183,7 @@ class _Exchange:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
             if not self._body_ended and not self._too_slow and _LASTING not in self._scope["state"]:
                 await self._drain()
-            await self._send(message)  # which the server keeps for the first piece of the body
+            await self._send(message)  # no deadline: HTTP/2 holds the head back for the body, `Http1` has its own
             return
         try:
             size = len(message.get("body", b""))
@@ -207,7 +208,7 @@ class _Exchange:
 
 
 class _Counted:
-    """A sink whose bytes count for their sender."""
+    """A sink that also counts the bytes received, on which the sender's deadline depends."""
 
     def __init__(self, exchange: _Exchange, sink: Destination) -> None:
         self._exchange, self._sink = exchange, sink
@@ -224,9 +225,9 @@ class _Counted:
 
 
 def _check_path(scope: Scope) -> None:
-    """Raises RequestError (`malformed`) for a path that is not percent-encoded UTF-8.
+    """Raise RequestError (`malformed`) unless the path is percent-encoded UTF-8.
 
-    Servers decode such bytes to replacement characters, and then two different names would be one.
+    Servers decode other bytes to replacement characters, which would make different names equal.
     """
     raw: bytes = scope.get("raw_path") or b""
     if b"%" not in raw and raw.isascii():
@@ -241,9 +242,9 @@ def _check_path(scope: Scope) -> None:
 
 
 def _told(scope: Scope) -> tuple[int | None, str, bool]:
-    """(length of the body, or None where only its end will tell; the request's id; whether the client gave it).
+    """Return (length of the body, None if only its end will tell; the request's id; whether the client gave the id).
 
-    The id is the client's `X-Request-Id` where that is a plain word, else a new one.
+    The id is the client's `X-Request-Id` if it is a plain word, else a new one.
     """
     size = 0 if scope["method"] in ("GET", "HEAD") else None
     given, chunked = "", False

@@ -1,4 +1,4 @@
-"""Media types: bodies come and go as JSON or msgpack, whichever Content-Type and Accept say."""
+"""Content negotiation: bodies are JSON or msgpack, as Content-Type and Accept say."""
 
 import json
 from collections.abc import Mapping
@@ -19,24 +19,24 @@ _MSGPACK_NAMES: Final = (MSGPACK, "application/x-msgpack", "application/vnd.msgp
 
 _MORE: Final = f"send {MSGPACK} or frames, which are for more, or split the request"
 _FIELDS: Final = 1024
-"""Commas that stand between something else than numbers; what has a few numbers more is read all the same."""
+"""Commas allowed in addition, as some do not separate numbers; so a body with a few numbers too many may pass."""
 
 
 def media_type(request: Request) -> str:
-    """The Content-Type without parameters, in lower case; a body without one is taken as JSON."""
+    """Return the Content-Type without parameters, in lower case; JSON if there is none."""
     return request.headers.get("content-type", JSON).split(";")[0].strip().lower() or JSON
 
 
 def announced(request: Request) -> int | None:
-    """How many bytes the body has, where the request's head says so."""
+    """Return the Content-Length; None if there is no valid one."""
     text = request.headers.get("content-length", "")
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
-    """The whole body; raises RequestError: `too_large` past `size_max`, `malformed` when it is cut off.
+    """Return the whole body; raises RequestError: `too_large` above `size_max`, `malformed` if it is incomplete.
 
-    What is left of a body that is too large is read by the middleware, so that the answer reaches the client.
+    The middleware reads the rest of a body that is too large, so that the answer reaches the client.
     """
     length = announced(request)
     if length is not None and length > size_max:
@@ -59,9 +59,9 @@ async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
 
 
 async def read(request: Request, size_max: int, *, optional: bool = False, numbers_max: int | None = None) -> Any:
-    """The request's body as plain values (msgpack `bin` as bytes); where it is `optional`, none is an empty object.
+    """Return the body as plain values (msgpack `bin` as bytes); an empty one as an empty object if it is `optional`.
 
-    `numbers_max`: how many values a JSON body may list, counted by its commas before anything is made of it.
+    `numbers_max`: most values that a JSON body may list, judged by its commas before it is parsed.
 
     Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`, `non_finite`.
     """
@@ -83,9 +83,9 @@ async def read(request: Request, size_max: int, *, optional: bool = False, numbe
 
 
 async def read_tensors(request: Request) -> Any:
-    """The same of a body that may hold tensors; as JSON it is bounded, because parsing it holds everything up.
+    """Return a body that may hold tensors, like `read`; JSON has lower limits, as parsing it blocks the event loop.
 
-    Raises as `read` does.
+    Raises like `read`.
     """
     if media_type(request) not in _JSON_NAMES:
         return await read(request, NAMED_BODY_BYTES_MAX)
@@ -93,9 +93,9 @@ async def read_tensors(request: Request) -> Any:
 
 
 def accepted(request: Request) -> str:
-    """The media type to answer in; raises RequestError (`not_acceptable`) when Accept allows neither.
+    """Return the media type for the answer; raises RequestError (`not_acceptable`) if Accept allows neither.
 
-    Where Accept leaves it open, a msgpack body is answered in msgpack and anything else in JSON.
+    If Accept leaves the choice, a msgpack body is answered in msgpack, and anything else in JSON.
     """
     own = MSGPACK if media_type(request) in _MSGPACK_NAMES else JSON
     header = request.headers.get("accept", "").strip()
@@ -128,12 +128,12 @@ def _quality(params: list[str]) -> float:
 
 
 def check_accept(request: Request) -> None:
-    """Raises RequestError (`not_acceptable`) before anything is done for a client that could not read the answer."""
+    """Raise RequestError (`not_acceptable`) if the client could not read the answer; to be called before any change."""
     accepted(request)
 
 
 def json_text(body: Any) -> bytes:
-    """JSON in UTF-8; what JSON has no word for is null (NaN, infinity) or a replacement character."""
+    """Return JSON in UTF-8; NaN and infinity become null, and characters that UTF-8 cannot encode become '?'."""
     try:
         text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -142,7 +142,7 @@ def json_text(body: Any) -> bytes:
 
 
 def pack(body: Any) -> bytes:
-    """msgpack; integers beyond 64 bits become floats."""
+    """Return msgpack; integers beyond 64 bits become floats."""
     try:
         return bytes(msgpack.packb(body))
     except (OverflowError, UnicodeEncodeError):
@@ -165,7 +165,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def respond(request: Request, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response of plain values in the media type that the client accepts."""
+    """Return a response with plain values in a media type that the client accepts."""
     if accepted(request) == MSGPACK:
         return Response(pack(body), status, dict(headers or {}), media_type=MSGPACK)
     return Response(json_text(body), status, dict(headers or {}), media_type=JSON)

@@ -1,34 +1,34 @@
-"""How long a request may be waited for: one timer for all of them."""
+"""Deadlines for requests, with one timer for all of them."""
 
 import asyncio
 from collections.abc import Awaitable
 from typing import Any, Final, TypeVar
 
 LOOK_S: Final = 0.5
-"""How often it is looked who has waited too long; so much later than said somebody may be interrupted."""
+"""Interval between checks; a wait may exceed its deadline by this much."""
 
 _INTERRUPTED: Final = -1.0
 T = TypeVar("T")
 
 
 class Patience:
-    """Interrupts tasks that have waited too long.
+    """Interrupts tasks that wait beyond their deadlines.
 
-    It looks now and then at all that wait: a timer for each wait would cost a small request a tenth of its time.
+    It checks all waiting tasks periodically: a timer for each wait would cost a small request a tenth of its time.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop: Final = loop
         self._waits: dict[asyncio.Task[Any], float] = {}
-        """Until when each task may wait for what it waits for now."""
+        """Deadline of each waiting task, or `_INTERRUPTED`."""
         self._looks = False
 
     def now(self) -> float:
-        """The loop's time, in seconds."""
+        """Return the event loop's time, in seconds."""
         return self.loop.time()
 
     async def within(self, due_s: float, step: Awaitable[T]) -> T:
-        """What `step` gives; raises TimeoutError if it has not by then, in the loop's time."""
+        """Await `step` and return its result; raises TimeoutError after `due_s`, in the event loop's time."""
         task = asyncio.current_task(self.loop)
         assert task is not None
         self._waits[task] = due_s

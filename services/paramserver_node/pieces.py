@@ -1,4 +1,4 @@
-"""Bytes that lie in several places, one after the other."""
+"""Sequences of buffers that together hold one run of bytes."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ Pieces = Sequence[memoryview]
 
 
 def first(pieces: Pieces, size: int) -> list[memoryview]:
-    """The first `size` bytes, or all if they are fewer."""
+    """Return the first `size` bytes, or all if there are fewer."""
     out = []
     for piece in pieces:
         if size <= 0:
@@ -17,7 +17,7 @@ def first(pieces: Pieces, size: int) -> list[memoryview]:
 
 
 def after(pieces: Pieces, size: int) -> list[memoryview]:
-    """What is left without the first `size` bytes."""
+    """Return what follows the first `size` bytes."""
     out = []
     for piece in pieces:
         if size < len(piece):
@@ -27,7 +27,7 @@ def after(pieces: Pieces, size: int) -> list[memoryview]:
 
 
 def cut(pieces: Pieces, payload_bytes_max: int, size: int) -> list[memoryview]:
-    """Payloads of at most so many bytes each, and at most `size` in all, each of one piece."""
+    """Cut the pieces into payloads of at most `payload_bytes_max` bytes, each within one piece, up to `size` in all."""
     out: list[memoryview] = []
     for piece in pieces:
         for at in range(0, len(piece), payload_bytes_max):

@@ -1,5 +1,4 @@
-"""Whether the value of a setting can be meant; whoever takes up a wrong one would end over it, far from where it was
-set."""
+"""Plausibility checks of settings, so that a wrong value is reported where it was set, and not far from there."""
 
 import logging
 import re
@@ -12,10 +11,10 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import MIB
 
 ADVERTISED_MAX: Final = 15
-"""URLs of one shard: with its socket they are as many as it may join with."""
+"""URLs of one shard; together with its socket, as many as it may join with."""
 URL_CHARS_MAX: Final = 255
 MEMORY_BYTES_MIN: Final = 64 * MIB
-"""A process takes more before it holds anything."""
+"""A process needs more than this before it holds any data."""
 MEMORY_BYTES_MAX: Final = 1 << 53
 SNAPSHOT_MIB_PER_S: Final = (0.001, 1e6)
 TIMEOUT_S_MAX: Final = 1e9
@@ -25,7 +24,7 @@ _DATABASE: Final = re.compile(r"/?[0-9]*/?")
 
 
 def size_bytes(text: str) -> int:
-    """The bytes of a size as people write it: `1073741824`, `512MiB`, `2GiB`, `2G` (powers of 1024).
+    """Return the bytes of a size as people write it: `1073741824`, `512MiB`, `2GiB`, `2G` (powers of 1024).
 
     Raises RequestError (`invalid_field`) for anything else.
     """
@@ -36,26 +35,26 @@ def size_bytes(text: str) -> int:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as it may be printed: a password in a URL is left out."""
-    # A password may itself hold ':' and '@': it goes from the first ':' to the last '@'.
+    """Return a setting's value for printing, with passwords in URLs masked."""
+    # A password may itself contain ':' and '@': it reaches from the first ':' to the last '@'.
     return re.sub(r"(\w+://[^/@:\s]*:)[^/\s]+@", r"\1***@", str(value))
 
 
 def check(section: str, name: str, value: Any, origin: str) -> None:
-    """Raise RequestError (`invalid_field`) for a value that the setting `name` of that service cannot have."""
+    """Raise RequestError (`invalid_field`) for a value that a service's setting `name` cannot have."""
     if wrong := _wrong(section, name, value):
         raise problem("invalid_field", f"{name} (from {origin}): {wrong}")
-    if name == "ca" and section != "client":  # psctl does not only call clusters
+    if name == "ca" and section != "client":  # psctl has commands that call no cluster
         check_ca(value, origin)
 
 
 def check_ca(path: str, origin: str) -> None:
-    """Raise RequestError (`invalid_field`) for a file without certificates; none at all is well."""
+    """Raise RequestError (`invalid_field`) for a file without certificates; an empty path is accepted."""
     Credentials.of(None, path, origin=f"ca (from {origin})")
 
 
 def _wrong(section: str, name: str, value: Any) -> str:
-    """What is wrong with the value; empty where nothing is."""
+    """Return what is wrong with the value, or ''."""
     match name:
         case "log_level" if value.upper() not in logging.getLevelNamesMapping():
             return f"must be DEBUG, INFO, WARNING or ERROR, not {value!r:.60}"
@@ -88,7 +87,7 @@ def _wrong(section: str, name: str, value: Any) -> str:
 
 
 def _as_of_node(url: str) -> str:
-    """The same without what a client may add, what a proxy asks for before the host, or leave out, the scheme."""
+    """Return a client's URL as a node's: without credentials (for a proxy) before the host, and with a scheme."""
     return re.sub(r"(?<=://)[^/]*@", "", url) if "://" in url or not url else f"http://{url}"
 
 
@@ -105,7 +104,7 @@ def _wrong_urls(text: str, most: int | None = None) -> str:
 
 
 def _wrong_secret(text: str) -> str:
-    from paramserver_node import tokens  # whoever has such a setting has it loaded
+    from paramserver_node import tokens  # services with this setting have it loaded already
 
     try:
         tokens.keys_of(text)
@@ -127,7 +126,7 @@ def _wrong_memory(text: str) -> str:
 def _wrong_redis(text: str) -> str:
     if _is_redis_url(text):
         return _refused_by_client(text) if "?" in text else ""
-    # Without a scheme it is not told by `shown` where a password would stand.
+    # Without a scheme, `shown` cannot tell where the password is.
     told = shown(text) if "://" in text else text.rpartition("@")[2]
     return f"must be like redis://HOST:6379/0, not {told!r:.200}"
 
@@ -136,7 +135,7 @@ def _is_redis_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
-    except ValueError:  # a port that is no number, half an IPv6 address
+    except ValueError:  # a port that is not a number, or half an IPv6 address
         return False
     if parts.fragment:
         return False
@@ -147,7 +146,7 @@ def _is_redis_url(text: str) -> bool:
 
 
 def _refused_by_client(url: str) -> str:
-    """What the client of Redis says of the options behind the '?'; it is imported for those only."""
+    """Return what the Redis client says is wrong with the options after the '?'; it is imported only for those."""
     from redis.exceptions import RedisError
 
     from paramserver_node.redis import connect

@@ -1,4 +1,4 @@
-"""Errors on their way out: every failure of a route becomes RFC 9457 problem details, and none a traceback."""
+"""Error responses: every failure of a route becomes RFC 9457 problem details, never a traceback."""
 
 import logging
 from math import ceil
@@ -23,11 +23,11 @@ _METHODS: Final = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
 class Unread(Exception):
-    """A client does not read its answer, so it is cut off: there is nobody to tell, and nothing of ours is wrong."""
+    """Raised to cut off a client that does not read its answer: it cannot be told, and the error is not ours."""
 
 
 def response(request: Request, error: PsError) -> Response:
-    """The response of an error: problem details, JSON whatever Accept says; with `Retry-After` where waiting helps."""
+    """Return the response for an error: problem details in JSON, whatever Accept says, and `Retry-After` if useful."""
     doc = error.document(_id(request))
     headers: dict[str, str] = {}
     if error.status == 401:
@@ -45,7 +45,7 @@ def _id(request: Request) -> str:
 
 
 def failed(request: Request, error: Exception) -> Response:
-    """The answer to a request that ended so; a bug of ours, which it says the log has more of, is logged."""
+    """Return the response to a request that raised `error`; an internal error, which points to the log, is logged."""
     told = as_problem(error)
     if told.code == "internal":
         log.error("request.failed path=%s request_id=%s", request.scope["path"], _id(request), exc_info=error)
@@ -67,7 +67,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods that this path has, by any of its routes; the router tells those of the first one."""
+    """Return the methods of all routes of this path; the router would report those of the first one only."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     found = [m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in request.app.routes)]
     return ", ".join(found)
@@ -87,12 +87,12 @@ async def _validation(request: Request, error: Exception) -> Response:
 async def _unexpected(request: Request, error: Exception) -> Response:
     wrong = error.split(Unread)[1] if isinstance(error, ExceptionGroup) else error
     if wrong is None or isinstance(wrong, Unread):
-        return Response(status_code=503)  # which is not sent: half of another one is out
+        return Response(status_code=503)  # never sent, as half of another response is out already
     return failed(request, error)
 
 
 def install(app: FastAPI) -> None:
-    """Make every failure of the app's routes a problem document."""
+    """Turn every failure of the app's routes into a problem document."""
     app.add_exception_handler(PsError, _ps_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation)

@@ -1,7 +1,7 @@
-"""Which query values a route takes: any other is refused, as an unknown field of a body is.
+"""Query parameters: a route declares those it takes; any other is refused, like an unknown field of a body.
 
-Routes between nodes are left alone, because another version may call them, and so is what is handed on: who serves it
-looks.  Pages and probes mind none, for links and load balancers add their own.
+Not checked are routes between nodes, because another version may call them, and forwarded requests, which the node that
+serves them checks.  Pages and probes ignore all, because links and load balancers add their own.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_query(*names: str) -> Callable[[F], F]:
-    """Mark an endpoint with the query values that it reads; one without a mark takes none."""
+    """Mark an endpoint with the query parameters that it reads; one without a mark takes none."""
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["paramserver_query"] = names
@@ -27,12 +27,12 @@ def takes_query(*names: str) -> Callable[[F], F]:
 
 
 async def query_checked(request: Request) -> None:
-    """A dependency of routes: raises as `check_query` does."""
+    """Check the query, as a dependency of routes; raises like `check_query`."""
     check_query(request.scope)
 
 
 def check_query(scope: Scope) -> None:
-    """Raises RequestError (`invalid_field`) for a query value that the route of this request does not take."""
+    """Raise RequestError (`invalid_field`) for a query parameter that the request's route does not take."""
     if not scope["query_string"] or scope["path"].startswith("/internal/"):
         return
     known: tuple[str, ...] = getattr(scope["route"].endpoint, "paramserver_query", ())

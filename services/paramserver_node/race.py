@@ -1,4 +1,4 @@
-"""Work that is given up when something else ends first: the client hangs up, the node stops."""
+"""Work that is cancelled when something else ends first: the client disconnects, or the node stops."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -> tuple[T] | None:
-    """What `work` gives, alone in a tuple, or raises; None when `end` is over before, however it ended.
+    """Return the result of `work` in a tuple, or raise its error; None if `end` is done first, however it ended.
 
-    Both are over when this returns, or is cancelled.
+    Both are done when this returns or is cancelled.
     """
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
@@ -27,7 +27,7 @@ async def race(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, object]) -
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; raises Unavailable when the client, whose body has been read, hangs up before."""
+    """Return the result of `work`; raises Unavailable if the client, whose body has been read, disconnects first."""
     found = await race(work, hung_up(receive))
     if found is None:
         raise problem("unavailable", "the client has gone")
@@ -35,6 +35,6 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def hung_up(receive: Receive) -> None:
-    """Returns when the client, whose body has been read, hangs up."""
+    """Wait until the client, whose body has been read, disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

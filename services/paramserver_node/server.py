@@ -1,7 +1,7 @@
-"""How a node serves: uvicorn, with HTTP/1.1 of its own and our HTTP/2 on one port (see `either`).
+"""The server of a node: uvicorn, with its HTTP/1.1 and our HTTP/2 on one port (see `either`).
 
-It runs in the caller's own process and event loop, and stops when `stop` is set: no new connection is taken, requests
-in flight are finished within `grace_s`.
+It runs in the caller's process and event loop.  When `stop` is set, it accepts no more connections, and finishes the
+requests in flight within `grace_s`.
 """
 
 import asyncio
@@ -35,23 +35,23 @@ GRACE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The files (PEM) with which a port speaks HTTPS, TLS 1.2 or newer."""
+    """The files (PEM) with which a port serves HTTPS, TLS 1.2 or newer."""
 
     certificate: Path
     key: Path
 
     @classmethod
     def of(cls, settings: NodeSettings) -> Self | None:
-        """The files that are set; None where none is.
+        """Return the files named in the settings; None if there are none.
 
-        Raises RequestError (`invalid_field`) where one is missing, or they do not belong together.
+        Raises RequestError (`invalid_field`) if one is missing, or they are not a certificate with its key.
         """
         if not settings.tls_certificate and not settings.tls_key:
             return None
         if not settings.tls_certificate or not settings.tls_key:
             raise problem("invalid_field", "TLS takes two files: set both tls_certificate and tls_key, or neither")
         tls = cls(Path(settings.tls_certificate), Path(settings.tls_key))
-        try:  # a server would only say later, and in its own words
+        try:  # the server would report it only later, and in its own words
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, _no_password)
         except (OSError, ValueError) as e:
             detail = (
@@ -66,7 +66,7 @@ def _no_password() -> NoReturn:
 
 
 class CannotListen(OSError):
-    """Raised for an address that is taken, or is not this machine's."""
+    """Raised for an address that is in use, or not one of this machine."""
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -78,14 +78,14 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """What a group, or a group of groups, holds first; else the error itself."""
+    """Return the first error in an exception group, however nested; else the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def spare_imports() -> None:
-    """Leave all that there is now out of the garbage search: it stays, and searching it stops everything for 0.1 s."""
+    """Exempt all present objects from garbage collection: they stay, and scanning them blocks everything for 0.1 s."""
     gc.freeze()
 
 
@@ -97,11 +97,11 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling: the process decides."""
+    """uvicorn without its signal handling, which is left to the process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours."""
+        """Install no signal handlers."""
         yield
 
 
@@ -118,7 +118,7 @@ async def serve_tcp(
 ) -> None:
     """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.  Raises CannotListen.
 
-    `proxied`: what a proxy of this machine says of its client is believed.  `carrier`: its threads move large bodies.
+    `proxied`: trust what a proxy on this machine says about its client.  `carrier`: its threads transfer large bodies.
     """
     _raise_file_limit()
     await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, carrier=carrier)
@@ -127,9 +127,9 @@ async def serve_tcp(
 async def serve_unix(
     app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S, carrier: "Carrier | None" = None
 ) -> None:
-    """Serve on a Unix socket until `stop`; raises OSError if there can be none at that path.
+    """Serve on a Unix socket until `stop`; raises OSError if it cannot be created at that path.
 
-    `carrier`: of the same app's TCP port; it hears of the requests that come here.
+    `carrier`: that of the app's TCP port, which must know of the requests here, too (`Carrier.asked`).
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -176,7 +176,7 @@ async def _serve_on(
 
 
 def _raise_file_limit() -> None:
-    """As many open files as the system lets this process have: 1,024, a usual start, are 1,000 connections."""
+    """Raise the limit on open files, as far as allowed: the usual 1,024 suffice for 1,000 connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = 4 * CONNECTIONS_MAX if hard == resource.RLIM_INFINITY else min(hard, 4 * CONNECTIONS_MAX)
     if soft != resource.RLIM_INFINITY and soft < want:
@@ -184,10 +184,10 @@ def _raise_file_limit() -> None:
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End the process at once, its work done and its logs written.
+    """Exit the process at once, after flushing its logs; its work must be done.
 
-    Native threads (of HTTP clients, of kernels) may still be letting go of Python objects; an interpreter that
-    finalizes under them aborts.
+    Native threads (of HTTP clients, of kernels) may still be releasing Python objects; an interpreter that finalizes
+    meanwhile aborts.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""Settings of every service: a flag wins over the environment (`PARAMSERVER_…`), that over `paramserver.toml`.
+"""Settings of every service: flags override the environment (`PARAMSERVER_…`), which overrides `paramserver.toml`.
 
-The file's top level holds for every service, a table for one: `[scheduler]`, `[shard]`, `[worker]`, `[client]`.
+The file's top level applies to every service, a table to one: `[scheduler]`, `[shard]`, `[worker]`, `[client]`.
 `PARAMSERVER_…_FILE` names a file that holds the value, so that a secret is neither in the environment nor on a command
-line.  `docs/settings.md` lists them, held by a test.
+line.  `docs/settings.md` lists all settings; a test checks that.
 """
 
 import difflib
@@ -36,17 +36,17 @@ _BOOLS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the settings of a program come from."""
+    """Base class of a program's settings, which loads them from their sources."""
 
     section: ClassVar[str] = ""
-    """The table of `paramserver.toml` that is this program's own."""
+    """The program's own table in `paramserver.toml`."""
 
     @classmethod
     def sources(cls, flags: Mapping[str, Any], env: Mapping[str, str], file: Path) -> dict[str, tuple[Any, str]]:
-        """The effective value of each setting, as (value, where it comes from).
+        """Return the effective value of each setting, as (value, where it comes from).
 
-        Raises RequestError: `invalid_field` for a value of the wrong type or form, a key that no service knows or a
-        file named by `PARAMSERVER_…_FILE` that cannot be read, `malformed` for a file that is not TOML.
+        Raises RequestError: `invalid_field` for a value of the wrong type or form, an unknown key, or a file named by
+        `PARAMSERVER_…_FILE` that cannot be read; `malformed` for a file that is not TOML.
         """
         common, own = _tables(file, cls.section)
         types = get_type_hints(cls)
@@ -72,29 +72,29 @@ class Settings:
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None, *, folder: Path | None = None) -> Self:
-        """The settings of this process: flags (None: not given), the environment, `paramserver.toml` in `folder`."""
+        """Return the settings from `flags` (None: not given), the environment, and `paramserver.toml` in `folder`."""
         found = cls.sources(flags or {}, os.environ, (folder or Path.cwd()) / FILE)
         return cls(**{name: value for name, (value, _) in found.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings(Settings):
-    """What schedulers and shards take: where they listen, and whom they let in."""
+    """Settings of schedulers and shards: where they listen, and whom they admit."""
 
     log_level: str = "INFO"
     host: str = "127.0.0.1"
     secret: str = ""
-    """Key that tokens are made with, the same for every node; a second line is accepted too.  Best in a file."""
+    """Key that tokens are made with, the same for every node; one on a second line is accepted too.  Best in a file."""
     revoked: str = ""
-    """Names of tokens that count no longer, separated by commas."""
+    """Names of tokens that are no longer accepted, separated by commas."""
     insecure: bool = False
-    """Listen to other machines without tokens."""
+    """Serve other machines without tokens."""
     tls_certificate: str = ""
-    """File of the certificate chain (PEM): the port then speaks HTTPS."""
+    """File with the certificate chain (PEM); the port then serves HTTPS."""
     tls_key: str = ""
-    """File of its private key (PEM)."""
+    """File with its private key (PEM)."""
     ca: str = ""
-    """File of certificates (PEM) that are trusted besides the system's when other nodes are spoken to."""
+    """File with certificates (PEM) to trust, in addition to the system's, when calling other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +104,17 @@ class SchedulerSettings(NodeSettings):
     section = "scheduler"
 
     name: str = ""
-    """What it is called among several; default: host name and port."""
+    """Name among several schedulers; default: host name and port."""
     port: int = 8700
     redis: str = "redis://127.0.0.1:6379/0"
     state_dir: str = ".paramserver"
-    """Folder of server-side checkpoints and of files for `init.kind: file`."""
+    """Folder of server-side checkpoints, and of files for `init.kind: file`."""
     advertise: str = ""
-    """URL under which others reach it; default: what it is bound to, or the host name where that is every address."""
+    """URL at which others reach it; default: the address it listens on, or the host name if it listens on all."""
     expect_state: bool = False
-    """Refuse to start on an empty Redis: it must be the wrong one, or have lost its data."""
+    """Refuse to start on an empty Redis, which must be the wrong one or have lost its data."""
     page_url: str = ""
-    """URL under which people reach the status page, for the link that is printed; default: the advertised one."""
+    """URL at which people reach the status page, for the printed link; default: the advertised one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,27 +130,27 @@ class ShardSettings(NodeSettings):
     """URL of the scheduler; several separated by commas."""
     redis: str = "redis://127.0.0.1:6379/0"
     advertise: str = ""
-    """URLs under which workers and shards reach it, separated by commas; default as for a scheduler."""
+    """URLs at which workers and shards reach it, separated by commas; default as for a scheduler."""
     snapshot_mib_per_s: float = 64.0
-    """Budget of snapshot writes."""
+    """Budget for snapshot writes."""
     expect_state: bool = False
-    """Refuse to start on an empty Redis: it must be the wrong one, or have lost its data."""
+    """Refuse to start on an empty Redis, which must be the wrong one or have lost its data."""
     memory_limit: str = ""
-    """What the process may take, as 8GiB or in bytes; default: what its container or else the machine has."""
+    """Memory that the process may use, as 8GiB or in bytes; default: that of its container, else of the machine."""
     shared_memory: str = field(default="/dev/shm", metadata={"empty": "none, not the default"})
-    """Folder in memory through which clients on this machine push and pull without a copy; empty: none."""
+    """Folder in memory through which clients on this machine push and pull without copies; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallerSettings(Settings):
-    """What programs take that call a cluster."""
+    """Settings of programs that call a cluster."""
 
     url: str = "http://127.0.0.1:8700"
-    """Where the cluster is; several separated by commas, for fail-over."""
+    """URL of the cluster; several separated by commas, for failover."""
     token: str = ""
     """Sent as a bearer token.  Best in a file, or in the environment."""
     ca: str = ""
-    """File of certificates (PEM) that are trusted besides the system's."""
+    """File with certificates (PEM) to trust, in addition to the system's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class ClientSettings(CallerSettings):
     timeout_s: float = 30.0
     state_dir: str = ".paramserver"
     secret: str = ""
-    """The nodes' secret, where it is at hand: psctl makes its own token with it."""
+    """The nodes' secret, if available: psctl makes its own token with it."""
 
 
 SERVICES: Final[tuple[type[Settings], ...]] = (
@@ -191,23 +191,23 @@ SECRETS: Final = frozenset({"secret", "token"})
 
 
 def redacted(name: str, value: Any) -> str:
-    """The value of the setting `name` as it may be printed: secrets are not."""
+    """Return the value of the setting `name` for printing, with secrets masked."""
     return "***" if name in SECRETS and value else shown(value)
 
 
 def exit_status(error: BaseException) -> int:
-    """What a service ends with: 2 where its settings are to blame, as for a flag that is none, else 1."""
+    """Return the exit status of a service: 2 for invalid settings, as for an unknown flag, else 1."""
     return 2 if isinstance(error, RequestError) else 1
 
 
 def end(service: str, error: BaseException) -> NoReturn:
-    """End that service, which says why in one line."""
+    """Exit, after printing the reason in one line."""
     print(f"{service}: {error}", file=sys.stderr)
     sys.exit(exit_status(error))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what listens on `host` can be reached from this machine only."""
+    """Whether a server that listens on `host` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -215,9 +215,9 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL under which others reach what listens on `host`: by the host's name where that is every address.
+    """Return the URL at which others reach a server on `host`: with the host name if it listens on all addresses.
 
-    Raises RequestError (`invalid_field`) where nobody could: the port is 0, or the machine's name none for a URL.
+    Raises RequestError (`invalid_field`) if nobody could: the port is 0, or the host name is not valid in a URL.
     """
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     scheme = "https" if tls else "http"
@@ -235,13 +235,13 @@ def _held_by(path: str, origin: str) -> str:
 
 
 def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """(top level, the section's table) of the file; both empty if there is none."""
+    """Return (top level, the section's table) of the file; both are empty if there is no file."""
     if not file.is_file():
         return {}, {}
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        # Not `psctl config`: it reads the same file.
+        # The hint is not `psctl config`, which would fail on the same file.
         raise problem("malformed", f"{file}: {e}", hint="docs/settings.md says what it may hold") from None
     known = {s.section: {f.name for f in fields(s)} for s in SERVICES}
     tables = {name: found.pop(name) for name in known if name in found}

@@ -1,4 +1,4 @@
-"""A way past FastAPI's router, which costs a small request a tenth of its time, for those of which there are most."""
+"""A shortcut past FastAPI's router, which takes a tenth of a small request's time, for the most frequent requests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from paramserver_node.queries import check_query
 
 
 class ShortApp(FastAPI):
-    """FastAPI that asks `short` first; the same routes are in its router too, for all that asks that."""
+    """A FastAPI app that asks `short` first; its router has the same routes, too, for whatever inspects them."""
 
     def __init__(self, short: Callable[[str], ASGIApp | None], **options: Any) -> None:
-        """`short` gives, for the path of a POST, what answers it, or None for all that the router is to find."""
+        """`short` returns the endpoint for the path of a POST, or None to leave the request to the router."""
         super().__init__(**options)
         self._short = short
 
@@ -28,7 +28,7 @@ class ShortApp(FastAPI):
 
 
 def routed(route: BaseRoute, endpoint: ASGIApp) -> ASGIApp:
-    """The endpoint, told as the router tells it which route it is."""
+    """Wrap an endpoint so that it gets its route in the scope, as from the router, and its query is checked."""
 
     async def told(scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = route

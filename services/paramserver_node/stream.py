@@ -1,7 +1,7 @@
 """One request over HTTP/2 and its answer, for an ASGI app.
 
-An app may take a body as ASGI's messages, or by the `Arrival` that is in the scope's extensions, named `BODY`: have it
-put where it wants it as it arrives, read straight into its memory, or take it as it is if all of it is here already.
+An app may receive the body as ASGI messages, or through the `Arrival` in the scope's extension `BODY`: it can have the
+body put into place as it arrives, read straight into its memory, or take it whole if all of it has arrived already.
 Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it.
 """
 
@@ -27,22 +27,22 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver.node")
 
 BODY: Final = "paramserver.body"
-"""Name of the extension."""
+"""Key of the `Arrival` in the scope's extensions."""
 UNREAD_BYTES_MAX: Final = 512 << 10
-"""What a client may send of a body before an app wants it: more than most, which then come without a word of ours."""
+"""Receive window of a stream until the app asks for the body; most bodies fit, and need no window updates."""
 AHEAD_BYTES: Final = 4 << 20
-"""The same while it is handed on as it arrives, so that no client waits for a word of ours."""
+"""Receive window while the body is handed on as it arrives, so that no client has to wait for window updates."""
 WORD_S: Final = 2.0
-"""How often at least a client hears of us while its bodies arrive: one whose way is slow hears of them seldom, and
-takes for dead who is silent."""
+"""Longest silence towards a client whose bodies are arriving, after which it is sent a PING: over a slow path window
+updates are rare, and clients take a silent server for dead."""
 TRIP_BYTES_MIN: Final = 1 << 20
-"""What of a body is worth a thread of the server's carrier, if it has one ..."""
+"""At least this much of a body is worth a thread of the server's carrier, if it has one."""
 TRIP_BYTES_MAX: Final = 16 << 20
-"""... and how much of it at a time, so that others on the same connection have their turn."""
+"""Most that a thread transfers at a time, so that other requests on the connection get their turn."""
 
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
 _UNFIT: Final = re.compile(rb"[\0\r\n]")
-"""What no field may hold."""
+"""Bytes that no header field may contain."""
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 
@@ -50,16 +50,16 @@ _NOWHERE: Final = memoryview(b"")
 
 
 class Arrival(Protocol):
-    """A body on its way."""
+    """A request's body as it arrives, and a way to send the answer's."""
 
     def whole(self) -> bytes | None:
-        """The body, if all of it is here and nobody has had any of it; then there is no more to come."""
+        """Return the body if all of it has arrived, else None; only if none was taken before.  Nothing follows it."""
 
     async def into(self, sink: Destination) -> bool:
-        """Puts the rest of the body there as it arrives; whether it came to its end.  Raises what `sink` raises."""
+        """Put the rest of the body into `sink` as it arrives; returns whether all came.  Raises what `sink` does."""
 
     async def burst(self, pieces: Pieces) -> Pieces:
-        """Sends all the rest of an answer as far as its client takes it at once; what is left is to be sent still."""
+        """Send `pieces`, all the rest of an answer, as far as the client takes them at once; returns what is left."""
 
 
 class Stream:
@@ -68,44 +68,44 @@ class Stream:
     def __init__(self, client: "Connection", number: int, body_ended: bool, asked: "Asked") -> None:
         self._client, self._number, self._bodyless = client, number, asked.scope["method"] == "HEAD"
         self.body_ended = body_ended
-        """Whether the client has sent all."""
+        """Whether the client has sent all of the body."""
         self._due = asked.length
-        """What is still to come of the body, where its head says how long it is."""
+        """Bytes of the body that are still to come, if its length was announced."""
         self.credit = client.new_credit
-        """What may be sent of the answer."""
+        """Send window of the stream, in bytes."""
         self._window = self._ahead = UNREAD_BYTES_MAX
-        """What the client may still send, and how much that is when all is used."""
+        """Receive window: bytes that the client may still send, and its size when nothing is held."""
         self._used = 0
         self._began_s = client.loop.time()
         self._pieces: list[bytes] = []
         self._sink: Destination | None = None
         self._failed: Exception | None = None
-        """What `_sink` raised."""
+        """The exception that `_sink` raised."""
         self._end_told = False
         self.is_new = True
-        """Whether its app has not been heard of yet."""
+        """Whether the app has not been started yet."""
         self._slow = False
-        """Whether the body came so slowly that no thread waits for it any more."""
+        """Whether a thread read less than asked for, as of a slow client: no thread is used for this body any more."""
         self._cut = False
         self._answered = False
         self._head = b""
-        """The answer's headers, which go with its first piece."""
+        """HEADERS frame of the answer, which is sent with its first piece."""
         self._moved = asyncio.Event()
-        """Something has come of the body, or there may be room for the answer."""
+        """Set when some of the body has arrived, or there may be room for the answer."""
 
-    # Of the connection
+    # Called by the connection
 
     def takes(self, size: int) -> bool:
-        """Whether the client may send so many bytes."""
+        """Count `size` bytes against the receive window; returns whether the client was allowed to send them."""
         self._window -= size
         return self._window >= 0
 
     def room(self) -> memoryview:
-        """Where the next bytes of the body belong, as far as that is known."""
+        """Return the memory for the next bytes of the body; empty if it is not known."""
         return _NOWHERE if self._sink is None or self._failed is not None else self._sink.room()
 
     def arrived(self, data: memoryview, ends: bool) -> None:
-        """The next bytes of the body."""
+        """Take the next bytes of the body."""
         if self._refused(len(data), ends):
             return
         self.body_ended = ends
@@ -120,7 +120,7 @@ class Stream:
             self._moved.set()
 
     def filled(self, size: int, *, ends: bool) -> None:
-        """So many bytes of the body have been put where its sink said."""
+        """Note that `size` bytes of the body were written into the sink's memory."""
         if self._refused(size, ends):
             return
         self.body_ended = ends
@@ -131,7 +131,10 @@ class Stream:
             self._moved.set()
 
     def _refused(self, size: int, ends: bool) -> bool:
-        """Whether the body is not as long as its head says (RFC 9113, 8.1.1): then it never comes to its end."""
+        """Return whether to drop the body: its length is not the announced one (RFC 9113, 8.1.1), or it was cut.
+
+        In the first case the stream is reset, so that the app never sees the end of the body.
+        """
         if self._due is not None and not self._cut:
             self._due -= size
             if self._due < 0 or (ends and self._due):
@@ -148,24 +151,24 @@ class Stream:
             self._failed = e
 
     def fetched(self, size: int, *, ends: bool, paused: bool) -> None:
-        """A thread is back that has put so many bytes there; `paused`: the client had no more to send."""
+        """Note that a thread has put `size` bytes into place; `paused`: it was asked for more than that."""
         self._window -= size
         self._slow = paused
         self.filled(size, ends=ends)
         self._moved.set()
 
     def cut(self) -> None:
-        """The client has hung up, or has given this request up."""
+        """End the request: the client has disconnected or cancelled it, or it was reset."""
         self._cut = True
         self._drop()
         self._moved.set()
 
     def wake(self) -> None:
-        """There may be more room for the answer."""
+        """Wake the sender of the answer, for which there may be more room."""
         self._moved.set()
 
     def used(self, size: int) -> None:
-        """So many bytes of what arrived are held no longer."""
+        """Return `size` bytes to the receive windows, as they are no longer held; send a PING if one is due."""
         self._client.used(size)
         self._used += size
         if self._used >= self._ahead // 2 and not self._ends():
@@ -175,7 +178,7 @@ class Stream:
             self._say(wire.frame(wire.PING, 0, 0, bytes(8)))
 
     def _ends(self) -> bool:
-        """Whether the client needs no more room: all of the body is here, or its last frame on the way."""
+        """Whether the client needs no more window: the body has arrived, or its last frame is being received."""
         return self.body_ended or self._client.ends(self._number)
 
     def _drop(self) -> None:
@@ -190,7 +193,7 @@ class Stream:
         self._client.spoke_s = self._client.loop.time()
         self._client.say(frame)
 
-    # Of the app
+    # Called by the app
 
     def whole(self) -> bytes | None:
         """See `Arrival`."""
@@ -200,7 +203,7 @@ class Stream:
         return self._taken()
 
     async def into(self, sink: Destination) -> bool:
-        """See `Arrival`; it can be interrupted and called again."""
+        """See `Arrival`; can be cancelled and called again."""
         while self._pieces:
             piece = self._pieces.pop(0)
             self.used(len(piece))
@@ -220,26 +223,26 @@ class Stream:
         return self.body_ended
 
     def _fetch(self, sink: Destination) -> bool:
-        """Has a thread read the rest of the body, if it is worth one and there is one."""
+        """Have a thread read the rest of the body; returns False if it is not worth one, or none can."""
         places = () if self._slow else sink.rest()
         size = sum(map(len, places))
         if size < TRIP_BYTES_MIN or not self._client.fetch(self._number, places, size):
             return False
-        if size > self._window:  # there is a place for all of it, so all of it may come
+        if size > self._window:  # there is memory for all of it, so all of it may be sent
             self._used -= size - self._window
             self._widen(size - self._window)
         self._client.flush()
         return True
 
     def _look_ahead(self) -> None:
-        """Lets the client send more than while nobody wanted it."""
+        """Widen the receive window to `AHEAD_BYTES`, now that the app takes the body."""
         if self._ahead < AHEAD_BYTES and not self._ends():
             self._widen(AHEAD_BYTES - self._ahead)
             self._ahead = AHEAD_BYTES
             self._client.flush_soon()
 
     async def receive(self) -> Message:
-        """ASGI's next event."""
+        """Return the next ASGI event."""
         while not self._pieces and not self._cut and (self._end_told or not self.body_ended):
             self._client.flush_soon()
             await _next(self._moved)
@@ -251,11 +254,11 @@ class Stream:
     def _taken(self) -> bytes:
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
-        self.used(len(body))  # which the client hears when more is wanted
+        self.used(len(body))  # the window update is sent when the app wants more
         return body
 
     async def send(self, message: Message) -> None:
-        """ASGI's next piece of the answer; dropped where the client has gone."""
+        """Send the next ASGI message of the answer; dropped if the client has gone."""
         if self._cut:
             return
         if message["type"] == "http.response.start":
@@ -305,7 +308,7 @@ class Stream:
                 head = b""
                 await _next(self._moved)
                 continue
-            if not client.writable:  # who asks and does not read gets no more, and soon may ask no more
+            if not client.writable:  # a client that does not read gets no more, and soon reaches the limit of streams
                 await client.drained()
                 continue
             last = at + n == len(data)
@@ -322,18 +325,18 @@ class Stream:
                 return
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """The app's whole work on it."""
+        """Run the app for this request, from beginning to end."""
         self.is_new = False
         try:
             await app(scope, self.receive, self.send)
         except Exception:
-            log.debug("http2.broken path=%s", scope["path"], exc_info=True)  # the app has told of it
+            log.debug("http2.broken path=%s", scope["path"], exc_info=True)  # the app has reported it
         finally:
             if not self._cut:
                 if not self._answered:
                     self._client.say(wire.word(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
                     if not self._client.writable:
-                        self._client.abort()  # it reads nothing, so it would not hear of it either
+                        self._client.abort()  # it reads nothing, so it would not get the reset either
                 elif not self.body_ended:
                     self._client.say(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
                 self._drop()
@@ -341,13 +344,13 @@ class Stream:
 
 
 async def _next(event: asyncio.Event) -> None:
-    """Returns when it is set from now on."""
+    """Clear the event, then wait until it is set again."""
     event.clear()
     await event.wait()
 
 
 def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:
-    """What all requests of a connection have in common, for ASGI."""
+    """Return the part of the ASGI scope that all requests of a connection have in common."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -360,16 +363,16 @@ def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:
 
 
 class Asked(NamedTuple):
-    """What a request's headers say."""
+    """The parsed headers of a request."""
 
     scope: dict[str, Any]
-    """For ASGI."""
+    """The request's part of the ASGI scope."""
     length: int | None
-    """Of the body, where they say so."""
+    """Announced length of the body, if any."""
 
 
 def request_of(headers: Sequence[Header]) -> Asked | None:
-    """What a request's headers say; None where they are no request (RFC 9113, 8.2 and 8.3)."""
+    """Parse the headers of a request; returns None if they are not valid as such (RFC 9113, 8.2 and 8.3)."""
     special: dict[bytes, bytes] = {}
     rest: list[Header] = []
     cookies: list[bytes] = []
@@ -389,7 +392,7 @@ def request_of(headers: Sequence[Header]) -> Asked | None:
                 if not _LENGTH.fullmatch(value) or length not in (None, int(value)):
                     return None
                 length = int(value)
-    if cookies:  # which may come in a field each (RFC 9113, 8.2.3)
+    if cookies:  # they may be split into several fields (RFC 9113, 8.2.3)
         rest.append((b"cookie", b"; ".join(cookies)))
     method, path = special.get(b":method", b""), special.get(b":path", b"")
     if not method or b":scheme" not in special or not path.startswith(b"/"):

@@ -1,7 +1,7 @@
-"""Counters and histograms of one thread, for Prometheus.
+"""Prometheus counters and histograms for use by one thread.
 
-The library's own are safe between threads, which takes a lock for every number; a small request counts eight of them.
-These are for the event loop's thread, and cost a dictionary and an addition.
+Those of `prometheus_client` are thread-safe, which takes a lock for every update; a small request makes eight of them.
+These are only for the event loop's thread, and cost a dictionary lookup and an addition.
 """
 
 from bisect import bisect_left
@@ -29,7 +29,7 @@ class _Family(Collector, Generic[S]):
         raise NotImplementedError
 
     def labels(self, *values: str) -> S:
-        """The series of these label values, in the order of the names; raises ValueError for another number."""
+        """Return the series of these label values, in the order of the names; raises ValueError for a wrong number."""
         found = self._series.get(values)
         if found is None:
             if len(values) != len(self._labels):
@@ -38,12 +38,12 @@ class _Family(Collector, Generic[S]):
         return found
 
     def remove(self, *values: str) -> None:
-        """That series is over; raises KeyError where there is none."""
+        """Remove the series of these label values; raises KeyError if there is none."""
         del self._series[values]
 
 
 class Count:
-    """One number."""
+    """One count."""
 
     __slots__ = ("total",)
 
@@ -51,18 +51,18 @@ class Count:
         self.total = 0
 
     def inc(self, amount: int = 1) -> None:
-        """It has risen."""
+        """Add `amount`."""
         self.total += amount
 
 
 class Counter(_Family[Count]):
-    """Numbers that only rise; `name` ends in `_total`."""
+    """A metric of counts that only rise; `name` ends in `_total`."""
 
     def _made(self) -> Count:
         return Count()
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus reads."""
+        """Yield the metric for Prometheus."""
         family = CounterMetricFamily(self.name, self.documentation, labels=self._labels)
         for values, series in self._series.items():
             family.add_metric(values, series.total)
@@ -70,7 +70,7 @@ class Counter(_Family[Count]):
 
 
 class Spread:
-    """How many values lie below each bound, and their sum."""
+    """One distribution: how many values are in each bucket, and their sum."""
 
     __slots__ = ("_bounds", "counts", "total")
 
@@ -80,13 +80,13 @@ class Spread:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """One more value."""
+        """Add a value."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
 
 class Histogram(_Family[Spread]):
-    """Distributions over the same bounds, which ascend."""
+    """A metric of distributions over the same ascending bounds."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], *, buckets: Sequence[float]) -> None:
         self._bounds = tuple(buckets)
@@ -96,7 +96,7 @@ class Histogram(_Family[Spread]):
         return Spread(self._bounds)
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus reads: cumulative."""
+        """Yield the metric for Prometheus, with cumulative buckets."""
         family = HistogramMetricFamily(self.name, self.documentation, labels=self._labels)
         names = [*(f"{float(b)}" for b in self._bounds), "+Inf"]
         for values, series in self._series.items():

@@ -1,9 +1,9 @@
-"""Access tokens: a role and a name in plain sight, under a MAC of the secret that the nodes share.
+"""Access tokens: a role and a name in plain text, authenticated by a MAC under the secret that the nodes share.
 
     ps1.ROLE.NAME.EXPIRES.MAC        EXPIRES in seconds since 1970, 0 for never
 
-No node keeps a token: it computes the MAC anew and compares, in constant time.  So there is nothing to steal at rest
-but the secret, and a node that has the secret needs no list.  Only the standard library is used, and no clock.
+No node stores tokens: it recomputes the MAC and compares it in constant time.  So nothing but the secret can be stolen
+at rest, and a node that has the secret needs no list.  This module uses only the standard library, and no clock.
 """
 
 import hmac
@@ -20,7 +20,7 @@ from paramserver_node.roles import ROLES, Role
 TOKEN_CHARS_MAX: Final = 256
 KEY_CHARS_MIN: Final = 32
 KEYS_MAX: Final = 2
-"""The one that signs, and one more that is still (or already) accepted while the secret is being changed."""
+"""The key that signs, and one more that is still (or already) accepted while the secret is being changed."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _EXPIRES: Final = re.compile(r"0|[1-9][0-9]{0,11}")
 _FORMAT: Final = "ps1"
@@ -28,7 +28,7 @@ _FORMAT: Final = "ps1"
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who a token says its bearer is."""
+    """The bearer of a token, as the token states it."""
 
     role: Role
     name: str
@@ -37,14 +37,14 @@ class Holder:
 
 
 def new_key() -> str:
-    """A key of 256 random bits, as text."""
+    """Return a key of 256 random bits, as text."""
     return secrets.token_urlsafe(32)
 
 
 def keys_of(secret: str) -> tuple[bytes, ...]:
-    """The keys of a secret, one a line: the first signs, all are accepted; none for an empty text.
+    """Return the keys of a secret, one per line: the first signs, all are accepted; none for an empty text.
 
-    Raises RequestError (`invalid_field`) for a key that could be guessed, or for more than two.
+    Raises RequestError (`invalid_field`) for a key so short that it could be guessed, or for more than two.
     """
     keys = secret.split()
     if any(len(k) < KEY_CHARS_MIN for k in keys):
@@ -59,13 +59,11 @@ def keys_of(secret: str) -> tuple[bytes, ...]:
 
 
 def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
-    """A token; the same arguments give the same one.
+    """Return a token; the same arguments give the same one.
 
-    Args:
-        name: of 1 to 64 letters, digits, `_` and `-`; it is how one token is told from others and revoked. Default:
-            the role.
+    `name` has 1 to 64 letters, digits, `_` and `-`; it identifies the token, also for revoking it; default: the role.
 
-    Raises RequestError (`invalid_field`) for another name, or a role that needs no token.
+    Raises RequestError (`invalid_field`) for any other name, or a role that needs no token.
     """
     name = name or role
     if role not in ROLES or role == "open":
@@ -77,13 +75,13 @@ def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
 
 
 def read(token: str, keys: Iterable[bytes], now_s: float) -> Holder | None:
-    """Whose token this is; None if no key made it or its time is over."""
+    """Return the holder of a token; None if no key made it or it has expired."""
     said, _, mac = token.rpartition(".")
     parts = said.split(".")
     if len(token) > TOKEN_CHARS_MAX or len(parts) != 4 or not token.isascii() or parts[0] != _FORMAT:
         return None
     _, role, name, expires = parts
-    # Every key is tried whatever the first says: how long it takes tells nothing.
+    # All keys are tried, even if the first one matches, so that the time taken reveals nothing.
     made = [hmac.compare_digest(_mac(key, said), mac) for key in keys]
     if not any(made) or role not in ROLES[1:] or not _NAME.fullmatch(name) or not _EXPIRES.fullmatch(expires):
         return None

@@ -1,4 +1,4 @@
-"""What is written and not read: who leaves it unread for too long is hung up on, over HTTP/1.1 and HTTP/2 alike."""
+"""Deadlines for unread answers: a client that reads too slowly is disconnected, over HTTP/1.1 and HTTP/2 alike."""
 
 import asyncio
 from functools import partial
@@ -7,21 +7,21 @@ from typing import Final
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 
 _RECORDS: Final = 64
-"""One part in so many, or less, is what TLS adds to what is left."""
+"""TLS adds at most one part in this many to the bytes that are left to send."""
 
 
 class Unread:
-    """Of one connection, once an answer is on its way; while one is being handed over, its own time counts."""
+    """The deadline of one connection, once an answer is written; until then, the middleware has its own."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.handed = 0
-        """Bytes that the transport has been given; whoever goes on writing after `watch` counts them."""
+        """Bytes given to the transport; a protocol that goes on writing after `watch` must count them."""
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
     def watch(self) -> None:
-        """All of an answer has been written, or the transport is closing, which it does when all is sent."""
+        """Start the deadline: an answer is written completely, or the transport will close once all is sent."""
         left = self._transport.get_write_buffer_size()
         if (left or self._transport.is_closing()) and self._timer is None and not self._over:
             loop = asyncio.get_running_loop()
@@ -29,22 +29,22 @@ class Unread:
             self._timer = loop.call_later(due_s, partial(self._look, self.handed, self._transport.is_closing()))
 
     def caught_up(self) -> None:
-        """Little is left, and nothing was written meanwhile."""
+        """Cancel the deadline: little is left to send, and nothing was written meanwhile."""
         if self._timer is not None and not self._transport.is_closing():
             self._timer.cancel()
             self._timer = None
 
     def _look(self, handed: int, closing: bool) -> None:
-        """`handed`, `closing`: as they were when the time began."""
+        """Abort the connection if what was left is still unread; `handed`, `closing`: when the deadline was started."""
         self._timer = None
         left = self._transport.get_write_buffer_size()
         if closing or self.handed - left + left // _RECORDS < handed:
             self._transport.abort()
         else:
-            self.watch()  # what is left came later: another answer, or one that is being read all the while
+            self.watch()  # what is left was written later: another answer, or one that is being read all the time
 
     def close(self) -> None:
-        """The connection has ended; what is still being answered ends later."""
+        """Start no more deadlines: the connection has ended, though requests may still be being answered."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,7 +1,7 @@
-"""How a program that works in its main thread is told to end: by an exception that leaves all blocks in order.
+"""Termination of a program that works in its main thread, by an exception that unwinds all blocks.
 
-A signal can come in the middle of a callback that Python makes by itself (a finalizer, an import's).  What is raised
-there is reported as ignored, and is gone; so it is raised again a moment later.
+A signal can arrive during a callback that Python itself makes (of a finalizer, or of the import system).  An exception
+raised there is only reported as ignored, and lost; so it is raised again a moment later.
 """
 
 import signal
@@ -16,11 +16,11 @@ AGAIN_S: Final = 0.05
 
 
 class Terminated(SystemExit):
-    """The process was told to end, unlike a SystemExit of somebody who calls `sys.exit()`."""
+    """Raised when the process is told to end, as opposed to a SystemExit raised by `sys.exit()`."""
 
 
 def on_signals() -> None:
-    """From now on SIGTERM raises Terminated in the main thread; neither that nor Ctrl-C is lost."""
+    """Make SIGTERM raise Terminated in the main thread; from now on, neither that nor Ctrl-C is lost."""
     told: BaseException = Terminated(128 + signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What this process takes of its machine."""
+"""Processor and memory usage of this process."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import psutil
 
 
 class Usage:
-    """Processor time between two looks, and memory now."""
+    """Measures processor time between two calls of `look`, and current memory."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -15,7 +15,7 @@ class Usage:
         self._spent_s = self._cpu_s()
 
     def look(self) -> dict[str, float]:
-        """{"cpu_cores": processors kept busy since the last look, 1.0 is one, "rss_bytes": resident memory}."""
+        """Return {"cpu_cores": average number of busy cores since the last call, "rss_bytes": resident memory}."""
         now, spent_s = self._clock(), self._cpu_s()
         passed_s = now - self._since
         cores = (spent_s - self._spent_s) / passed_s if passed_s > 0 else 0.0
