@@ -1,4 +1,4 @@
-"""The scheduler: who is alive, who owns what, how far every worker has come.
+"""The scheduler: tracks live nodes, assigns partitions to shards, and coordinates the workers' clocks.
 
-The decisions are in `paramserver.core.scheduler`; this package gives them HTTP, Redis, time and a disk.
+The decisions are made in `paramserver.core.scheduler`; this package connects them to HTTP, Redis, time and the disk.
 """

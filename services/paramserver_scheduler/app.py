@@ -1,4 +1,4 @@
-"""The scheduler's HTTP face: every route in one FastAPI app, with problems, probes and the status page."""
+"""The scheduler's HTTP app: all routes in one FastAPI app, with error handling, probes and the status page."""
 
 import re
 from typing import Final
@@ -37,7 +37,7 @@ CLOCK_ROUTE: Final = next(r for r in workers.router.routes if isinstance(r, Rout
 
 
 def _clock(path: str) -> ASGIApp | None:
-    """The report of a clock, which every worker makes in each round."""
+    """The handler of clock reports, which bypass the router because each worker sends one per iteration; else None."""
     found = CLOCK.fullmatch(path)
     if found is None:
         return None
@@ -50,7 +50,7 @@ def _clock(path: str) -> ASGIApp | None:
 
 
 def make_app() -> FastAPI:
-    """The app; it answers 503 until `app.state.service` is set, which is so while this scheduler leads."""
+    """Build the app; its routes answer 503 unless `app.state.service` is set, as it is while this scheduler leads."""
     app = ShortApp(
         _clock,
         title="paramserver scheduler",
@@ -81,16 +81,16 @@ def make_app() -> FastAPI:
     app.include_router(health.router("scheduler", not_ready))
     for module in (models, workers, tasks, metrics, checkpoints, files, runs, feed, shards, status):
         app.include_router(module.router, dependencies=[Depends(query_checked)])
-    for module in (data, nodes):  # handed on to a shard, and between nodes
+    for module in (data, nodes):  # queries unchecked: `data` is forwarded to shards, `nodes` is used between nodes
         app.include_router(module.router)
     return app
 
 
 def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | Neighbours | None = None) -> ASGIApp:
-    """The app as the server gets it: request ids, drained bodies and counts around it, and the way to the leader.
+    """Wrap the app for the server: request ids, access control, draining of bodies, metrics, dispatch to the leader.
 
     Args:
-        access: who may do what; None: everyone everything.
+        access: who may do what; None: no access control.
     """
     app.state.lease = lease
     app.state.login = login.Login(access) if isinstance(access, Access) else None

@@ -1,6 +1,7 @@
-"""The JSON objects that the control routes take, field by field.
+"""The JSON request bodies of the control routes, field by field.
 
-Checked strictly and with every wrong field reported; what a field may mean in the present state is the core's to say.
+They are validated strictly, and every wrong field is reported.  Whether a value is allowed in the current state is
+decided by the core.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -18,11 +19,11 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first wrong element is told: there may be a million."""
+"""A list of which only the first wrong element is reported, because there may be a million."""
 
 
 class Body(BaseModel):
-    """One request's JSON object: unknown fields are refused."""
+    """Base of the request bodies; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -43,7 +44,7 @@ class JoinWorker(Body):
 
 
 class WorkerHeartbeat(Body):
-    """A sign of life."""
+    """A worker's heartbeat."""
 
     epoch: Count
     clock: Count | None = Field(None, description="iterations finished")
@@ -54,7 +55,7 @@ class WorkerHeartbeat(Body):
 
 
 class Clock(Body):
-    """Iterations finished, absolute: sending it again is harmless."""
+    """Report of finished iterations as an absolute number, so repeating it is harmless."""
 
     worker: Id
     epoch: Count
@@ -67,7 +68,7 @@ class Clock(Body):
 
 
 class Dataset(Body):
-    """Data as ranges, to be leased to workers."""
+    """A dataset, divided into ranges that are leased to workers."""
 
     dataset: Id = "train"
     size: Count | None = Field(None, description="elements, cut into pieces of `task_size`")
@@ -79,7 +80,7 @@ class Dataset(Body):
 
 
 class Lease(Body):
-    """A worker asks for its next range."""
+    """A worker's request for its next task."""
 
     worker: Id
     epoch: Count
@@ -91,7 +92,7 @@ class Lease(Body):
 
 
 class TaskDone(Body):
-    """A range was worked through, or an evaluation made."""
+    """Completion of a data range or an evaluation."""
 
     worker: Id
     epoch: Count
@@ -99,7 +100,7 @@ class TaskDone(Body):
 
 
 class Metrics(Body):
-    """Values of this moment."""
+    """Current values of metrics."""
 
     metrics: dict[str, Any] = Field(examples=[{"loss": 0.31, "accuracy": 0.9}])
     worker: Id | None = None
@@ -107,13 +108,13 @@ class Metrics(Body):
 
 
 class Checkpoint(Body):
-    """A checkpoint asked for."""
+    """Request for a checkpoint."""
 
     name: str | None = Field(None, description="a folder's name; one with a name of your own is kept")
 
 
 class Restore(Body):
-    """Which checkpoint of the model in the path goes where."""
+    """Which checkpoint of the model in the path to restore, and into which model."""
 
     checkpoint: str = Field("latest", description="its name, or `latest` or `best`", examples=["latest"])
     into: str | None = Field(None, alias="as", description="the model to set, made if it is not there; default: itself")
@@ -123,7 +124,7 @@ class Restore(Body):
 
 
 class Run(Body):
-    """One training of one model."""
+    """A training run of one model."""
 
     model: str
     entry: Text = Field(examples=["paramserver.examples.digits:train"])
@@ -136,7 +137,7 @@ class Run(Body):
 
 
 class RunPatch(Body):
-    """What may change of a run."""
+    """Changes to a run; omitted fields stay as they are."""
 
     state: str | None = Field(None, examples=["paused", "running", "stopped"])
     workers: Annotated[int, Field(ge=1, le=limits.WORKERS_PER_MODEL_MAX)] | None = None
@@ -144,21 +145,21 @@ class RunPatch(Body):
 
 
 class JoinPool(Body):
-    """A worker process without work."""
+    """A worker process that offers itself for places in runs."""
 
     name: Id | None = None
     allow: Many[Text] = Field([], description="prefixes of entries it may import")
 
 
 class MemberHeartbeat(Body):
-    """A pool member is alive."""
+    """A pool member's heartbeat."""
 
     epoch: Count
     metrics: Any = Field(None, description="what its process takes: cpu_cores, rss_bytes")
 
 
 class PlaceDone(Body):
-    """The entry returned, or raised."""
+    """The entry function of a place has returned or raised."""
 
     member: Id
     epoch: Count
@@ -167,7 +168,7 @@ class PlaceDone(Body):
 
 
 class JoinShard(Body):
-    """A shard process that starts."""
+    """A shard process that joins the cluster."""
 
     name: Id
     addresses: Annotated[Many[Text], Field(min_length=1, max_length=16)]
@@ -175,7 +176,7 @@ class JoinShard(Body):
 
 
 class ShardHeartbeat(Body):
-    """What a shard serves and has stored."""
+    """A shard's heartbeat: what it serves and has stored."""
 
     epoch: Count
     metrics: dict[str, Any] = {}
@@ -190,13 +191,13 @@ class ShardHeartbeat(Body):
 
 
 class ShardState(Body):
-    """What is to become of a shard."""
+    """The requested state of a shard."""
 
     state: str = Field(examples=["draining"], description="draining, or active again")
 
 
 class Uploaded(Body):
-    """All owners that lacked them have the values of one parameter."""
+    """Report that all owners which lacked the values of a parameter now have them."""
 
     name: str
     token: str | None = None
@@ -204,7 +205,7 @@ class Uploaded(Body):
 
 
 class Restored(Body):
-    """A client has set every partition to a checkpoint of its own."""
+    """Report by a client that it has set every partition to a checkpoint of its own."""
 
     generation: Count
     timeline: Count | None = Field(
@@ -217,15 +218,15 @@ class Restored(Body):
 
 
 def known_fields(kind: type[Body]) -> list[str]:
-    """The names under which its fields are sent."""
+    """The names under which a body's fields are sent, sorted."""
     return sorted(f.alias or name for name, f in kind.model_fields.items())
 
 
 def check(kind: type[B], value: Any) -> B:
-    """The body, if `value` (plain JSON) is one.
+    """Return `value` (plain JSON) as a validated body.
 
-    Raises RequestError: `malformed` if it is no object, else `invalid_field` naming each wrong field, with the nearest
-    known name for an unknown one.
+    Raises RequestError: `malformed` if it is not an object, `too_large` if it has too many fields, else `invalid_field`
+    naming each wrong field, with the nearest known name for an unknown one.
     """
     if not isinstance(value, dict):
         raise problem("malformed", f"the body must be an object, not {type(value).__name__}")

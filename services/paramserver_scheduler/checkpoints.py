@@ -1,7 +1,7 @@
-"""Checkpoints under the state directory: written from the shards' partitions, restored into any model.
+"""Checkpoints in the state directory: written from the shards' partitions, restored into any model.
 
 `STATE_DIR/checkpoints/MODEL/NAME/` is one checkpoint (see `paramserver.checkpoint`).  Both names are single path
-components, checked here, so nothing that comes over the network leads out of the state directory.
+components, checked here, so no name received over the network leads out of the state directory.
 """
 
 import re
@@ -29,7 +29,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(name: Any) -> str:
-    """The name, if a checkpoint or file may have it; raises RequestError (`invalid_field`)."""
+    """Return the name if it is valid for a checkpoint or file; raises RequestError (`invalid_field`) otherwise."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise problem(
             "invalid_field",
@@ -47,7 +47,7 @@ class CheckpointStore:
         self._root = state_dir / "checkpoints"
 
     def path(self, model: str, name: str) -> Path:
-        """The folder of a checkpoint; raises RequestError for names that may not be."""
+        """Return the folder of a checkpoint; raises RequestError for an invalid name."""
         return self._root / check_model_name(model) / check_name(name)
 
     def write(
@@ -58,11 +58,12 @@ class CheckpointStore:
         states: Sequence[PartitionState],
         versions: Sequence[int],
     ) -> tuple[int, str]:
-        """Write one; (bytes of its files, its path).  `document` is that of the effect `WriteCheckpoint`.
+        """Write a checkpoint and return (bytes of its files, its path).
 
-        One of that name is replaced if it is of the same creation: a restart came before its writing was noted.
+        `document` is the one of the effect `WriteCheckpoint`.  An existing checkpoint of that name is replaced if it is
+        of the same creation of the model: then the scheduler was restarted before it had recorded that one.
 
-        Raises PsError, among them ConflictError (`conflict`) if the name is `taken`, or OSError if the disk refuses.
+        Raises PsError, including ConflictError (`conflict`) if the name is `taken`, or OSError if writing fails.
         """
         spec = ModelSpec.parse(document["spec"])
         params, slots, steps = gather(Layout(spec), states)
@@ -77,30 +78,30 @@ class CheckpointStore:
         return sum(f["bytes"] for f in manifest["files"].values()), str(path)
 
     def taken(self, model: str, name: str, creation: str) -> bool:
-        """Whether there is something of that name that this creation of the model did not write."""
+        """Whether a folder of that name exists that this creation of the model did not write."""
         path = self.path(model, name)
         return path.exists() and _creation(path) != creation
 
     def remove(self, model: str, name: str, creation: str | None) -> None:
-        """Delete one of that creation of the model (None: of any); not to be there is as good."""
+        """Delete a checkpoint if it exists and is of that creation of the model (None: of any)."""
         path = self.path(model, name)
         if path.is_dir() and _of(path, creation):
-            # Renamed first: a deletion cut short leaves no half checkpoint under its name.
+            # Rename first, so that an interrupted deletion leaves no partial checkpoint under its name.
             gone = path.with_name(f".{path.name}.gone")
             shutil.rmtree(gone, ignore_errors=True)
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what a process that was killed left half written."""
+        """Remove the partly written or deleted folders of a process that was killed."""
         for path in self._root.glob("*/.*"):
             if path.suffix in (".part", ".old", ".gone"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def find(self, model: str, name: str) -> Path:
-        """The folder of the checkpoint of that name, or of the `latest` or `best` one.
+        """Return the folder of the checkpoint with that name, or of the `latest` or `best` one.
 
-        Raises NotFoundError (`unknown_checkpoint`) when there is none.
+        Raises NotFoundError (`unknown_checkpoint`) if there is none.
         """
         if name not in ALIASES:
             return self._called(model, name)
@@ -123,14 +124,15 @@ class CheckpointStore:
         return path
 
     def file(self, model: str, name: str, file: str, creation: str | None) -> Path | None:
-        """One file of a checkpoint; None if it is not there, or not of that creation of the model (None: of any)."""
+        """Return the path of a file; None if it is missing or not of that creation of the model (None: of any)."""
         path = self.path(model, name)
         return path / file if (path / file).is_file() and _of(path, creation) else None
 
     def read(self, model: str, name: str, creation: str | None = None) -> checkpoint.Checkpoint:
-        """One checkpoint, checked: by its own name of that creation of the model, or as `find` does of any (None).
+        """Read and verify a checkpoint.
 
-        Raises NotFoundError, CorruptState, or ConflictError (`conflict`) if it is of another creation.
+        If `creation` is given, `name` must be the checkpoint's own; if None, `find` locates it.  Raises NotFoundError,
+        CorruptState, or ConflictError (`conflict`) if it is of another creation of the model.
         """
         path = self.find(model, name) if creation is None else self._called(model, name)
         held = checkpoint.read(path)
@@ -139,9 +141,10 @@ class CheckpointStore:
         return held
 
     def read_parameters(self, layout: Layout, files: Mapping[str, str]) -> dict[str, F32]:
-        """First values from safetensors files below the state directory, {parameter: file name}, flat in float32.
+        """Read initial values, flat in float32, from safetensors files in the state directory.
 
-        Raises RequestError when a file or a tensor in it is missing or has another shape.
+        `files` is {parameter: file name}.  Raises RequestError if a file or its tensor is missing or cannot be read,
+        has another shape, or holds NaN or infinity.
         """
         values: dict[str, F32] = {}
         for name, file in files.items():
@@ -168,7 +171,7 @@ class CheckpointStore:
 
 
 def taken(name: str) -> PsError:
-    """What is told of a name that another creation of the model has on this disk."""
+    """Return the error for a name that another creation of the model uses on this disk."""
     return problem(
         "conflict",
         f"there is a checkpoint '{name}' of an earlier model of that name",
@@ -177,9 +180,9 @@ def taken(name: str) -> PsError:
 
 
 def _creation(path: Path, like: str = "") -> str:
-    """Which creation of its model a checkpoint is of.
+    """Return the creation of the model that a checkpoint is of; "" if its manifest cannot be read.
 
-    Manifests of before that was noted tell the generation alone; with `like` that counts if it is the same.
+    Old manifests name only the generation; if `like` has the same generation, it is returned.
     """
     try:
         manifest = checkpoint.read_manifest(path)
@@ -191,12 +194,12 @@ def _creation(path: Path, like: str = "") -> str:
 
 
 def _of(path: Path, creation: str | None) -> bool:
-    """Whether a checkpoint is of that creation of its model (None: of any)."""
+    """Whether a checkpoint is of that creation of its model (None: always)."""
     return creation is None or _creation(path, like=creation) == creation
 
 
 def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any]:
-    """The spec of a model that a checkpoint of `spec` is restored into."""
+    """Return the spec of a new model into which a checkpoint of `spec` is restored."""
     document = replace(spec, name=name).document()
     if partitions is not None:
         document["partitions"] = partitions
@@ -204,9 +207,9 @@ def renamed(spec: ModelSpec, name: str, partitions: int | None) -> dict[str, Any
 
 
 def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[PartitionState, int]]:
-    """A checkpoint as the partitions of a model with that spec, with the version that each has at least.
+    """Return a checkpoint as (state, lowest version) of each partition of a model with that spec.
 
-    Raises RequestError where they do not fit.
+    Raises RequestError if its parameters do not match the spec.
     """
     layout = Layout(spec)
     states = scatter(layout, held.params, held.slots, held.steps)
@@ -216,7 +219,7 @@ def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[Partit
 def assignments(
     layout: Layout, generation: int, values: Mapping[str, F32]
 ) -> dict[int, tuple[SetFrame, Sequence[AnyArray]]]:
-    """For each partition touched, the frame that sets these parameters (flat), with its body."""
+    """Return, for each partition touched, the frame that sets these flat parameters, and its body."""
     frames: dict[int, tuple[SetFrame, Sequence[AnyArray]]] = {}
     bounds = list(layout.partitions())
     names = sorted(values, key=lambda n: layout.offsets[n])

@@ -1,4 +1,4 @@
-"""What every request meets first: a leader serves it, one that stands by hands it on to the leader, streamed."""
+"""Dispatch of every request: the leader serves it, a standby forwards it to the leader, streaming both ways."""
 
 import logging
 import re
@@ -21,10 +21,10 @@ log = logging.getLogger("paramserver.scheduler")
 
 OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login", "/docs")
 OWN_UNDER: Final = ("/static/", "/docs/", "/internal/checkpoints/")
-"""Paths that each scheduler answers for itself, leading or not."""
+"""Paths (`OWN`) and path prefixes that every scheduler serves itself, leading or not."""
 
 WITHOUT_END: Final = re.compile("/internal/shards/[^/]+/clocks")
-"""Requests whose body does not end, so that they cannot be handed on."""
+"""Paths of requests with an endless body, which cannot be forwarded."""
 
 
 class Door:
@@ -52,7 +52,7 @@ class Door:
         return service is not None and await service.reign.confirm()
 
     def _naming_the_others(self, send: Send) -> Send:
-        """Clients learn from every answer which schedulers there are, and go to another when this one dies."""
+        """Wrap `send` to name all schedulers in a header, so clients can turn to another when this one dies."""
         schedulers = self._lease.schedulers
         if len(schedulers) < 2:
             return send
@@ -85,10 +85,10 @@ class Door:
             try:
                 await answer(scope, receive, passed)
             except PyreqwestError as e:
-                # Half an answer is out: it is left incomplete, so that the server cuts the connection.
+                # Part of the response has been sent; leaving it incomplete makes the server close the connection.
                 log.info("door.leader_broke_off path=%s %s", scope["path"], e)
 
         handed = await race(hand_on(), self._lease.succeeded(leader))
-        if handed is None and not begun:  # a leader that stands still holds what it was handed
+        if handed is None and not begun:  # the former leader hangs, with the request in flight
             code = "no_leader" if scope["method"] in ("GET", "HEAD") else "in_doubt"
             raise problem(code, "another scheduler has taken over before the leader answered")

@@ -1,4 +1,4 @@
-"""Between HTTP and the core: reads a control request's body, waits for the core's reply, writes it out."""
+"""Connects HTTP to the core: reads a control request's body, waits for the core's reply, and builds the response."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ from paramserver_scheduler.screen import Screen
 B = TypeVar("B", bound=bodies.Body)
 PAGE_MAX = 1000
 PAGED = ("limit", "after")
-"""Query values of a list."""
+"""Query parameters of every paged list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What every route may use; lives in `app.state.service`."""
+    """What the routes of a leader use; stored in `app.state.service`."""
 
     runtime: Runtime
     reign: Reign
@@ -40,28 +40,28 @@ class Service:
     history: History
     lease: Lease
     started_s: float
-    """Monotonic."""
+    """When this scheduler began to lead; monotonic."""
     screen: Screen = field(default_factory=Screen)
-    """What open status pages see."""
+    """The source of the status streams."""
 
     @property
     def url(self) -> str:
-        """Where others reach this scheduler."""
+        """URL under which others reach this scheduler."""
         return self.lease.url
 
     @property
     def read(self) -> Reading:
-        """What the core knows now, as JSON documents."""
+        """The core's current state as JSON documents."""
         return self.runtime.core.read
 
     @property
     def now(self) -> float:
-        """Monotonic seconds, as the core counts them."""
+        """The core's time, in monotonic seconds."""
         return monotonic()
 
 
 def service(request: Request) -> Service:
-    """The leader, which this request reached; raises Unavailable (`no_leader`) once it leads no more."""
+    """Return the leader's services; raises Unavailable (`no_leader`) if this scheduler no longer leads."""
     found = request.app.state.service
     if found is None:
         raise problem("no_leader", "this scheduler does not lead")
@@ -69,7 +69,7 @@ def service(request: Request) -> Service:
 
 
 async def read_json(request: Request, *, optional: bool = False) -> Any:
-    """The body as plain JSON values, whether it came as JSON or msgpack; where it is `optional`, none is an empty one.
+    """Return the body, sent as JSON or msgpack, as plain JSON values; if `optional`, no body is an empty object.
 
     Raises RequestError (`malformed`, `too_large`, `unsupported_media_type`).
     """
@@ -79,11 +79,11 @@ async def read_json(request: Request, *, optional: bool = False) -> Any:
 
 
 def _check_plain(value: Any) -> None:
-    """Refuses what msgpack can say and JSON cannot, so that everything kept can be told again in either."""
+    """Refuse values that msgpack can express and JSON cannot, so that all stored values can be returned in either."""
     open_values = [value]
     while open_values:
         v = open_values.pop()
-        if type(v) is int:  # nearly all there is in a heartbeat, which comes every second
+        if type(v) is int:  # first, because heartbeats, sent every second, hold little else
             if not -(1 << 63) <= v < 1 << 64:
                 raise problem("malformed", "an integer does not fit 64 bits")
         elif isinstance(v, dict):
@@ -102,12 +102,12 @@ def _check_plain(value: Any) -> None:
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """The body, checked against `kind`."""
+    """Return the body, validated as `kind`."""
     return bodies.check(kind, await read_json(request))
 
 
 async def read_optional(request: Request, kind: type[B]) -> B:
-    """The body, checked against `kind`; no body at all stands for an empty object."""
+    """Return the body, validated as `kind`; no body at all counts as an empty object."""
     length = request.headers.get("content-length")
     told = length is not None or request.scope["http_version"] != "2"  # over HTTP/2 a body need not be announced
     if told and (length or "0") == "0" and "transfer-encoding" not in request.headers:
@@ -116,7 +116,7 @@ async def read_optional(request: Request, kind: type[B]) -> B:
 
 
 async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:
-    """The core's answer to the event of this request; given up when the client hangs up."""
+    """Return the core's answer to this request's event; the wait ends when the client hangs up."""
     negotiate.check_accept(request)
     return await service(request).runtime.ask(make, lambda: hung_up(request.receive))
 
@@ -124,7 +124,7 @@ async def ask(request: Request, make: Callable[[int], io.Event]) -> Answer:
 async def reply(
     request: Request, make: Callable[[int], io.Event], location: Callable[[Any], str] | None = None
 ) -> Response:
-    """The core's answer as a response in the client's media type, with a `Location` where something was made."""
+    """Return the core's answer as a response in the client's media type, with a `Location` if its status is 201."""
     answer = await ask(request, make)
     headers = {"location": location(answer.body)} if location is not None and answer.status == 201 else {}
     return respond(request, answer.body, answer.status, headers)
@@ -133,17 +133,17 @@ async def reply(
 def respond(
     request: Request, body: Mapping[str, Any] | None, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A response in the media type that the client accepts; without a body 204."""
+    """Build a response in the media type that the client accepts; 204 without a body."""
     if body is None:
         return Response(status_code=204, headers=dict(headers or {}))
     try:
         return negotiate.respond(request, body, status, headers)
-    except ValueError:  # a NaN that a worker reported, which JSON has no word for
+    except ValueError:  # a NaN that a worker reported, which JSON cannot express
         return negotiate.respond(request, without_nan(body), status, headers)
 
 
 def without_nan(value: Any) -> Any:
-    """The same with None for what JSON has no number for."""
+    """Return the value with None for each NaN or infinity, which JSON cannot express."""
     if isinstance(value, float) and not isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -154,7 +154,7 @@ def without_nan(value: Any) -> Any:
 
 
 def page(request: Request, items: Sequence[Mapping[str, Any]]) -> Response:
-    """One page of a list: `?limit=` items from the one that `?after=` (a `next` of before) names."""
+    """Return one page of a list: `?limit=` items from position `?after=`, the `next` of the page before."""
     limit = number_of(request, "limit", PAGE_MAX, 1, PAGE_MAX)
     start = number_of(request, "after", 0, 0, 1 << 53)
     end = start + limit
@@ -162,7 +162,7 @@ def page(request: Request, items: Sequence[Mapping[str, Any]]) -> Response:
 
 
 def number_of(request: Request, name: str, default: int, low: int, high: int) -> int:
-    """An integer of the query string; raises RequestError (`malformed`)."""
+    """Return an integer query parameter; raises RequestError (`malformed`) unless it is from `low` to `high`."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -172,7 +172,7 @@ def number_of(request: Request, name: str, default: int, low: int, high: int) ->
 
 
 def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
-    """OpenAPI of a route's body: its schema, and an example that works."""
+    """OpenAPI of a route's request body: its schema and a working example."""
     schema: dict[str, Any] = {"type": "object"} if kind is None else kind.model_json_schema()
     content = {
         negotiate.JSON: {"schema": schema, "example": example},
@@ -182,7 +182,7 @@ def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -
 
 
 def gives(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI of a route's answer, by example."""
+    """OpenAPI of a route's answer: a description and, if given, an example."""
     if example is None:
         return {status: {"description": text}}
     return {status: {"description": text, "content": {"application/json": {"example": example}}}}

@@ -1,4 +1,4 @@
-"""The other schedulers as keepers of checkpoints: on another machine they write where this one cannot see."""
+"""Access to checkpoints of the other schedulers, which may be on other machines with disks of their own."""
 
 import asyncio
 import logging
@@ -20,21 +20,21 @@ from paramserver_scheduler.lease import Lease
 log = logging.getLogger("paramserver.scheduler")
 
 FILES: Final = (checkpoint.PARAMS, checkpoint.OPTIMIZER, checkpoint.WORKERS, checkpoint.MANIFEST)
-"""The files of a checkpoint; a folder that holds the last one is whole."""
+"""The files of a checkpoint, the manifest last: a folder that contains it is complete."""
 
 
 def file_path(model: str, name: str, file: str) -> str:
-    """Where a scheduler that has it hands out a file of a checkpoint."""
+    """URL path under which a scheduler serves a file of a checkpoint on its own disk."""
     return "/internal/checkpoints/" + "/".join(quote(part, safe="") for part in (model, name, file))
 
 
 def of_creation(creation: str | None) -> dict[str, str]:
-    """The query that asks for it only if it is of that creation of the model (None: of any)."""
+    """Query parameters that restrict a request to checkpoints of that creation of the model (None: of any)."""
     return {} if creation is None else {"creation": creation}
 
 
 class Holders:
-    """Asks the other schedulers for checkpoints that are not in this one's folder."""
+    """Fetches checkpoints that only other schedulers have, and has them delete theirs."""
 
     def __init__(self, lease: Lease, store: CheckpointStore, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._lease = lease
@@ -47,11 +47,11 @@ class Holders:
         )
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     def url(self, name: str) -> str:
-        """The URL of the scheduler of that name; raises Unavailable while it does not run."""
+        """URL of the scheduler with that name; raises Unavailable if it is not running."""
         for scheduler in self._lease.schedulers:
             if scheduler.name == name:
                 return scheduler.url
@@ -62,11 +62,11 @@ class Holders:
         )
 
     async def fetch(self, model: str, name: str, holder: str | None, creation: str | None) -> None:
-        """Copy a checkpoint of that creation of the model (None: of any) into this one's folder, from whoever has it,
-        first of all the scheduler `holder`.
+        """Copy a checkpoint from another scheduler into this one's folder; the scheduler named `holder` is tried first.
 
-        Raises NotFoundError (`unknown_checkpoint`) when nobody has it, Unavailable while its holder does not run, and
-        OSError if the disk refuses.
+        Only a checkpoint of that creation of the model is copied (None: of any).  Raises NotFoundError
+        (`unknown_checkpoint`) if no scheduler has it, Unavailable if none has it and `holder` is not running, and
+        OSError if it cannot be written.
         """
         for url in self._others(holder):
             try:
@@ -81,7 +81,7 @@ class Holders:
         raise problem("unknown_checkpoint", f"model '{model}' has no checkpoint '{name}'")
 
     async def remove(self, model: str, name: str, creation: str) -> None:
-        """Have every other scheduler delete its copy of that creation; one that does not answer keeps it."""
+        """Have all other schedulers delete their copies of that creation; one that does not answer keeps its copy."""
         for url in self._others():
             try:
                 url_of_it = url + file_path(model, name, checkpoint.MANIFEST)

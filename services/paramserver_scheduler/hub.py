@@ -1,6 +1,6 @@
-"""Hands every published document to every open feed, and lets long polls wait for the next one.
+"""Distributes published documents to all open feeds, and lets long polls wait for the next one.
 
-Documents are level-triggered: a reader that is too slow is cut off and hears everything again when it reconnects.
+Documents are level-triggered: a reader that is too slow is cut off and gets the whole state when it reconnects.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ from typing import Any, Final
 from paramserver_node.race import race
 
 BACKLOG_MAX: Final = 4096
-"""Documents a feed may lie behind."""
+"""Documents that may be queued in one feed."""
 PING_S: Final = 1.0
 
 
 class Feed:
-    """One reader's documents, in order, none left out."""
+    """The documents for one reader, in order and without gaps."""
 
     def __init__(self, first: list[Mapping[str, Any]]) -> None:
         self._first = first
@@ -23,20 +23,20 @@ class Feed:
         self.open = True
 
     def put(self, document: Mapping[str, Any]) -> None:
-        """Add a document; a reader that lies too far behind is cut off."""
+        """Queue a document; a full queue ends the feed."""
         try:
             self._queue.put_nowait(document)
         except asyncio.QueueFull:
             self.open = False
 
     def end(self) -> None:
-        """No more documents come; the reader sees the end."""
+        """End the feed; the reader still gets what is queued."""
         self.open = False
         if not self._queue.full():
             self._queue.put_nowait(None)
 
     async def documents(self) -> AsyncIterator[Mapping[str, Any]]:
-        """What was there at first, then what is published, and a `ping` after each second of silence."""
+        """Yield the initial documents, then the published ones, and a `ping` after each second of silence."""
         for document in self._first:
             yield document
         while self.open or not self._queue.empty():
@@ -60,7 +60,7 @@ class Hub:
         self._end = asyncio.Event()
 
     def publish(self, document: Mapping[str, Any]) -> None:
-        """Give the document to every open feed."""
+        """Pass the document to every open feed, and wake the long polls."""
         self._note(document)
         for feed in self._feeds:
             feed.put(document)
@@ -69,7 +69,7 @@ class Hub:
         self._changed = asyncio.Event()
 
     def subscribe(self, first: list[Mapping[str, Any]]) -> Feed:
-        """A new feed that begins with these documents and goes on with the next one published."""
+        """Return a new feed that begins with these documents and continues with the next one published."""
         feed = Feed(first)
         if self.closed:
             feed.end()
@@ -78,22 +78,22 @@ class Hub:
         return feed
 
     def unsubscribe(self, feed: Feed) -> None:
-        """The reader has gone."""
+        """Remove a feed whose reader is gone."""
         feed.open = False
         self._feeds.discard(feed)
 
     async def next_change(self) -> None:
-        """Returns when the next document is published or the hub closes."""
+        """Wait until the next document is published or the hub closes."""
         if not self.closed:
             await self._changed.wait()
 
     async def while_open(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does that work to its end or until the hub closes; raises what it raises."""
+        """Run `work` until it ends or the hub closes; raises what `work` raises."""
         await race(work, self._end.wait())
 
     @property
     def closed(self) -> bool:
-        """Whether this scheduler is stopping."""
+        """Whether the hub is closed, because this scheduler stops or no longer leads."""
         return self._end.is_set()
 
     def close(self) -> None:

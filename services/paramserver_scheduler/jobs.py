@@ -1,4 +1,4 @@
-"""What takes the scheduler long: checkpoints, restores, values from files, clearing Redis of a model that is gone."""
+"""Long-running jobs: checkpoints, restores, values from files, and deletion of a deleted model's keys in Redis."""
 
 import asyncio
 import errno
@@ -30,12 +30,12 @@ from paramserver_scheduler.shards import Owner, ShardClient
 log = logging.getLogger("paramserver.scheduler")
 
 SETTLE_S: Final = 6.0
-"""After so long no shard writes a snapshot of a model that is gone any more."""
+"""Time after which no shard writes snapshots of a deleted model any more."""
 SCAN_COUNT: Final = 1000
 
 
 class Jobs:
-    """Performs the long effects in tasks of the process' task group; each ends with its event."""
+    """Performs long effects in tasks of the process' task group; each reports its completion by an event, if any."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Jobs:
         self._history = history
         self._group = group
         self._restored_now: set[str] = set()
-        """Models into which a checkpoint is being put."""
+        """Models that are being restored."""
 
     def start(self, effect: io.Effect) -> None:
-        """Begin one; never blocks."""
+        """Start the job of an effect without blocking."""
         work: Coroutine[Any, Any, None]
         match effect:
             case io.WriteCheckpoint():
@@ -76,18 +76,18 @@ class Jobs:
         self._group.create_task(work)
 
     async def check_level(self, spec: Any) -> None:
-        """Whether Redis can keep what a model of that spec promises, as far as it can tell.
+        """Check that Redis supports the `ack` level of a spec.
 
-        Raises RequestError (`not_built`) where `ack` is `fsynced` and Redis cannot say that a write is on its disk, and
-        Unavailable (`storage_unavailable`) where it does not answer.
+        Raises RequestError (`not_built`) if `ack` is `fsynced` and Redis cannot confirm that a write is on its disk,
+        and Unavailable (`storage_unavailable`) if it does not answer.
         """
         if isinstance(spec, Mapping) and spec.get("ack") == "fsynced":
             await fsync_way(self._redis)
 
     async def restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
-        """Put a checkpoint of model `source` into model `target`, which is made if it is not there.
+        """Restore a checkpoint of model `source` into model `target`, which is created if it does not exist.
 
-        Runs to its end even when the client hangs up.  Raises PsError.
+        Runs to its end even if the client hangs up.  Raises PsError.
         """
         outcome = await asyncio.shield(self._group.create_task(self._restore(source, name, target, partitions)))
         if isinstance(outcome, PsError):
@@ -95,7 +95,7 @@ class Jobs:
         return outcome
 
     async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
-        """Errors are returned, because one that is raised would end the whole task group."""
+        """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
         if target in self._restored_now:
             return problem("conflict", f"model '{target}' is being restored already")
         self._restored_now.add(target)
@@ -138,20 +138,20 @@ class Jobs:
         except Exception as e:
             error = _problem_of(e)
             if model is not None:
-                # Till the core has heard of an end the model stands still; it may have heard of the beginning though
-                # that was answered 503, and not of the end.
+                # The model stands still until the core hears that the restore has ended.  It may have heard of the
+                # beginning even if that was answered 503, and it may not have heard of the end.
                 self._runtime.send(io.RestoreFinished(0, model, error, held.version))
             raise error from e
         return Answer(answer.status, done.body)
 
     async def _held(self, model: str, name: str) -> Checkpoint:
-        """That checkpoint, or the `latest` or `best` one, fetched from the scheduler that wrote it where need be."""
+        """Read a checkpoint by name, `latest` or `best`; fetch it first if only another scheduler has it."""
         holder: str | None = None
         creation: str | None = None
         try:
             record = self._runtime.core.read.checkpoint(model, name)
             creation = self._runtime.core.read.creation(model)
-        except NotFoundError:  # the model is gone, or the record: what the folder holds counts
+        except NotFoundError:  # the model or the record is gone: the checkpoints on disk count
             pass
         else:
             name, holder = record["name"], record["scheduler"] or None
@@ -218,7 +218,7 @@ class Jobs:
             self._runtime.send(io.FilesLoaded(effect.model, list(effect.files)))
 
     async def _forget(self, model: ModelKey) -> None:
-        """Twice: what a shard was still writing when it heard that the model is gone is found the second time."""
+        """Delete a model's keys twice: the second pass finds what a shard was writing when it heard of the deletion."""
         passes = 0
         while passes < 2:
             try:
@@ -233,7 +233,7 @@ class Jobs:
         self._runtime.send(io.ModelForgotten(model))
 
     def _document(self, model: ModelKey) -> Mapping[str, Any]:
-        """What there is to say of that creation of the model; raises PsError."""
+        """Return the document of that creation of the model; raises PsError if it is gone or replaced."""
         document = self._runtime.core.read.model(model.name)
         if document["generation"] != model.generation:
             raise problem("model_replaced", f"model '{model.name}' was created anew")
@@ -255,9 +255,9 @@ class Jobs:
 
 
 def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:
-    """Raises ConflictError where partitions of a synchronous model were read at another clock than the checkpoint's.
+    """Raise ConflictError if partitions of a synchronous model were read at another clock than the checkpoint's.
 
-    A rollback or a restore may have come between the first and the last of them.
+    A rollback or a restore may have happened while they were read.
     """
     wanted, mode = document["clock"], document["spec"]["consistency"]["mode"]
     if mode == "sync" and any(clock != wanted for clock in clocks):
@@ -269,9 +269,9 @@ def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:
 
 
 def _problem_of(error: Exception) -> PsError:
-    """What is told of a job that failed.
+    """Return the error to report for a job that failed.
 
-    A job decides nothing, so nothing is half decided when it fails: a bug of ours ends the job and not the scheduler.
+    A job decides nothing, so its failure leaves nothing inconsistent: a bug ends the job, not the scheduler.
     """
     if isinstance(error, OSError):
         code = "unavailable" if error.errno in (errno.EMFILE, errno.ENFILE) else "disk_refuses"

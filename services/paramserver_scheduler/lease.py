@@ -1,12 +1,12 @@
-"""The lease of the one scheduler that leads, and the list of all that run, in Redis.
+"""The leader's lease and the list of running schedulers, in Redis.
 
-Keys: `ps:leader` (JSON with id, place, url, term, and by Redis' clock the time of its last renewal, 0 once given up),
-`ps:term` (counts leaderships; what a leader writes names its term, so a deposed one writes nothing), `ps:schedulers`
-(place -> JSON with name, url and the time it was last seen).  A place is a host name with the address listened on: only
-one process can be there, so who finds the lease of its own place need not wait for that to end.
+Keys: `ps:leader` (JSON with id, place, url, term and, by Redis' clock, the time of the last renewal, 0 once released),
+`ps:term` (number of leaderships; each write of a leader names its term, so a deposed leader writes nothing),
+`ps:schedulers` (place -> JSON with name, url and the time it was last seen).  A place is a host name with the address
+listened on.  Only one process can be there, so a scheduler that finds the lease held by its own place takes it at once.
 
-A lease that was not renewed for 3 s is taken over only by one that has had Redis' answers all that time: after an
-absence of Redis the leader gets to renew its own before anybody else takes it.
+A lease that was not renewed for 3 s is taken over only by a scheduler that has been getting answers from Redis for
+1.5 s: after an outage of Redis the leader can renew its lease before another takes it.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ SCHEDULERS_KEY: Final = "ps:schedulers"
 WRITTEN_KEY: Final = "ps:written"
 _NEVER_MS: Final = 1 << 53
 TIMEOUT_S: Final = 1.0
-"""Redis is asked again within a lease even if one question gets no answer."""
+"""Timeout of a request to Redis, short enough to retry it within a lease."""
 
-# KEYS: leader, term, schedulers, written.  ARGV: place, url, name, id, then what the script itself takes.
-# Leaves `others`, every scheduler seen lately, as JSON.
+# KEYS: leader, term, schedulers, written.  ARGV: place, url, name, id, lease in ms, then the script's own arguments.
+# Sets `others`: all schedulers seen in the last 10 s, as JSON.
 _SEEN: Final = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -55,8 +55,8 @@ local term = tonumber(redis.call('GET', KEYS[2]) or '0')
 local leader = redis.call('GET', KEYS[1])
 """
 
-# ARGV 6: highest term known, 7: '1' if a Redis that lost it may be led all the same, 8: '1' if it must hold a state,
-# 9 and 10: since when it has answered this scheduler, and when it did last.
+# ARGV 6: highest known term, 7: '1' to lead even if Redis has lost that term, 8: '1' if Redis must hold a state,
+# 9 and 10: since when Redis has answered this scheduler without a gap, and when it last did.
 _LOOK: Final = (
     _SEEN
     + """
@@ -76,8 +76,8 @@ return {0, string.format('%.0f', term), leader or '', others, now}
 """
 )
 
-# ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged.  1: renewed, 0: a newer leader,
-# -1: Redis has lost the term (it was emptied), or that write (it came back with what it held earlier).
+# ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged.  Returns 1: renewed, 0: there is a
+# newer leader, -1: renewed, but Redis has lost the term (it was emptied) or that write (it came back with older data).
 _RENEW: Final = (
     _SEEN
     + """
@@ -106,12 +106,12 @@ class Deposed(Exception):
 
 
 class Emptied(Exception):
-    """Raised when Redis has lost what was written under this term, or some of it: everything must be written anew."""
+    """Raised when Redis has lost some or all writes of this term: the whole state must be written again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who holds the lease."""
+    """The holder of the lease."""
 
     id: str
     place: str
@@ -121,16 +121,16 @@ class Leader:
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """One scheduler that runs, leading or standing by."""
+    """A running scheduler, leader or standby."""
 
     name: str
     url: str
     age_s: float = 0.0
-    """How long it had not been seen when Redis was last asked."""
+    """Time since it was last seen, as of the last answer from Redis."""
 
 
 class Lease:
-    """One scheduler's part in the election.  Raises Unavailable (`storage_unavailable`) while Redis does not answer."""
+    """One scheduler's part in the election.  Methods raise Unavailable (`storage_unavailable`) if Redis is away."""
 
     def __init__(self, redis: Redis, *, name: str, place: str, url: str, expect_state: bool = False) -> None:
         self.url = url
@@ -142,25 +142,25 @@ class Lease:
         self.written = ""
         """Number of the newest write of this term that Redis has acknowledged."""
         self.known_term = 0
-        """The highest term heard of."""
+        """The highest term seen."""
         self.emptied = False
-        """Whether Redis, when last looked at, had lost the term that was known."""
+        """Whether Redis had lost the known term at the last `look`."""
         self.leader: Leader | None = None
-        """Who led when Redis last answered."""
+        """The holder of the lease as of the last answer from Redis."""
         self._turn = asyncio.Event()
         self._answered_ms = (_NEVER_MS, 0)
-        """By Redis' clock: since when it has answered without a gap, and when it did last."""
+        """Since when Redis has answered without a gap, and when it last did; by Redis' clock."""
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
-        """Everyone who was seen within the last 10 s, by name."""
+        """All schedulers seen within the 10 s before the last answer from Redis, by name."""
         self._expect_state = expect_state
         self._look = redis.register_script(_LOOK)
         self._renew = redis.register_script(_RENEW)
         self._release = redis.register_script(_RELEASE)
 
     async def look(self, *, even_if_emptied: bool = False) -> bool:
-        """Who leads?  True: nobody did, and now this scheduler does, in the new `term`.
+        """Take the lease if it is free, and note who leads; True if this scheduler now leads, in the new `term`.
 
-        A Redis that has lost the term is left to the leader, whose memory has what was there, unless
+        If Redis has lost the known term, the lease is left to the leader, which still has the state in memory, unless
         `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
         """
         flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *self._answered_ms]
@@ -181,7 +181,7 @@ class Lease:
         return bool(won)
 
     async def renew(self) -> None:
-        """Lead on for another 3 s.  Raises Deposed, or Emptied (then the lease is renewed all the same)."""
+        """Renew the lease for 3 s.  Raises Deposed, or Emptied (the lease is renewed all the same)."""
         done, _, leader, others = await self._run(self._renew, [self.term, self.written])
         self._note(leader, others)
         if done == 0:
@@ -190,16 +190,16 @@ class Lease:
             raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
 
     async def release(self) -> None:
-        """Leave: another may lead at once."""
+        """Release the lease and leave the list of schedulers, so that another can lead at once."""
         await self._run(self._release, None)
 
     async def succeeded(self, leader: Leader) -> None:
-        """Returns once somebody else than `leader` is known to lead."""
+        """Wait until another holder of the lease than `leader` is known."""
         while self.leader is None or self.leader.id == leader.id:
             await self._turn.wait()
 
     def document(self) -> str:
-        """What `ps:leader` holds while this scheduler leads, but for the time of its renewal."""
+        """The value of `ps:leader` while this scheduler leads, without the time of renewal."""
         return json.dumps({"id": self.id, "place": self.place, "url": self.url, "term": self.term})
 
     async def _run(self, script: Any, extra: Sequence[Any] | None) -> Any:
@@ -231,7 +231,7 @@ def _order(scheduler: Scheduler) -> tuple[str, str]:
 
 
 def unavailable(cause: BaseException) -> Exception:
-    """The problem of a Redis that does not answer, or refuses."""
+    """Return the error for a Redis that does not answer or refuses."""
     asked = "is it running, and reachable from the scheduler?"
     if not isinstance(cause, AWAY):
         asked = "has it room (maxmemory), and may it be written to?"

@@ -1,6 +1,6 @@
-"""/login: how a browser gets in, with a token typed into a form or by the link that the scheduler prints.
+"""/login: admits a browser by a token typed into a form, or by the one-time link that the scheduler logs.
 
-Either leaves a cookie with which the status page may read, and nothing else, until it or the token expires.
+Both set a cookie that permits reading only, until it or the token expires.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from paramserver_node.tokens import Holder
 router = APIRouter(include_in_schema=False)
 
 LINK_S: Final = 600.0
-"""How long the printed link may be used."""
+"""How long the logged link is valid."""
 LINK_HOLDER: Final = Holder("reader", "page", 0)
-"""Whose cookie the link leaves."""
+"""Holder in whose name the link's cookie is issued."""
 COOKIE_S: Final = 7 * 24 * 3600
 FORM_BYTES_MAX: Final = 4096
 
@@ -31,7 +31,7 @@ _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",  # an address with a code in it goes nowhere
+    "referrer-policy": "no-referrer",  # never send an address that contains the link's code
     "cache-control": "no-store",
 }
 _FORM: Final = """<!doctype html>
@@ -59,28 +59,28 @@ _FORM: Final = """<!doctype html>
 
 
 class Login:
-    """Who gets a cookie of one scheduler: bearers of a token, and one bearer of the link."""
+    """Issues one scheduler's cookies: to every bearer of a valid token, and to one bearer of the link."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._link: tuple[bytes, float] | None = None
-        """Hash of the code that is open, and until when."""
+        """Hash of the link's code, and when it expires (monotonic); None if no link is open."""
 
     def link(self) -> str:
-        """Path and query of a link that lets one browser in, once, within `LINK_S`; the one before is void."""
+        """Return path and query of a new link that admits one browser within `LINK_S`; the previous one is void."""
         code = secrets.token_urlsafe(24)
         self._link = _hash(code), monotonic() + LINK_S
         return f"/login?once={code}"
 
     def redeem(self, code: str) -> str | None:
-        """The `Set-Cookie` value for the link's code; None for another, or the second time."""
+        """Return the `Set-Cookie` value for the link's code; None if the code is wrong, used or expired."""
         if self._link is None or monotonic() > self._link[1] or not hmac.compare_digest(_hash(code), self._link[0]):
             return None
         self._link = None
         return self._access.cookie(LINK_HOLDER, COOKIE_S)
 
     def enter(self, token: str) -> str | None:
-        """The `Set-Cookie` value for a token; None for one that does not count."""
+        """Return the `Set-Cookie` value for a token; None if it is not valid."""
         holder = self._access.holder(token)
         return None if holder is None else self._access.cookie(holder, COOKIE_S)
 
@@ -88,7 +88,7 @@ class Login:
 @router.get("/login")
 @role("open")
 async def form(request: Request) -> Response:
-    """The form, or the status page for whoever brings the link's code or needs none."""
+    """Show the form, or redirect to the status page if the link's code is given or no token is needed."""
     login: Login | None = request.app.state.login
     if login is None:
         return _to_page(None)
@@ -104,7 +104,7 @@ async def form(request: Request) -> Response:
 @router.post("/login")
 @role("open")
 async def enter(request: Request) -> Response:
-    """Takes the form; a token that counts leads to the status page."""
+    """Accept the form; a valid token sets the cookie and redirects to the status page."""
     login: Login | None = request.app.state.login
     if login is None:
         return _to_page(None)

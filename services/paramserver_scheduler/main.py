@@ -1,4 +1,4 @@
-"""Starts one scheduler: it stands by until nobody leads, then leads until another does or it is told to stop."""
+"""Entry point of the scheduler: a standby until it gets the lease, then the leader until deposed or stopped."""
 
 import asyncio
 import logging
@@ -44,9 +44,9 @@ app = typer.Typer(add_completion=False)
 SERVICE: Final = "paramserver-scheduler"
 
 LOOK_S = 0.25
-"""How often one that stands by looks whether somebody leads."""
+"""Interval at which a standby tries to take the lease."""
 EMPTIED_S = 10.0
-"""How long a leader has for writing everything again to an emptied Redis, before another begins with nothing."""
+"""How long the leader has to rewrite an emptied Redis before a standby takes over with empty state."""
 
 
 class Resigned(Exception):
@@ -54,7 +54,7 @@ class Resigned(Exception):
 
 
 async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
-    """Returns when this scheduler leads or is to stop.  Raises CorruptState where an expected state is missing."""
+    """Wait until this scheduler leads or `stop` is set.  Raises CorruptState if an expected state is missing."""
     away = told = False
     emptied_s: float | None = None
     while not stop.is_set():
@@ -78,8 +78,12 @@ async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
 
 
 async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
-    """Reads the state, then decides.  Raises Deposed, or Resigned when told to stop; CorruptState from the reading, and
-    whatever bug has left something half decided."""
+    """Read the state, then serve requests as the leader.
+
+    Raises Deposed if another scheduler leads, Resigned when told to stop, CorruptState if the state cannot be read, and
+    any exception of the core, whose state may then be inconsistent; all but the errors of the initial read come in an
+    exception group.
+    """
     store = StateStore(redis, lease)
     crash_point("scheduler.lease_taken")
     documents = await store.open()
@@ -109,7 +113,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
             raise Resigned("told to stop")
     finally:
         http.state.service = None
-        # Feeds and long polls end now: their clients ask again, and are handed on to whoever leads next.
+        # Ends feeds and long polls: their clients retry and are forwarded to the next leader.
         runtime.close(problem("no_leader", "this scheduler leads no more"))
         await rivals.aclose()
         await holders.aclose()
@@ -120,7 +124,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
 async def take_part(
     settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event
 ) -> None:
-    """Stands by and leads in turn until told to stop."""
+    """Alternate between standby and leader until told to stop, then release the lease."""
     try:
         while not stop.is_set():
             await stand_by(lease, stop)
@@ -137,7 +141,7 @@ async def take_part(
 
 
 async def _release(lease: Lease) -> None:
-    """Another may lead at once.  A Redis that is away lets the lease run out by itself."""
+    """Release the lease so that another scheduler can lead at once; if Redis is away, it expires by itself."""
     try:
         await lease.release()
     except PsError as e:
@@ -156,7 +160,10 @@ def _lease_of(settings: SchedulerSettings, redis: Redis) -> Lease:
 
 
 async def serve(settings: SchedulerSettings) -> None:
-    """Runs one scheduler until a signal; raises CorruptState when it cannot read, or misses, the state."""
+    """Run one scheduler until SIGTERM or SIGINT.
+
+    Raises CorruptState if the state cannot be read, or is missing although one is expected.
+    """
     access, tls = Access.of(settings), Tls.of(settings)
     stop = asyncio.Event()
     stop_on_signals(stop)
@@ -167,7 +174,7 @@ async def serve(settings: SchedulerSettings) -> None:
     spare_imports()
     try:
         async with asyncio.TaskGroup() as group:
-            # It listens before it looks for the lease: its place is its own by then.
+            # Listen before trying for the lease: once the port is bound, no other process can have the same place.
             serving = group.create_task(
                 serve_tcp(
                     served(http, lease, forwarder, access), settings.host, settings.port, stop, tls=tls, proxied=True
@@ -198,10 +205,10 @@ def scheduler(
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
-    """Run one scheduler: who is alive, who owns what, how far every worker has come.
+    """Run one scheduler: it tracks live nodes, assigns partitions to shards and coordinates the workers' clocks.
 
-    Of several on the same Redis one leads; the others stand by and hand every request on to it.
-    Each option is also an environment variable PARAMSERVER_... and a line of paramserver.toml.
+    Of several schedulers on the same Redis one leads; the others stand by and forward every request to it.
+    Each option can also be set by an environment variable PARAMSERVER_... or in paramserver.toml.
     """
     flags = {
         "name": name,

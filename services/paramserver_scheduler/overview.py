@@ -1,4 +1,4 @@
-"""The whole status of the cluster in one object, put together from what the core knows and what heartbeats said."""
+"""Builds the status of the whole cluster from the core's state and the newest heartbeats."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final
@@ -16,17 +16,17 @@ from paramserver_scheduler.schema import (
 )
 
 POINTS: Final = 120
-"""Points of a series in a status; each is the mean of as many as that takes."""
+"""Most points of a series in a status; longer series are averaged down."""
 RUNS: Final = 20
 EVENTS: Final = 100
 FORGOTTEN_S: Final = 60.0
-"""A dead worker or shard is shown for so long."""
+"""How long a dead worker or shard is shown after its last heartbeat."""
 
 Document = Mapping[str, Any]
 
 
 def describe(s: Service, *, series: bool = True) -> Status:
-    """The status of this moment; `series`: with the points of reported metrics."""
+    """Return the current status; `series`: include the points of metrics that workers reported."""
     now = s.now
     found = s.read.status(now)
     shards = [x for x in found["shards"] if x["alive"] or x["heartbeat_age_s"] < FORGOTTEN_S]
@@ -51,7 +51,7 @@ def describe(s: Service, *, series: bool = True) -> Status:
 
 
 def _schedulers(s: Service, term: int) -> list[NodeStatus]:
-    """The one that leads, which is this one, and those that stand by."""
+    """This scheduler, which leads, and the standbys."""
     usage = s.history.usage
     return [
         NodeStatus(
@@ -131,7 +131,7 @@ def _model(
         clock=line["clock"],
         waiting_for=line["waiting_for"],
         updates_per_s=s.history.updates_per_s(name, line["generation"]),
-        # A request of the SDK goes to each shard, so the busiest shard has seen them all; bytes are each shard's own.
+        # An SDK request goes to every shard concerned, so the busiest shard has seen them all; bytes differ per shard.
         pushes_per_s=_most(told, "pushes_per_s") or 0.0,
         pulls_per_s=_most(told, "pulls_per_s") or 0.0,
         in_bytes_per_s=sum(_number(t, "in_bytes_per_s") or 0.0 for t in told),
@@ -156,7 +156,7 @@ def _worker(w: Document, told: Iterable[Document]) -> WorkerStatus:
 
 
 def _told(metrics: Document, model: str) -> Document:
-    """What a shard's heartbeat says of one model; shards are not believed to send the right types."""
+    """The metrics of one model in a shard's heartbeat; shards are not trusted to send the right types."""
     return _object(_object(metrics, "models"), model)
 
 
@@ -171,12 +171,12 @@ def _number(document: Document, name: str) -> float | None:
 
 
 def _most(told: Iterable[Document], name: str) -> float | None:
-    """The largest over the shards."""
+    """The largest value over the shards; None if no shard has one."""
     return max((v for t in told if (v := _number(t, name)) is not None), default=None)
 
 
 def _series(name: str, points: Sequence[Sequence[Any]]) -> Series:
-    """The points thinned out: equal groups, each its mean."""
+    """Average the points in groups of equal size, so that at most `POINTS` remain."""
     step = max(1, -(-len(points) // POINTS))
     groups = [points[i : i + step] for i in range(0, len(points), step)]
     thin = [(sum(p[0] for p in g) / len(g), sum(p[3] for p in g) / len(g)) for g in groups]

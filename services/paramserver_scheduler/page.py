@@ -1,4 +1,4 @@
-"""The status page: files of this package, served as they are; nothing comes from elsewhere and nothing is built."""
+"""The status page: static files of this package, with no build step and nothing loaded from other hosts."""
 
 import hashlib
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ _KINDS: Final = {
     "svg": "image/svg+xml",
 }
 _HEADERS: Final = {
-    # Scripts and styles of this origin only, none inline: a name that came over the network cannot become code.
+    # Scripts and styles from this origin only, none inline: a name received over the network cannot run as code.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Asked for anew each time, answered 304 mostly: a page and its modules are always of one version.
+    # Revalidated on each load (usually 304), so the page and its modules are always of the same version.
     "cache-control": "no-cache",
 }
 
@@ -45,14 +45,14 @@ class Asset:
 @router.get("/")
 @role("open")
 async def index(request: Request) -> Response:
-    """The page; it asks for a token itself where one is needed."""
+    """Serve the status page; it redirects to the login itself if it needs a token."""
     return _serve(request, INDEX)
 
 
 @router.get("/static/{name:path}")
 @role("open")
 async def asset(request: Request, name: str) -> Response:
-    """A script, a style or a picture of the page."""
+    """Serve a script, stylesheet or image of the page."""
     return _serve(request, name)
 
 
@@ -68,7 +68,7 @@ def _serve(request: Request, name: str) -> Response:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Every file below `static` by its path there, read once."""
+    """All files of known types below `static`, by their paths there; read once."""
     return dict(_read(files("paramserver_scheduler") / "static", ""))
 
 

@@ -1,9 +1,9 @@
-"""One scheduler's time as leader: the lease is renewed, and after a pause Redis is asked before anything is answered.
+"""One scheduler's time as leader: it renews the lease, and after a pause it asks Redis before it answers anything.
 
-A process that stood still (stopped, swapped out, its machine asleep) may have been replaced without knowing.  So it
-says nothing until it has tried to renew its lease.  A Redis that does not answer deposes nobody: shards and workers get
-their heartbeats answered.  But it may be silent to this one alone; so beyond the lease's end the other schedulers are
-asked whether one of them leads by now.
+A process that was suspended (stopped, swapped out, its machine asleep) may have been replaced without noticing, so it
+answers nothing until it has tried to renew its lease.  An outage of Redis deposes nobody: heartbeats of shards and
+workers are still answered.  But Redis may be unreachable for this leader alone, so once its lease has expired, it asks
+the other schedulers whether one of them leads.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ log = logging.getLogger("paramserver.scheduler")
 RENEW_S: Final = 1.0
 BEAT_S: Final = 0.2
 PAUSE_S: Final = 1.0
-"""A loop that has not run for so long counts as paused."""
+"""An event loop that has not run for this long counts as paused."""
 
 
 class Reign:
-    """The lease of one leader, from its winning to its loss."""
+    """One leadership, from winning the lease to losing it."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class Reign:
         self._newer_leads = newer_leads
         self._renewed_s = monotonic()
         self._redis_answers = redis_answers
-        """Told after each renewal whether Redis answered."""
+        """Called after each renewal with whether Redis answered."""
         self._emptied = emptied
         self._beat_s = monotonic()
-        """When the loop last ran, as far as is known."""
+        """When the event loop was last known to run."""
         self._paused_s = float("-inf")
-        """When it was noticed last that it had not for a while."""
+        """When a pause of the event loop was last noticed."""
         self._doubt = False
-        """Whether Redis has not been asked since."""
+        """Whether no renewal has begun and ended since the last pause."""
         self._asking: asyncio.Task[None] | None = None
         self.over = False
-        """Whether a newer leader is known, or this one has ended for another reason."""
+        """Whether a newer leader is known, or `run` has ended for another reason."""
 
     async def run(self) -> None:
         """Renew the lease until cancelled.  Raises Deposed when another scheduler leads."""
@@ -66,14 +66,14 @@ class Reign:
                 self._asking.cancel()
 
     async def confirm(self) -> bool:
-        """Whether this scheduler may still answer; asks Redis first if the process has just stood still."""
+        """Whether this scheduler may still answer; asks Redis first if the process was just paused."""
         self._beat()
         while self._doubt and not self.over:
-            await self._ask()  # once more where that was under way already: its answer may be older than the pause
+            await self._ask()  # again if one was in flight already: its answer may be older than the pause
         return not self.over
 
     async def _ask(self) -> None:
-        """One renewal; whoever needs one while it is under way waits for the same, and is let go with its end."""
+        """Renew the lease once; concurrent callers share one renewal and return when it ends or is cancelled."""
         if self._asking is None:
             self._asking = asyncio.ensure_future(self._renew())
             self._asking.add_done_callback(self._asked)
@@ -102,12 +102,12 @@ class Reign:
             self._renewed_s = asked_s
             self._redis_answers(True)
         self._beat()
-        # A pause in the middle of the question leaves the doubt: the answer is older than it.
+        # A pause during the request leaves the doubt, because the answer may be older than the pause.
         if self._paused_s <= asked_s:
             self._doubt = False
 
     def _beat(self) -> None:
-        """The loop runs; notices when it has not for a while."""
+        """Record that the event loop runs; detects that it was paused before."""
         now = monotonic()
         if now - self._beat_s > PAUSE_S:
             log.warning("scheduler.paused s=%.1f", now - self._beat_s)

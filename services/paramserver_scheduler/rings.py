@@ -1,8 +1,7 @@
-"""Numbers over the last day, in rings of fixed size: fine for what is new, coarse for what is old.
+"""Time series of the last day in ring buffers of fixed size: fine resolution for recent values, coarse for older ones.
 
-A ring has a slot for each step of Unix time and keeps the mean of what fell into it.  Three rings of different steps
-make a series; `Rings` holds the series of everything, and lets go of those not written for longest when there are too
-many.
+A ring has one slot per step of Unix time, which holds the mean of the values in that step.  Three rings with different
+steps make a series.  `Rings` holds all series, and evicts the least recently written ones when there are too many.
 """
 
 from collections.abc import Mapping
@@ -16,9 +15,9 @@ from paramserver import limits
 from paramserver.types import AnyArray
 
 RESOLUTIONS: Final = ((1, 960), (10, 1140), (60, 1500))
-"""(seconds of a slot, slots): a quarter of an hour, three hours and a day, and a little more for who asks late."""
+"""(seconds per slot, slots): a quarter of an hour, three hours and a day, each with a margin for late queries."""
 FRESH_S: Final = 10.0
-"""A series written within this time is never let go of for a new one."""
+"""A series written within this time is never evicted for a new one."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -30,12 +29,12 @@ class Ring:
         self.step_s = step_s
         self._values = np.full(size, nan)
         self._slot = -size
-        """Unix time of the newest slot, in steps."""
+        """Number of the newest slot: its Unix time in steps."""
         self._sum = 0.0
         self._count = 0
 
     def add(self, unix_s: float, value: float) -> None:
-        """Take in a value; one older than the newest slot is left out."""
+        """Add a value; one older than the newest slot is dropped."""
         slot, size = int(unix_s) // self.step_s, len(self._values)
         if slot < self._slot:
             return
@@ -47,7 +46,7 @@ class Ring:
         self._values[slot % size] = self._sum / self._count
 
     def read(self, first: int, count: int) -> AnyArray:
-        """float64 means of `count` slots from slot `first`; NaN where nothing is known."""
+        """Return the float64 means of `count` slots from slot number `first`; NaN where there is none."""
         size = len(self._values)
         slots = np.arange(first, first + count)
         known = (slots <= self._slot) & (slots > self._slot - size)
@@ -55,7 +54,7 @@ class Ring:
 
 
 class _Series:
-    """One number over time, in every resolution."""
+    """One time series in every resolution."""
 
     def __init__(self) -> None:
         self.rings = tuple(Ring(step_s, size) for step_s, size in RESOLUTIONS)
@@ -69,7 +68,7 @@ class _Series:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The times of an answer: `count` steps of `step_s` seconds from Unix time `start_s`."""
+    """The time axis of an answer: `count` steps of `step_s` seconds from Unix time `start_s`."""
 
     start_s: int
     step_s: int
@@ -77,7 +76,11 @@ class Grid:
 
     @classmethod
     def of(cls, from_s: float, to_s: float, step_s: float, now_s: float) -> "Grid":
-        """The grid that covers the span: with the step asked for, or a coarser one that the rings have so far back."""
+        """Return a grid that covers the span, with the requested step or a coarser one.
+
+        It is coarser if no ring with such short slots reaches back that far, or to keep to about
+        `limits.STATUS_POINTS_MAX` points.
+        """
         step = max(1, ceil(step_s), ceil((to_s - from_s) / limits.STATUS_POINTS_MAX))
         for slot_s, slots in RESOLUTIONS:
             if from_s >= now_s - slot_s * slots:
@@ -85,7 +88,7 @@ class Grid:
                 break
         else:
             step = max(step, RESOLUTIONS[-1][0])
-        # Whole slots of the ring that will be read.
+        # A step is made of whole slots of the ring that will be read.
         slot_s = max(s for s, _ in RESOLUTIONS if s <= step)
         step = ceil(step / slot_s) * slot_s
         start = int(from_s) // step * step
@@ -93,13 +96,13 @@ class Grid:
 
     @property
     def ring(self) -> int:
-        """Which resolution the grid is read from."""
+        """Index in `RESOLUTIONS` of the ring that the grid is read from."""
         return max(
             i for i, (slot_s, _) in enumerate(RESOLUTIONS) if self.step_s % slot_s == 0 and slot_s <= self.step_s
         )
 
     def means(self, times_s: AnyArray, values: AnyArray) -> list[float | None]:
-        """The mean of the values in each step; None for a step without one."""
+        """Return the mean of the finite values in each step; None for a step without one."""
         slots = times_s.astype(np.int64) // self.step_s - self.start_s // self.step_s
         inside = (slots >= 0) & (slots < self.count) & np.isfinite(values)
         counts = np.bincount(slots[inside], minlength=self.count)
@@ -108,7 +111,7 @@ class Grid:
 
 
 class Rings:
-    """The series of every metric, by name and labels."""
+    """All time series, by metric and labels."""
 
     def __init__(self, series_max: int = limits.STATUS_SERIES_MAX) -> None:
         self._series: dict[tuple[str, Labels], _Series] = {}
@@ -117,11 +120,14 @@ class Rings:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many series are kept that those of models where nothing happens had better not be written."""
+        """Whether more than three quarters of the bound are used, so that idle models should not be recorded."""
         return len(self._series) > self._max * 3 // 4
 
     def add(self, metric: str, labels: Labels, unix_s: float, value: float | None) -> None:
-        """Take in a value, if it is a finite number; beyond the bound a new series is left out."""
+        """Add a value; None and non-finite ones are ignored.
+
+        At the bound, a new series evicts the least recently written one, or is dropped if that one is fresh.
+        """
         if value is None or not isfinite(value):
             return
         key = metric, labels
@@ -137,7 +143,7 @@ class Rings:
         series.add(unix_s, value)
 
     def read(self, metric: str, only: Mapping[str, str], grid: Grid) -> list[tuple[Labels, list[float | None]]]:
-        """Labels and values of each series of that metric which has these labels and any value in the span."""
+        """Return (labels, values) of each series of the metric that has the labels `only` and a value in the grid."""
         found: list[tuple[Labels, list[float | None]]] = []
         slot_s, _ = RESOLUTIONS[grid.ring]
         slots = grid.count * grid.step_s // slot_s

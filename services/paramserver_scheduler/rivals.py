@@ -1,4 +1,4 @@
-"""Whether another scheduler leads, asked of the schedulers themselves: for a leader whose Redis alone is silent."""
+"""Asks the other schedulers whether one of them leads, in case Redis is unreachable for this leader alone."""
 
 import asyncio
 from typing import Final
@@ -13,23 +13,23 @@ ASK_S: Final = 1.0
 
 
 class Rivals:
-    """The schedulers that were seen when Redis last answered, this one left out."""
+    """The other schedulers, as listed when Redis last answered."""
 
     def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._lease = lease
         self._http = httpx.AsyncClient(
-            headers={**credentials.headers, HANDED_ON: "0"},  # so that only one that leads answers
+            headers={**credentials.headers, HANDED_ON: "0"},  # standbys do not forward it: only a leader answers
             verify=credentials.context(),
             timeout=httpx.Timeout(ASK_S),
             trust_env=False,
         )
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def newer_leads(self) -> bool:
-        """Whether one of them leads in a higher term; who does not answer says nothing."""
+        """Whether one of them leads in a higher term; one that does not answer counts as no."""
         urls = [s.url for s in self._lease.schedulers if s.url != self._lease.url]
         terms = await asyncio.gather(*map(self._term, urls))
         return any(term > self._lease.term for term in terms)

@@ -1,9 +1,9 @@
-"""Gives the scheduler's core its events and performs the effects, in order.
+"""Passes events to the scheduler's core and performs the effects, in order.
 
-One loop, no locks: routes call `ask` with an event and wait for its reply.  What the core decides becomes visible only
-once it is in Redis: effects behind a `Store` wait, and one task writes everything that waits in one script (group
-commit), then lets go of the replies and documents behind it.  While Redis is away all that stands: events that would
-decide something are refused with 503 after a short wait, while reads, heartbeats and open feeds go on.
+One event loop, no locks: routes call `ask` with an event and wait for its reply.  A decision becomes visible only once
+it is in Redis: effects behind a `Store` wait, and one task writes all pending stores in one script (group commit), then
+releases the replies and documents behind them.  While Redis is away, nothing pending is released and events that would
+decide something are refused with 503 after a short wait; reads, heartbeats and open feeds continue.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ RETRY_S: Final = 0.25
 TICK_S: Final = 0.5
 
 _PASSING: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat, io.OpenFeed, io.LeaseTask, io.ReportClock)
-"""Events of a request that are taken in while Redis is away: they keep leases alive, or can wait."""
+"""Events of requests that are accepted while Redis is away: they keep leases alive, or can wait."""
 
 _LEASES: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat)
-"""Events that only ever move deadlines further away."""
+"""Events that can only postpone the core's deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the core replied."""
+    """The core's reply to a request."""
 
     status: int
     body: Mapping[str, Any] | None
@@ -51,13 +51,12 @@ class _Waiter:
     future: asyncio.Future[Answer]
     on_reply: Callable[[Answer], None] | None
     since: float | None
-    """Since when Redis' absence concerns it: an event that decides something was taken in, or an answer waits to be
-    stored."""
+    """Since when it depends on Redis: from the start, or for `_PASSING` events once the reply waits for a store."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What events led to and is not visible yet: all of it is written at once."""
+    """Pending stores, which are written all at once, and the effects that wait for them."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     tokens: dict[PartitionKey, Token | None] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class _Batch:
         return self.stored or bool(self.effects)
 
     def add(self, later: "_Batch") -> None:
-        """What came after this is written with it; of a field that is in both, what it is now."""
+        """Merge a later batch into this one; its values win where both have a field."""
         self.fields.update(later.fields)
         self.tokens.update(later.tokens)
         self.fences.update(later.fences)
@@ -81,31 +80,31 @@ class _Batch:
 
 
 class Jobs(Protocol):
-    """Does the effects that take long: files and requests to shards; completes them with events."""
+    """Performs long-running effects (files, requests to shards) and reports their completion by events."""
 
     def start(self, effect: io.Effect) -> None:
-        """Begin; never blocks."""
+        """Start an effect without blocking."""
 
 
 class Runtime:
-    """One scheduler's core with its store, its feeds and its open requests."""
+    """One leader's core with its store, its feeds and its pending requests."""
 
     def __init__(self, core: SchedulerCore, store: StateStore, hub: Hub) -> None:
         self.core = core
         self.hub = hub
         self.confirm: Callable[[], Awaitable[bool]] | None = None
-        """Asked before time is told to the core: whether this scheduler still leads (see `Reign.confirm`)."""
+        """Called before each `Tick`: whether this scheduler still leads (see `Reign.confirm`)."""
         self.jobs: Jobs | None = None
         self.redis_away = ""
-        """Why nothing can be stored now; empty while Redis takes what it is told."""
+        """Why nothing can be stored now; empty while Redis accepts writes."""
         self.stopped: PsError | None = None
-        """Why nothing is decided any more, once that is so."""
+        """Why no more events are accepted; None while they are."""
         self._store = store
         self._numbers = itertools.count(1)
         self._waiters: dict[int, _Waiter] = {}
         self._writing = _Batch()
         self._next = _Batch()
-        """Waits behind `_writing`; one, however many events there are, so that it has a bound while Redis is away."""
+        """Pending behind `_writing`: a single merged batch, so that it stays bounded while Redis is away."""
         self._queued = asyncio.Event()
         self._redis_back = asyncio.Event()
         self._redis_back.set()
@@ -121,14 +120,15 @@ class Runtime:
         gone: Callable[[], Any] | None = None,
         on_reply: Callable[[Answer], None] | None = None,
     ) -> Answer:
-        """Hand the core the event that `make` builds from a request number, and wait for its reply.
+        """Pass the core the event that `make` builds from a request number, and return its reply.
 
         Args:
             make: builds the event.
             gone: an async function that returns when the client has hung up; then the wait ends with Unavailable.
-            on_reply: called with the answer in the same step in which it becomes visible, before any later document.
+            on_reply: called with the answer at the moment it becomes visible, before any later document is published.
 
-        Raises the PsError that the core replied; `storage_unavailable` if Redis is away for too long.
+        Raises the PsError that the core replied, the reason for which the runtime was closed, or Unavailable:
+        `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are pending.
         """
         number = next(self._numbers)
         event = make(number)
@@ -153,7 +153,7 @@ class Runtime:
                 self.send(io.RequestGone(number))
 
     def send(self, event: io.Event) -> None:
-        """Hand the core an event that nobody waits for."""
+        """Pass an event to the core and perform or queue its effects; does nothing once closed."""
         if self.stopped is not None:
             return
         try:
@@ -166,8 +166,10 @@ class Runtime:
             self._wake.set()
 
     def _fail(self, event: io.Event, error: Exception) -> None:
-        """A bug of ours has left something half decided, which must never be stored: nothing more is decided here, and
-        whoever leads next begins with what is stored."""
+        """Stop after an exception in the core: its state may be inconsistent and must never be stored.
+
+        The next leader starts from the stored state.
+        """
         self._answer(getattr(event, "request", 0), as_problem(error), 500)
         self.close(problem("unavailable", "this scheduler has met a bug and begins anew; its log has more"))
         self._failures.put_nowait(error)
@@ -226,7 +228,7 @@ class Runtime:
         waiter.future.set_result(answer)
 
     async def _until_gone(self, future: asyncio.Future[Answer], gone: Callable[[], Any]) -> None:
-        """Wait for the reply or for the client to hang up, whichever is first."""
+        """Wait for the reply; raises Unavailable if the client hangs up first."""
         watch = asyncio.ensure_future(gone())
         try:
             await asyncio.wait({future, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -246,15 +248,17 @@ class Runtime:
     # --- the tasks ---
 
     async def run(self) -> None:
-        """Keeps time and writes the state until cancelled.  Raises Deposed when a newer scheduler leads, and what the
-        core has raised."""
+        """Send ticks to the core and write the state until cancelled.
+
+        Raises, in an exception group, Deposed if a newer scheduler leads, and any exception of the core.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_sound())
             group.create_task(self._keep_time())
             group.create_task(self._keep_state())
 
     def close(self, reason: PsError) -> None:
-        """Answer everything that waits, end the feeds, take nothing more in."""
+        """Answer every pending request with `reason`, end the feeds, and accept no more events."""
         self.stopped = reason
         for number in list(self._waiters):
             self._answer(number, reason, 503)
@@ -292,7 +296,7 @@ class Runtime:
                 self._writing = _Batch()
 
     async def _written(self, batch: _Batch) -> bool:
-        """Write that batch in one script; False if it is to be written again, with what has come since."""
+        """Write the batch in one script; False if it must be written again, merged with what has come since."""
         crash_point("scheduler.before_store")
         try:
             if batch.stored:
@@ -321,19 +325,19 @@ class Runtime:
             batch.effects = [e for e in batch.effects if not isinstance(e, io.Reply) or e.request in self._waiters]
 
     def redis_answers(self, answers: bool) -> None:
-        """What the last question to Redis has shown, also while there is nothing to write."""
-        if not self._writing and not self._next:  # else the writer finds out
+        """Note whether Redis answered the last renewal, so that an outage is noticed even if nothing is written."""
+        if not self._writing and not self._next:  # otherwise the writer notices
             self._redis_is("" if answers else "Redis does not answer")
 
     def redis_emptied(self) -> None:
-        """Redis has lost everything: a new term begins in which it is all written again."""
+        """Begin a new term and write everything again, because Redis has lost it."""
         if self._store.begin_anew():
             log.error("redis.emptied: writing everything again in term %d", self._store.term)
             unseen = {*self._writing.tokens, *self._next.tokens}
             self.send(io.RedisEmptied(self._store.term, unseen))
 
     def _redis_is(self, away: str) -> None:
-        """Redis answers (''), or why not."""
+        """Set why Redis is away ('': it answers); on a change, log it and tell the core."""
         before, self.redis_away = self.redis_away, away
         if bool(away) == bool(before):
             return

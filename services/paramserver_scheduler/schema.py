@@ -1,7 +1,7 @@
-"""The JSON of `/status` and below it: what the status page, `psctl status` and people's scripts read.
+"""JSON schema of `/status` and the paths below it, as read by the status page, `psctl status` and user scripts.
 
-Every number is of the moment of the request; ages and durations are in seconds, rates per second.  Times that requests
-took are of the last ten seconds, at the shard where they took longest; null where nobody asked for anything.
+Numbers are those at the time of the request; ages and durations are in seconds, rates per second.  Request times are
+those of the last ten seconds at the slowest shard; null if there were no requests.
 """
 
 from typing import Any, Literal
@@ -23,7 +23,7 @@ class ClusterStatus(BaseModel):
 
 
 class NodeStatus(BaseModel):
-    """One process that joined by a lease, or the scheduler itself."""
+    """One scheduler, shard or pool worker process."""
 
     name: str
     role: Literal["scheduler", "shard", "pool"]
@@ -63,7 +63,7 @@ class WorkerStatus(BaseModel):
 
 
 class Series(BaseModel):
-    """The newest points of one metric, thinned out for drawing."""
+    """The newest points of one metric, averaged down to at most 120 for drawing."""
 
     name: str = Field(examples=["loss"])
     points: list[tuple[float, float]] = Field(description="(seconds since 1970, value), oldest first")
@@ -128,7 +128,7 @@ class RunStatus(BaseModel):
 
 
 class EventStatus(BaseModel):
-    """Something that happened."""
+    """One event, such as a shard that joined or a run that failed."""
 
     at: float = Field(description="seconds since 1970")
     kind: str = Field(examples=["shard_joined"])
@@ -137,7 +137,7 @@ class EventStatus(BaseModel):
 
 
 class Status(BaseModel):
-    """What the cluster is doing now."""
+    """The current status of the cluster."""
 
     cluster: ClusterStatus
     nodes: list[NodeStatus]
@@ -147,13 +147,13 @@ class Status(BaseModel):
 
 
 class Events(BaseModel):
-    """What happened lately."""
+    """Recent events."""
 
     items: list[EventStatus] = Field(description="newest first")
 
 
 class SeriesValues(BaseModel):
-    """One number over time."""
+    """One time series."""
 
     metric: str = Field(examples=["model.pushes_per_s"])
     unit: str = Field(examples=["1/s"])
@@ -162,7 +162,7 @@ class SeriesValues(BaseModel):
 
 
 class SeriesAnswer(BaseModel):
-    """Series on one grid of times: value `i` is of the `step_s` seconds from `start_s + i * step_s`."""
+    """Time series on a common grid: value `i` covers the `step_s` seconds from `start_s + i * step_s`."""
 
     start_s: int = Field(description="seconds since 1970")
     step_s: int

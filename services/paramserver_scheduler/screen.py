@@ -1,4 +1,4 @@
-"""What open pages see: the newest status, written out once for all of them."""
+"""The newest status for open status pages, serialized once for all of them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ from paramserver.errors import problem
 
 
 class Screen:
-    """The status of now as bytes, and the streams that show it."""
+    """The current status as bytes, and the streams that send it to pages."""
 
     def __init__(self) -> None:
         self._text = b""
@@ -17,12 +17,12 @@ class Screen:
         self._dark = False
 
     def show(self, text: bytes) -> None:
-        """This is the status now."""
+        """Send a new status to all streams."""
         self._text = text
         self._turn()
 
     def close(self) -> None:
-        """Every stream ends: the scheduler is stopping, or leads no more."""
+        """End every stream, because the scheduler stops or no longer leads."""
         self._dark = True
         self._turn()
 
@@ -31,7 +31,7 @@ class Screen:
         self._shown = asyncio.Event()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The status as server-sent events, the newest at once and then each new one; a slow reader skips some."""
+        """Yield the status as server-sent events: the newest at once, then each new one; a slow reader skips some."""
         self._readers += 1
         try:
             while not self._dark:
@@ -44,6 +44,6 @@ class Screen:
             self._readers -= 1
 
     def check_room(self) -> None:
-        """Raises Unavailable (`too_many_requests`) when as many pages are open as there may be."""
+        """Raise Unavailable (`too_many_requests`) if the maximum number of streams is open."""
         if self._readers >= limits.STATUS_STREAMS_MAX:
             raise problem("too_many_requests", f"{self._readers} status streams are open, which is the bound")

@@ -1,4 +1,4 @@
-"""Requests of the scheduler to shards: whole partitions, read for a checkpoint or set by a restore."""
+"""The scheduler's requests to shards: read whole partitions for a checkpoint, set them for a restore or from files."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -16,19 +16,19 @@ from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import SetFrame, StateFrame, restore_frame
 
 PATIENCE_S: Final = 30.0
-"""How long a partition whose owner is being replaced is waited for."""
+"""How long requests are retried for a partition whose owner is being replaced."""
 RETRY_S: Final = 0.5
 PARALLEL: Final = 4
-"""Partitions under way at once."""
+"""Partitions in flight at once."""
 
 T = TypeVar("T")
 
 Owner = Callable[[int], str]
-"""The base URL of the present owner of a partition; raises Unavailable while there is none."""
+"""Returns the base URL of a partition's current owner; raises Unavailable while there is none."""
 
 
 class ShardClient:
-    """Whole partitions, to and from whichever shard owns them by then."""
+    """Transfers whole partitions from and to their current owners."""
 
     def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._http = httpx.AsyncClient(
@@ -39,15 +39,15 @@ class ShardClient:
         )
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def states(
         self, model: ModelKey, partitions: int, owner: Owner, cut: int | None
     ) -> list[tuple[StateFrame, PartitionState]]:
-        """The state of every partition, by index: that of the cut at clock `cut`, or the present one.
+        """Return the state of every partition by index: that of the cut at clock `cut`, or the current one if None.
 
-        Raises the PsError of a shard, or Unavailable when an owner does not answer for `PATIENCE_S`.
+        Raises the PsError of a shard, or Unavailable if an owner does not answer for `PATIENCE_S`.
         """
         params = {} if cut is None else {"cut": cut}
 
@@ -65,11 +65,10 @@ class ShardClient:
     async def restore(
         self, model: ModelKey, states: Sequence[tuple[PartitionState, int]], owner: Owner, timeline: Callable[[], int]
     ) -> None:
-        """Put these states, with their versions, in the place of what the partitions hold; what was staged or buffered
-        is dropped.
+        """Set each partition to its state, at its version or above; staged and buffered contributions are dropped.
 
-        `timeline` gives the one that the model is on, as far as is known here: what arrives when a newer leader has
-        begun another is refused.  Raises like `states`; some partitions may then have been set.
+        `timeline` returns the model's timeline as known here; a shard refuses the state if a newer leader has begun
+        another one.  Raises like `states`; some partitions may then have been set.
         """
 
         async def send(index: int) -> None:
@@ -79,7 +78,7 @@ class ShardClient:
         await _each(len(states), send)
 
     async def assign(self, frames: Mapping[int, tuple[SetFrame, Sequence[AnyArray]]], owner: Owner) -> None:
-        """Send each of these assignments to the owner of its partition; raises like `states`."""
+        """Send each assignment to the owner of its partition; raises like `states`."""
         indices = list(frames)
 
         async def send(i: int) -> None:
@@ -99,7 +98,7 @@ class ShardClient:
 
 
 async def _each(count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
-    """What `work` gives for 0 ... count - 1, a few at a time, each repeated while its owner is being replaced."""
+    """Return the results of `work` for 0 ... count - 1; a few run at once, each retried while its owner is replaced."""
     gate = asyncio.Semaphore(PARALLEL)
 
     async def one(index: int) -> T:

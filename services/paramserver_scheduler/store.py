@@ -1,9 +1,9 @@
 """The scheduler's durable state in Redis: small JSON documents in one hash, written under the leader's term.
 
-Keys: `ps:state` (field -> JSON document), `ps:written` (number of the last write, so that one that timed out cannot be
-done late, over a newer one), `ps:fence` (shard -> highest epoch of it that must not serve any more), and for each
-partition `{NAME.GENERATION/INDEX}:token` (its owner token as 20 digits, which the owner's writes are compared with).
-One write is one Lua script: all of it or none of it, and nothing once a newer leader has its term (see `lease`).
+Keys: `ps:state` (field -> JSON document), `ps:written` (number of the last write, so that a write that timed out cannot
+be executed late, over a newer one), `ps:fence` (shard -> highest epoch of it that must not serve any more), and for
+each partition `{NAME.GENERATION/INDEX}:token` (its owner token as 20 digits, which the owner's writes are checked
+against).  Each write is one Lua script: it is atomic, and does nothing once a newer leader has its term (see `lease`).
 """
 
 import asyncio
@@ -23,12 +23,12 @@ STATE_KEY: Final = "ps:state"
 FENCE_KEY: Final = "ps:fence"
 FORMAT: Final = 1
 
-# KEYS: term, state, written, fence, leader, then the token keys. ARGV: term, number of this write, '' or the lease
-# with which a Redis that has lost the state is written anew, number of the last write acknowledged, count of fields
-# to set, (field, document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one
-# token for each token key ('' deletes it).
-# 1: done, 0: a newer leader, -1: Redis has lost the state (it was emptied) or the end of it (it came back with what
-# it held earlier), so a partial write would leave half of it.
+# KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, the leader's lease
+# if the whole state is written anew (else ''), number of the last acknowledged write, count of fields to set, (field,
+# document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one token for each token
+# key ('' deletes it).
+# Returns 1: done, 0: there is a newer leader, -1: Redis has lost the state (it was emptied) or its newest writes (it
+# came back with older data), so that this write would leave an incomplete state.
 _WRITE: Final = """
 local stored = redis.call('GET', KEYS[1])
 if stored and tonumber(stored) > tonumber(ARGV[1]) then return 0 end
@@ -73,7 +73,7 @@ return 1
 
 
 class StateStore:
-    """What one leader reads once and then writes.  Used by one task at a time."""
+    """The stored state of one leader, which reads it once and then only writes.  Used by one task at a time."""
 
     def __init__(self, redis: Redis, lease: Lease, timeout_s: float = 2.0) -> None:
         self._redis = redis
@@ -82,18 +82,18 @@ class StateStore:
         self._script = redis.register_script(_WRITE)
         self._writes = 0
         self.anew = False
-        """Whether the next write begins a new term with everything in it."""
+        """Whether the next write begins a new term and holds the whole state."""
 
     @property
     def term(self) -> int:
-        """The term that is written under."""
+        """The term under which this leader writes."""
         return self._lease.term
 
     async def open(self) -> dict[str, Any]:
-        """The documents that the last leader left, by field.
+        """Return the documents that the previous leader left, by field.
 
-        Raises Unavailable (`storage_unavailable`) while Redis does not answer, CorruptState if a document cannot be
-        read or is of a newer format, Deposed if another leads already.
+        Raises Unavailable (`storage_unavailable`) if Redis does not answer, CorruptState if a document cannot be read
+        or has another format, Deposed if another term has begun.
         """
         try:
             async with asyncio.timeout(self._timeout_s * 5):
@@ -118,7 +118,10 @@ class StateStore:
         return documents
 
     def begin_anew(self) -> bool:
-        """Redis was emptied: the next write begins a new term and must hold everything; False if known already."""
+        """Begin a new term because Redis was emptied: the next write must hold the whole state.
+
+        Returns False, and changes nothing, if that write is pending already.
+        """
         if self.anew:
             return False
         self.anew = True
@@ -133,11 +136,11 @@ class StateStore:
         tokens: Iterable[tuple[PartitionKey, Token | None]] = (),
         fences: Iterable[tuple[str, int]] = (),
     ) -> None:
-        """Set (or with None delete) fields and owner tokens, raise fences (with epoch 0: delete them), all at once.
+        """Set fields and owner tokens (None deletes them) and raise fences (epoch 0 deletes them), atomically.
 
-        Raises Unavailable (`storage_unavailable`) if Redis did not say that it was done: it may have been, so the
-        caller repeats the same write before any other.  Raises Deposed if a newer scheduler leads, Emptied if Redis
-        has lost the state: then `begin_anew`.
+        Raises Unavailable (`storage_unavailable`) if Redis did not confirm the write.  It may have been executed, so
+        the caller's next write must repeat it, possibly merged with later changes.  Raises Deposed if a newer scheduler
+        leads, Emptied if Redis has lost the state; call `begin_anew` then.
         """
         new_tokens = {f"{{{key}}}:token": "" if t is None else f"{t:020d}" for key, t in tokens}
         new_fields = {
@@ -160,7 +163,7 @@ class StateStore:
             raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
         if term == self.term:
             self._lease.written = number
-        if anew:  # else Redis may have been emptied since this write
+        if anew:  # otherwise leave it: `begin_anew` may have been called during this write
             self.anew = False
 
     async def _run(

@@ -1,7 +1,6 @@
-"""What a scheduler tells Prometheus of the cluster: the newest status, and nothing while another scheduler leads.
+"""Prometheus metrics of the cluster, made from the newest status; a standby exports only that it does not lead.
 
-So nothing stays of a model that is gone, and a scheduler that leads no more contradicts nobody.  docs/metrics.md lists
-the names.
+So the metrics of a deleted model disappear, and a former leader contradicts nobody.  docs/metrics.md lists the names.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,18 +17,18 @@ RUN_STATES: Final = ("waiting", "running", "paused", "finished", "failed", "stop
 
 
 class ClusterMetrics(Collector):
-    """Turns the newest status into metrics when they are asked for."""
+    """Prometheus collector that turns the newest status into gauges at each scrape."""
 
     def __init__(self) -> None:
         self.status: Status | None = None
-        """Of the last second; None while another scheduler leads."""
+        """The newest status (see `watch`); None while this scheduler does not lead."""
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering asks for nothing."""
+        """Return nothing, so that registering the collector does not call `collect`."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Every gauge of the cluster."""
+        """Yield all gauges of the cluster, or only that this scheduler does not lead."""
         status = self.status
         yield _one("paramserver_scheduler_leads", "1 while this scheduler leads", status is not None)
         if status is None:

@@ -1,4 +1,4 @@
-"""Looks at the cluster once a second: keeps what it sees, sets the gauges, and shows it to every open page."""
+"""Takes the cluster's status once a second, for the history, the Prometheus metrics and all open status pages."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ from paramserver_scheduler.telemetry import METRICS
 
 LOOK_S: Final = 1.0
 SHARE: Final = 20
-"""Looking takes one twentieth of the time at most: where it takes long, it is done less often."""
+"""Taking the status uses at most one twentieth of the time; if it is slow, it is done less often."""
 
 
 async def watch(service: Service) -> None:
-    """Look each second, until cancelled."""
+    """Take and distribute the status every second until cancelled."""
     usage, history = Usage(monotonic), service.history
     try:
         while True:

@@ -1,1 +1,1 @@
-"""The scheduler's routes, one module for each noun."""
+"""The scheduler's routes, one module per resource."""

@@ -1,6 +1,6 @@
-"""/models/{m}/checkpoints and /restore: folders under the scheduler's state directory.
+"""/models/{m}/checkpoints and /restore: checkpoints in the scheduler's state directory.
 
-Names are single path components; the SDK's own checkpoints on the client's disk do not pass through here.
+Names are single path components.  Checkpoints that the SDK writes to the client's disk do not pass through here.
 """
 
 from fastapi import APIRouter, Request, Response
@@ -37,9 +37,11 @@ CHECKPOINT = {
 )
 @role("admin")
 async def write(request: Request, m: str) -> Response:
-    """Write a checkpoint now; in sync it is of one clock. Answered when on disk; `latest` and `best` are no names.
+    """Write a checkpoint of a model; answered once it is on the scheduler's disk.
 
-    409 `disk_refuses` where the scheduler's disk does not take it.
+    In sync mode it is of a single clock. A checkpoint with a `name` of your own is never removed automatically; the
+    names `latest` and `best` are reserved. 409 `conflict` if the name is in use, 409 `disk_refuses` if the scheduler
+    cannot write to its disk.
     """
     b = await read_optional(request, bodies.Checkpoint)
     name = None if b.name is None else check_name(b.name)
@@ -50,7 +52,7 @@ async def write(request: Request, m: str) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_checkpoints(request: Request, m: str) -> Response:
-    """The checkpoints of a model that are kept, oldest first."""
+    """List the checkpoints of a model, oldest first."""
     return page(request, service(request).read.checkpoints(m))
 
 
@@ -61,10 +63,10 @@ async def list_checkpoints(request: Request, m: str) -> Response:
 )
 @role("admin")
 async def restore(request: Request, m: str) -> Response:
-    """Put a checkpoint of this model back, into itself or another model; one that is not there is made.
+    """Restore a checkpoint of this model, into itself or into the model named by `as`, which is created if missing.
 
-    Partitions and shards may be others than when it was written. Optimizer state comes with it where the optimizer is
-    the same.
+    The numbers of partitions and shards may differ from those when it was written. Optimizer state is restored if the
+    optimizer is the same.
     """
     b = await read_optional(request, bodies.Restore)
     source, target = check_model_name(m), check_model_name(m if b.into is None else b.into)

@@ -1,4 +1,4 @@
-"""/push, /pull, /pushpull and first values: handed on to a live shard, streamed, so that one address is enough."""
+"""/push, /pull, /pushpull and parameter values: forwarded to a live shard, streamed, so that one address is enough."""
 
 import itertools
 
@@ -23,14 +23,22 @@ PULLED = {"model": "demo", "version": 7, "incarnation": 1, "params": {"w": [[0.1
 )
 @role("worker")
 async def push(request: Request) -> Response:
-    """Push gradients by name; see the shard's documentation of the same route."""
+    """Push gradients by parameter name.
+
+    `worker`, `epoch` and `seq` are given together or not at all; with them the push can safely be repeated. The request
+    is forwarded to a live shard, whose API page has the details of this route.
+    """
     return await hand_over(request)
 
 
 @router.post("/pull", responses=gives(200, "The values", PULLED), openapi_extra=takes(None, PULL))
 @role("reader")
 async def pull(request: Request) -> Response:
-    """Pull parameters by name."""
+    """Pull parameters by name.
+
+    With `min_version` the answer waits up to `wait_s` seconds for that version, then it is 412 `version_not_reached`.
+    The request is forwarded to a live shard, whose API page has the details of this route.
+    """
     return await hand_over(request)
 
 
@@ -39,7 +47,10 @@ async def pull(request: Request) -> Response:
 )
 @role("worker")
 async def pushpull(request: Request) -> Response:
-    """Push, then pull what came of it, in one round trip."""
+    """Push gradients, then pull the resulting values, in one round trip.
+
+    The request is forwarded to a live shard, whose API page has the details of this route.
+    """
     return await hand_over(request)
 
 
@@ -47,7 +58,7 @@ async def pushpull(request: Request) -> Response:
 @router.get("/pull/{m}/{name:path}", responses=gives(200, "A .npy file, with an ETag"))
 @role("reader")
 async def pull_npy(request: Request, m: str, name: str) -> Response:
-    """One parameter as a .npy file; 304 on If-None-Match."""
+    """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches."""
     return await hand_over(request)
 
 
@@ -58,12 +69,16 @@ async def pull_npy(request: Request, m: str, name: str) -> Response:
 )
 @role("worker")
 async def assign(request: Request, m: str, name: str) -> Response:
-    """Assign a value, or upload a first one (with header X-Upload-Token)."""
+    """Assign a parameter's value, or upload its initial value with the header `X-Upload-Token`.
+
+    An assignment honors `If-Match` and `If-None-Match` (412 `precondition_failed`). The token comes with the answer to
+    `POST /models`.
+    """
     return await hand_over(request)
 
 
 async def hand_over(request: Request) -> Response:
-    """The answer of a live shard to this very request; each request begins with another shard."""
+    """Forward the request to a live shard, starting with another one each time, and return its answer."""
     s = service(request)
     live = [shard["addresses"] for shard in s.read.map()["shards"].values() if shard["alive"]]
     if not live:

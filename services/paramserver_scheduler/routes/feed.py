@@ -1,4 +1,4 @@
-"""/map and /events: how anyone hears of changes, by long poll or server-sent events."""
+"""/map and /events: notification of changes, by long poll or server-sent events."""
 
 import asyncio
 import json
@@ -28,9 +28,10 @@ MAP = {"map_epoch": 3, "shards": {"shard-0": {"addresses": ["http://127.0.0.1:87
 @role("reader")
 @takes_query("since", "wait_s")
 async def get_map(request: Request) -> Response:
-    """Every shard with its addresses.
+    """Return the shards with their addresses, and the map epoch.
 
-    `?since=EPOCH` waits until the map is newer than that, `?wait_s=` seconds at most (default 30).
+    With `?since=EPOCH` the answer waits until the map is newer than that epoch, at most `?wait_s=` seconds (default
+    30); after that it is the current map.
     """
     negotiate.check_accept(request)
     s = service(request)
@@ -53,7 +54,11 @@ async def get_map(request: Request) -> Response:
 @router.get("/events", responses=gives(200, "Server-sent events: map, model, roster, commit, gone"))
 @role("reader")
 async def events(request: Request) -> StreamingResponse:
-    """Server-sent events: everything once, then each change. Events are level-triggered: reconnect at any time."""
+    """Stream the whole state once, then each change, as server-sent events.
+
+    Event types are `map`, `model`, `roster`, `commit` and `gone` (a deleted model). Events are level-triggered: a
+    client that reconnects, at any time, gets the whole state again and has missed nothing.
+    """
     runtime = service(request).runtime
     feed = await open_feed(runtime)
 
@@ -72,12 +77,12 @@ async def events(request: Request) -> StreamingResponse:
 
 
 async def open_feed(runtime: Runtime, shard: str | None = None, epoch: int | None = None) -> Feed:
-    """A feed that begins with everything and misses nothing; raises FencedError for a shard that is dead."""
+    """Open a feed that begins with the whole state and misses no change; raises FencedError if the shard is dead."""
     opened: list[Feed] = []
 
     def subscribe(answer: Answer) -> None:
         assert answer.body is not None
-        # The ping behind the first documents says that this was all.
+        # The ping marks the end of the initial state.
         opened.append(runtime.hub.subscribe([*answer.body["documents"], {"type": "ping"}]))
 
     await runtime.ask(lambda n: io.OpenFeed(n, shard, epoch), on_reply=subscribe)
@@ -87,5 +92,5 @@ async def open_feed(runtime: Runtime, shard: str | None = None, epoch: int | Non
 
 
 def _public(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without the token that lets one client upload first values."""
+    """Remove the upload token, which permits one client to upload initial values."""
     return {k: v for k, v in document.items() if k != "upload"}

@@ -1,4 +1,4 @@
-"""Files of checkpoints: each scheduler hands out those in its own folder, and the leader those of the others too."""
+"""Files of checkpoints: each scheduler serves those on its own disk; the leader forwards requests for the others."""
 
 import asyncio
 import os
@@ -24,10 +24,10 @@ _RANGE: Final = re.compile(r"([0-9]*)-([0-9]*)")
 
 
 class _File(FileResponse):
-    """A file, or what of it a `Range` asks for: one that cannot be read is ignored, as RFC 9110 (14.2) has it."""
+    """A file response that honors `Range`; a malformed `Range` is ignored (RFC 9110, 14.2)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises RequestError (`range_not_satisfiable`) where the file has nothing of what is asked for."""
+        """Send the file or the requested ranges; raises RequestError (`range_not_satisfiable`) if it has none."""
         self.stat_result = await asyncio.to_thread(os.stat, self.path)
         self.set_stat_headers(self.stat_result)
         size, asked = self.stat_result.st_size, Headers(scope=scope)
@@ -46,7 +46,7 @@ class _File(FileResponse):
 
 
 def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
-    """The parts `[start, stop)` of a file that a Range header asks for and that are there; None if it is malformed."""
+    """Return the requested parts `[start, stop)` that the file has; None if the Range header is malformed."""
     unit, _, listed = text.partition("=")
     parts = [part for p in listed.split(",") if (part := p.strip())]
     if unit.strip().lower() != "bytes" or not parts:
@@ -71,10 +71,10 @@ def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
 @router.get("/models/{m}/checkpoints/{name}/{file}", responses=gives(200, "The file"))
 @role("reader")
 async def download(request: Request, m: str, name: str, file: str) -> Response:
-    """One file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.
+    """Download a file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.
 
-    It is of the checkpoint that the model's list tells of, from the scheduler that wrote it; 503 `unavailable` while
-    that one does not run. Of a model that is gone it is what the leader has under that name.
+    `name` is a checkpoint in the model's list, `latest` or `best`; 503 `unavailable` if only a scheduler that is not
+    running has its files. For a deleted model it is a checkpoint on the leader's own disk. `Range` is supported.
     """
     s = service(request)
     try:
@@ -95,9 +95,12 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
 
 
 @router.get("/internal/checkpoints/{m}/{name}/{file}", responses=gives(200, "The file"))
-@role("reader")  # as `download`, which hands requests on to it in the caller's name
+@role("reader")  # as for `download`, which forwards requests to it with the caller's role
 async def own_file(request: Request, m: str, name: str, file: str, creation: str | None = None) -> Response:
-    """One file of a checkpoint in this scheduler's own folder, if of that creation of the model, leading or not."""
+    """Download a file of a checkpoint from this scheduler's own disk, whether it leads or not.
+
+    With `?creation=` only a checkpoint of that creation of the model is served.
+    """
     path = await _held(request, m, name, file, creation)
     if path is None:
         raise _unknown(m, name, file)
@@ -107,7 +110,10 @@ async def own_file(request: Request, m: str, name: str, file: str, creation: str
 @router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=gives(204, "Gone"))
 @role("node")
 async def remove_own(request: Request, m: str, name: str, creation: str | None = None) -> Response:
-    """Delete this scheduler's own copy of a checkpoint, if it is of that creation of the model. Repeatable."""
+    """Delete this scheduler's own copy of a checkpoint; idempotent.
+
+    With `?creation=` only a checkpoint of that creation of the model is deleted.
+    """
     await asyncio.to_thread(_store(request).remove, m, name, creation)
     return Response(status_code=204)
 

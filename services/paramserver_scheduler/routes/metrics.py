@@ -1,4 +1,4 @@
-"""/models/{m}/metrics: what workers report (loss, accuracy, samples/s), kept as time series."""
+"""/models/{m}/metrics: metrics that workers report (loss, accuracy, samples/s), kept as time series."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -18,7 +18,10 @@ router = APIRouter(prefix="/models/{m}", tags=["metrics"])
 )
 @role("worker")
 async def report(request: Request, m: str) -> Response:
-    """Add one point to each series named."""
+    """Report current values of metrics; each is added as a point to the model's time series of that name.
+
+    `accepted` in the answer is the number of points added: NaN, infinity and names beyond the maximum are left out.
+    """
     b = await read(request, bodies.Metrics)
     return await reply(request, lambda n: io.ReportMetrics(n, m, b.metrics, b.worker, b.clock))
 
@@ -27,6 +30,9 @@ async def report(request: Request, m: str) -> Response:
 @role("reader")
 @takes_query("name", *PAGED)
 async def series(request: Request, m: str) -> Response:
-    """All series of a model; `?name=` gives one."""
+    """Return the time series that workers reported for a model, or only the one that `?name=` selects.
+
+    A point is `[Unix seconds, clock or null, worker, value]`.
+    """
     name = request.query_params.get("name")
     return page(request, service(request).read.metrics(m, None if name is None else [name]))

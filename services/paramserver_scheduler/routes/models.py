@@ -1,4 +1,4 @@
-"""/models: making, reading, changing and removing models."""
+"""/models: creating, reading, changing and deleting models."""
 
 import secrets
 from urllib.parse import quote
@@ -52,10 +52,12 @@ MODEL = {
 )
 @role("admin")
 async def create_model(request: Request) -> Response:
-    """Make a model, or find it there already with the same spec (200); another spec under that name is 409.
+    """Create a model; answered once shards serve all its partitions.
 
-    422 `not_built` with `ack: fsynced` where Redis cannot say that a write is on its disk. 409 `not_enough_memory` with
-    `needed_bytes` and `free_bytes` where all shards together could not hold the model.
+    If the model exists with the same spec, the answer is 200; with another spec it is 409 `model_exists`. If parameters
+    of a new model have `init.kind: upload`, the answer has an `upload_token` for their values. 409 `not_enough_memory`,
+    with `needed_bytes` and `free_bytes`, if all shards together could not hold the model. 422 `not_built` for
+    `ack: fsynced` if Redis cannot confirm that a write is on its disk.
     """
     spec = await read_json(request)
     await service(request).jobs.check_level(spec)
@@ -67,14 +69,14 @@ async def create_model(request: Request) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_models(request: Request) -> Response:
-    """All models, by name; `?limit=` and `?after=` page through them."""
+    """List all models by name, at most `?limit=` at once; `?after=` takes the `next` of the page before."""
     return page(request, service(request).read.models())
 
 
 @router.get("/models/{m}", responses=gives(200, "The model, with its map", MODEL))
 @role("reader")
 async def get_model(request: Request, m: str) -> Response:
-    """One model: settings, versions, and which shard owns each partition."""
+    """Return one model: its settings, its versions, and which shard owns each partition."""
     return respond(request, service(request).read.model(m))
 
 
@@ -85,9 +87,10 @@ async def get_model(request: Request, m: str) -> Response:
 )
 @role("admin")
 async def patch_model(request: Request, m: str) -> Response:
-    """Change settings while it trains: a JSON merge patch, in force within a second (in sync at one clock).
+    """Change a model's settings during training, by a JSON merge patch.
 
-    409 `not_enough_memory` where the shards could not hold the state of another optimizer.
+    The change takes effect within a second; in sync mode, at the same clock on all partitions. 409 `not_enough_memory`
+    if the shards could not hold the state of another optimizer.
     """
     patch = await read_json(request)
     return await reply(request, lambda n: io.PatchModel(n, m, patch))
@@ -96,5 +99,5 @@ async def patch_model(request: Request, m: str) -> Response:
 @router.delete("/models/{m}", status_code=204, responses=gives(204, "Gone"))
 @role("admin")
 async def delete_model(request: Request, m: str) -> Response:
-    """Remove a model with its values in memory and in Redis; checkpoints on disk stay."""
+    """Delete a model with its values in memory and in Redis; its checkpoints on disk stay."""
     return await reply(request, lambda n: io.DeleteModel(n, m))

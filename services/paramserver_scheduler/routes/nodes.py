@@ -1,4 +1,4 @@
-"""/internal: what shards tell the scheduler, and the feed they hear everything from."""
+"""/internal: what shards report to the scheduler, and the feed from which they learn of every change."""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -39,9 +39,10 @@ BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 
 )
 @role("node")
 async def join_shard(request: Request) -> Response:
-    """A shard process starts; an older one of that name is dead at once.
+    """Register a shard process that starts; an older process of the same name is declared dead at once.
 
-    409 where its Redis, whose term the query value `redis_term` is, is not that of the schedulers.
+    `?redis_term=` is the leader term that the shard found in its Redis (0: none).  If it is lower than the scheduler's,
+    the shard uses another Redis than the schedulers, and the answer is 409 `conflict`.
     """
     b, term = await read(request, bodies.JoinShard), number_of(request, "redis_term")
     return await reply(request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, term))
@@ -54,9 +55,10 @@ async def join_shard(request: Request) -> Response:
 )
 @role("node")
 async def shard_heartbeat(request: Request, name: str) -> Response:
-    """A sign of life with what is served and stored; 409 `fenced`: join anew, with nothing owned.
+    """Renew a shard's lease, and report what it serves and has stored.
 
-    Both tell the `term`, because who was deposed and has not noticed may say either.
+    After 409 `fenced` the shard owns nothing and must join again.  Success and error both contain the leader's `term`:
+    a shard ignores the answers of a deposed leader, which may not have noticed that it was replaced.
     """
     b = await read(request, bodies.ShardHeartbeat)
     told = b.metrics, b.partitions, b.cuts, b.released, b.lost, b.memory, b.loads
@@ -68,7 +70,7 @@ async def shard_heartbeat(request: Request, name: str) -> Response:
 
 @contextmanager
 def _in_term(term: int) -> Iterator[None]:
-    """A refusal says in which term it was decided."""
+    """Add the term to errors, so that a shard can ignore those of a deposed leader."""
     try:
         yield
     except PsError as error:
@@ -78,10 +80,11 @@ def _in_term(term: int) -> Iterator[None]:
 @router.post("/shards/{name}/clocks", status_code=204, responses=gives(204, "This scheduler stops"))
 @role("node")
 async def clocks(request: Request, name: str) -> Response:
-    """Iterations that workers have ended with a push, a line each, without end.
+    """Report iterations that workers have ended with a push, one line each, in a body that does not end.
 
-    A line is `[model, generation, worker, epoch, push number, clock, timeline, shards]`; it counts as the worker's own
-    report of that clock when all the shards that the push went to have told it.
+    A line is `[model, generation, worker, epoch, push number, clock, timeline, shards]`, where `shards` is the number
+    of shards that the push went to.  Once all of them have sent it, it counts as the worker's own report of that clock.
+    The answer comes only when this scheduler stops or refuses a line.
     """
     epoch = _needed_epoch(request)
     runtime = service(request).runtime
@@ -104,7 +107,7 @@ async def clocks(request: Request, name: str) -> Response:
 
 
 def _clock(line: bytes) -> ClockLine:
-    """The members of one line; raises RequestError (`malformed`)."""
+    """Parse one line; raises RequestError (`malformed`)."""
     try:
         return CLOCK_LINE.validate_json(line)
     except ValidationError as e:
@@ -121,7 +124,10 @@ def _needed_epoch(request: Request) -> int:
 @router.post("/shards/{name}/drain", responses=gives(200, "Its partitions move to the others", {"targets": 1}))
 @role("node")
 async def drain_shard(request: Request, name: str) -> Response:
-    """A shard that was told to stop gives away what it owns; `targets`: how many others can take something."""
+    """Move all partitions of a shard that is about to stop to other shards; sent by that shard, with its `?epoch=`.
+
+    `targets` in the answer is the number of other shards that can take partitions.
+    """
     epoch = _needed_epoch(request)
     return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch))
 
@@ -129,7 +135,7 @@ async def drain_shard(request: Request, name: str) -> Response:
 @router.delete("/shards/{name}", status_code=204, responses=gives(204, "Left"))
 @role("node")
 async def leave_shard(request: Request, name: str) -> Response:
-    """A shard stops; its partitions go to the others at once."""
+    """Deregister a shard that stops, with its `?epoch=`; its partitions are given to other shards at once."""
     epoch = _needed_epoch(request)
     return await reply(request, lambda n: io.LeaveShard(n, name, epoch))
 
@@ -141,7 +147,10 @@ async def leave_shard(request: Request, name: str) -> Response:
 )
 @role("node")
 async def uploaded(request: Request, m: str) -> Response:
-    """All owners that lacked them have the first values of one parameter."""
+    """Report that all owners which lacked the initial values of a parameter now have them.
+
+    `missing` in the answer lists the parameters that still lack values.
+    """
     b = await read(request, bodies.Uploaded)
     return await reply(request, lambda n: io.ParameterUploaded(n, m, b.name, b.token, b.given))
 
@@ -153,9 +162,10 @@ async def uploaded(request: Request, m: str) -> Response:
 )
 @role("node")
 async def restored(request: Request, m: str) -> Response:
-    """A client has set every partition to a checkpoint of its own, whose worker states it tells.
+    """Report that a client has set every partition to a checkpoint of its own.
 
-    In sync a new timeline begins.
+    `workers` has the checkpoint's worker states, for workers that join from now on.  A model in sync mode that is still
+    on `timeline` begins a new one.
     """
     b = await read(request, bodies.Restored)
     return await reply(request, lambda n: io.ModelRestored(n, m, b.generation, b.timeline, b.version, b.workers))
@@ -167,7 +177,7 @@ async def restored(request: Request, m: str) -> Response:
 )
 @role("node")
 async def find_worker(request: Request, m: str, worker: str) -> Response:
-    """The newest epoch issued to `?worker=`, live or not; 404 `unknown_worker` if it never joined."""
+    """Return the newest epoch issued to `?worker=`, live or dead; 404 `unknown_worker` if it never joined."""
     s = service(request)
     return respond(request, s.read.worker(m, worker, s.now))
 
@@ -175,7 +185,11 @@ async def find_worker(request: Request, m: str, worker: str) -> Response:
 @router.get("/feed", responses=gives(200, "One JSON document per line, without end"))
 @role("node")
 async def feed(request: Request) -> StreamingResponse:
-    """Everything once, then each change: map, models, rosters, commits; a `ping` after each second of silence."""
+    """Stream the whole state once, then each change, as one JSON document per line.
+
+    The documents are maps, models, rosters, commits and deletions of models; a `ping` follows the initial state and
+    each second of silence.  With `?shard=` and `?epoch=` the answer is 409 `fenced` if that shard is dead or replaced.
+    """
     runtime = service(request).runtime
     with _in_term(runtime.core.read.term):
         opened = await open_feed(runtime, request.query_params.get("shard"), epoch_of(request))
@@ -184,7 +198,7 @@ async def feed(request: Request) -> StreamingResponse:
         try:
             async for document in opened.documents():
                 if document["type"] == "gone":
-                    document = {**document, "name": document["model"]}  # as a `model` document calls it
+                    document = {**document, "name": document["model"]}  # the key that `model` documents use
                 yield json.dumps(document, separators=(",", ":")).encode() + b"\n"
         finally:
             runtime.hub.unsubscribe(opened)

@@ -1,6 +1,6 @@
-"""/runs and /pool: trainings, and the worker processes that wait for a place in one.
+"""/runs and /pool: training runs, and the pool of worker processes that take places in them.
 
-Nothing here starts a process, and no code travels: a run names a function that must be importable where a worker runs.
+Nothing here starts a process or transfers code: a run names a function that its workers must be able to import.
 """
 
 from fastapi import APIRouter, Request, Response
@@ -25,7 +25,13 @@ RUN = {"model": "demo", "entry": "paramserver.examples.digits:train", "workers":
 )
 @role("admin")
 async def create_run(request: Request) -> Response:
-    """Start one training of one model with workers from the pool."""
+    """Create a run: train one model with worker processes from the pool.
+
+    `entry` is `package.module:function`, which those processes must be able to import. The run waits until a process
+    takes one of its places. It ends when the first condition in `stop` (`clocks`, `minutes`, `metric`) is met or when
+    all functions have returned, and fails if one has raised more than three times. 409 `conflict` while another run
+    trains the model.
+    """
     b = await read(request, bodies.Run)
 
     def make(n: int) -> io.Event:
@@ -40,21 +46,24 @@ async def create_run(request: Request) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_runs(request: Request) -> Response:
-    """The runs that are kept, newest first."""
+    """List the runs, newest first; of those that have ended, only the most recent are kept."""
     return page(request, service(request).read.runs())
 
 
 @router.get("/runs/{run}", responses=gives(200, "The run"))
 @role("reader")
 async def get_run(request: Request, run: str) -> Response:
-    """One run: its state, its places, and why it failed if it did."""
+    """Return one run: its state with the reason, its places, and its stopping rule."""
     return respond(request, service(request).read.run(run))
 
 
 @router.patch("/runs/{run}", responses=gives(200, "Changed"), openapi_extra=takes(bodies.RunPatch, {"state": "paused"}))
 @role("admin")
 async def patch_run(request: Request, run: str) -> Response:
-    """Pause, resume or stop a run, or change its workers or stopping rule."""
+    """Pause, resume or stop a run, or change its number of workers or its stopping rule.
+
+    Omitted fields stay as they are. 409 `conflict` for a run that has ended.
+    """
     b = await read(request, bodies.RunPatch)
     return await reply(request, lambda n: io.PatchRun(n, run, b.state, b.workers, b.stop))
 
@@ -66,7 +75,10 @@ async def patch_run(request: Request, run: str) -> Response:
 )
 @role("worker")
 async def place_done(request: Request, run: str, place: int) -> Response:
-    """The entry function returned, or raised with this traceback."""
+    """Report that the entry function of a place has returned, or has raised (`error` is the traceback).
+
+    After an exception the place is free for another attempt; more than three exceptions at one place fail the run.
+    """
     b = await read(request, bodies.PlaceDone)
     return await reply(request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, b.error, b.attempt))
 
@@ -79,7 +91,11 @@ async def place_done(request: Request, run: str, place: int) -> Response:
 )
 @role("worker")
 async def join_pool(request: Request) -> Response:
-    """A worker process offers itself for places in runs."""
+    """Join the pool: offer a worker process for places in runs.
+
+    `allow` lists the modules and packages whose functions the process may import; it gets no other runs. Places are
+    assigned in the answers to heartbeats.
+    """
     b = await read_optional(request, bodies.JoinPool)
     return await reply(request, lambda n: io.JoinPool(n, b.name, b.allow), lambda p: f"/pool/{p['member']}")
 
@@ -88,7 +104,7 @@ async def join_pool(request: Request) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_pool(request: Request) -> Response:
-    """The worker processes that joined, and where they work."""
+    """List the live worker processes of the pool, with the run and place that each works at."""
     s = service(request)
     return page(request, s.read.pool(s.now))
 
@@ -100,7 +116,11 @@ async def list_pool(request: Request) -> Response:
 )
 @role("worker")
 async def pool_heartbeat(request: Request, member: str) -> Response:
-    """A sign of life, due each second; the answer names the place it was given."""
+    """Renew a pool member's lease, due every second; the answer names the place that it was assigned.
+
+    `state` is `idle`, `assigned` or `stop`: leave that place. 409 `fenced` if the lease has expired or the name was
+    joined again.
+    """
     b = await read(request, bodies.MemberHeartbeat)
     return await reply(request, lambda n: io.PoolHeartbeat(n, member, b.epoch, b.metrics))
 
@@ -109,6 +129,9 @@ async def pool_heartbeat(request: Request, member: str) -> Response:
 @role("worker")
 @takes_query("epoch")
 async def leave_pool(request: Request, member: str) -> Response:
-    """Leave the pool; its place is free again."""
+    """Leave the pool, so that the member's place is free again; idempotent.
+
+    With `?epoch=` only that incarnation leaves; a newer one of the same name stays.
+    """
     epoch = epoch_of(request)
     return await reply(request, lambda n: io.LeavePool(n, member, epoch))

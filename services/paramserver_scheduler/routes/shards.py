@@ -1,4 +1,4 @@
-"""/shards: who owns partitions, and emptying one of them while training goes on."""
+"""/shards: the owners of partitions, and draining one of them while training continues."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -31,7 +31,10 @@ SHARD = {
 @role("reader")
 @takes_query(*PAGED)
 async def list_shards(request: Request) -> Response:
-    """Every shard by name: its state, what it owns and how busy it is, and the moves of partitions away from it."""
+    """List the shards by name, including those that left or died recently.
+
+    Each comes with its state, what it owns, how busy it is, and the moves of partitions away from it.
+    """
     s = service(request)
     return page(request, s.read.shards(s.now))
 
@@ -39,7 +42,7 @@ async def list_shards(request: Request) -> Response:
 @router.get("/shards/{name}", responses=gives(200, "The shard", SHARD))
 @role("reader")
 async def get_shard(request: Request, name: str) -> Response:
-    """One shard."""
+    """Return one shard, with the fields of `GET /shards`."""
     s = service(request)
     return respond(request, s.read.shard(name, s.now))
 
@@ -51,9 +54,11 @@ async def get_shard(request: Request, name: str) -> Response:
 )
 @role("admin")
 async def set_shard_state(request: Request, name: str) -> Response:
-    """`draining`: give all its partitions to the others while training goes on; `active`: keep what it has left.
+    """Drain a shard, or make it active again.
 
-    409 `not_enough_memory` with `needed_bytes` and `free_bytes` when the others could not hold them.
+    `draining` moves all its partitions to other shards while training continues; `active` stops that, and the shard
+    keeps the partitions it still has. 409 `not_enough_memory`, with `needed_bytes` and `free_bytes`, if the other
+    shards could not hold its partitions.
     """
     b = await read(request, bodies.ShardState)
     return await reply(request, lambda n: io.SetShardState(n, name, b.state))

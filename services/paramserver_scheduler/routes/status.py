@@ -1,4 +1,4 @@
-"""/status: what the cluster is doing now and was doing before, as JSON documents with a schema, and as a stream."""
+"""/status: the cluster's current status and recent history, as JSON documents with a schema and as a stream."""
 
 from math import isfinite
 
@@ -19,22 +19,28 @@ from paramserver_scheduler.schema import Events, SeriesAnswer, SeriesValues, Sta
 router = APIRouter(prefix="/status", tags=["status"])
 
 SPAN_S = 900.0
-"""What a request that names no `from` gets."""
+"""Default time span of a series, if the request has no `from`."""
 POINTS = 300
-"""About so many points come where no step is asked for."""
+"""Approximate number of points of a series, if the request has no `step`."""
 
 
 @router.get("", responses={200: {"model": Status, "description": "The cluster"}})
 @role("reader")
 async def status(request: Request) -> Response:
-    """Nodes with heartbeat ages, models with versions, clocks, rates and lag, runs, and what happened lately."""
+    """Return the current status of the cluster.
+
+    It has the nodes with heartbeat ages, the models with versions, clocks, rates and lag, the runs, and recent events.
+    """
     return respond(request, describe(service(request)).model_dump())
 
 
 @router.get("/stream", responses={200: {"description": "Server-sent events `status`, with `GET /status` as data"}})
 @role("reader")
 async def stream(request: Request) -> StreamingResponse:
-    """The status once a second, as server-sent events; without the points in `series`, which `/status/series` gives."""
+    """Stream the status once a second as server-sent events.
+
+    Each event is the document of `GET /status` without the points in `series`, which `GET /status/series` returns.
+    """
     screen = service(request).screen
     screen.check_room()
     return StreamingResponse(
@@ -48,9 +54,10 @@ async def stream(request: Request) -> StreamingResponse:
 @role("reader")
 @takes_query("from", "to", "kind", "limit")
 async def events(request: Request) -> Response:
-    """What happened lately: shards, workers and runs that came, went or failed.
+    """Return recent events, newest first, such as shards, workers and runs that joined, left or failed.
 
-    `?from=` and `?to=` are Unix seconds, `?kind=` names one kind, `?limit=` bounds the number (default 100).
+    `?from=` and `?to=` (Unix seconds) select a time span, `?kind=` selects one kind, `?limit=` bounds the number
+    (default 100).
     """
     s = service(request)
     from_s, to_s = seconds_of(request, "from", 0.0), seconds_of(request, "to", float("inf"))
@@ -63,13 +70,13 @@ async def events(request: Request) -> Response:
 @role("reader")
 @takes_query("metric", "from", "to", "step", "model", "node", "worker")
 async def series(request: Request) -> Response:
-    """Numbers over time: `?metric=model.pushes_per_s`, several separated by commas.
+    """Return time series, such as `?metric=model.pushes_per_s`; separate several metrics by commas.
 
-    `?from=` and `?to=` are Unix seconds (default: the last quarter of an hour), `?step=` is in seconds (default: so
-    that about 300 points come). `?model=`, `?node=` and `?worker=` leave only the series of those. Kept are a quarter
-    of an hour by the second, three hours by ten seconds and a day by the minute, since the scheduler started; the step
-    is made larger where the span asks for it. `reported.NAME` is what workers report, since the model began.
-    docs/metrics.md lists the others.
+    `?from=` and `?to=` are Unix seconds (default: the last quarter of an hour), `?step=` is in seconds (default: as for
+    about 300 points). `?model=`, `?node=` and `?worker=` select series by label. The scheduler keeps a quarter of an
+    hour at a resolution of one second, three hours at ten seconds and a day at one minute, since it began to lead; a
+    step that is too short for the span is increased. `reported.NAME` is a metric that workers report, which is kept
+    since the model was created. docs/metrics.md lists the other metrics.
     """
     names = [n for n in request.query_params.get("metric", "").split(",") if n]
     if not 0 < len(names) <= limits.STATUS_METRICS_MAX:
@@ -99,7 +106,7 @@ def _read(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[Serie
 
 
 def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[SeriesValues]:
-    """What workers report, from the models' own series; of one worker where one is named."""
+    """Series of a metric that workers report, from the models' own records; of one worker if `only` names one."""
     if "node" in only:
         return []
     found: list[SeriesValues] = []
@@ -114,7 +121,7 @@ def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> list[S
 
 
 def seconds_of(request: Request, name: str, default: float) -> float:
-    """A time or span in seconds of the query string; raises RequestError (`malformed`)."""
+    """Return a query parameter that is a time or duration in seconds; raises RequestError (`malformed`)."""
     text = request.query_params.get(name)
     if text is None:
         return default

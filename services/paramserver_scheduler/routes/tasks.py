@@ -1,4 +1,4 @@
-"""/models/{m}/tasks and /evaluations: data as ranges leased to workers, and evaluations as tasks of their own."""
+"""/models/{m}/tasks and /evaluations: ranges of data that are leased to workers, and evaluation tasks."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -28,7 +28,10 @@ TASK = {
 )
 @role("worker")
 async def register(request: Request, m: str) -> Response:
-    """Register a dataset as ranges; the same again is 200, another one under that name 409."""
+    """Register a dataset, either as `ranges` or as `size` elements cut into pieces of `task_size`.
+
+    Registering the same dataset again is 200; a different one under its name is 409 `conflict`.
+    """
     b = await read(request, bodies.Dataset)
     return await reply(
         request,
@@ -40,7 +43,7 @@ async def register(request: Request, m: str) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_datasets(request: Request, m: str) -> Response:
-    """The datasets of a model, with how much is free, leased and done."""
+    """List the datasets of a model, with the number of their ranges and how many are leased and done."""
     return page(request, service(request).read.datasets(m))
 
 
@@ -51,7 +54,11 @@ async def list_datasets(request: Request, m: str) -> Response:
 )
 @role("worker")
 async def lease(request: Request, m: str) -> Response:
-    """Take the next range; it comes back by itself if its worker dies. Dataset `evaluate` gives evaluations."""
+    """Lease the next range of a dataset, waiting up to `wait_s` for one; the dataset `evaluate` gives evaluations.
+
+    `task` is null if there is none now, and `finished` is true if the worker will get no more. If the worker dies, its
+    ranges are free again.
+    """
     b = await read(request, bodies.Lease)
     return await reply(request, lambda n: io.LeaseTask(n, m, b.worker, b.epoch, b.dataset, b.wait_s, b.holding))
 
@@ -63,7 +70,7 @@ async def lease(request: Request, m: str) -> Response:
 )
 @role("worker")
 async def done(request: Request, m: str, task: str) -> Response:
-    """The range is worked through. Repeatable."""
+    """Report that a range is processed, or an evaluation made with these `metrics`; idempotent."""
     b = await read(request, bodies.TaskDone)
     return await reply(request, lambda n: io.TaskDone(n, m, b.worker, b.epoch, task, b.metrics))
 
@@ -73,5 +80,5 @@ async def done(request: Request, m: str, task: str) -> Response:
 )
 @role("worker")
 async def evaluate(request: Request, m: str) -> Response:
-    """Ask for an evaluation at the present clock; the next worker that looks takes it."""
+    """Request an evaluation at the current clock; the next worker that asks for an evaluation gets it."""
     return await reply(request, lambda n: io.RequestEvaluation(n, m))

@@ -1,6 +1,6 @@
-"""/models/{m}/workers and /models/{m}/clock: joining, heartbeats, and waiting for the others.
+"""/models/{m}/workers and /models/{m}/clock: joining, heartbeats, and waiting for other workers.
 
-Worker ids hold a '/' (`demo/w0`), plain or as %2F: they are the rest of the path or stand before a fixed suffix.
+Worker ids contain a '/' (`demo/w0`), plain or as %2F, so they are the rest of the path or precede a fixed suffix.
 """
 
 from urllib.parse import quote
@@ -47,7 +47,11 @@ CLOCK = {
 )
 @role("worker")
 async def join(request: Request, m: str) -> Response:
-    """Join a model: a fresh epoch, a rank and a lease. The same name again fences its holder."""
+    """Join a model as a worker; the answer has the worker's id, a new epoch, a rank and the duration of its lease.
+
+    A join under a name in use fences its holder, whose requests then get 409 `fenced`. `clock` is the iteration to
+    start at, and `state` what the previous worker of that name last stored, or null.
+    """
     b = await read_optional(request, bodies.JoinWorker)
     return await reply(
         request,
@@ -60,7 +64,10 @@ async def join(request: Request, m: str) -> Response:
 @role("reader")
 @takes_query(*PAGED)
 async def list_workers(request: Request, m: str) -> Response:
-    """The workers of a model, by rank, with clocks, heartbeat ages and the state `kept` for each."""
+    """List the workers of a model, the live ones by rank, then the dead.
+
+    Each comes with its clock, its heartbeat age and the state that is stored for it (`kept`).
+    """
     s = service(request)
     return page(request, s.read.workers(m, s.now, kept=True))
 
@@ -68,14 +75,18 @@ async def list_workers(request: Request, m: str) -> Response:
 @router.post("/workers/{w:path}/drain", responses=gives(200, "Asked to finish"))
 @role("admin")
 async def drain(request: Request, m: str, w: str) -> Response:
-    """Ask one worker to finish what it does and leave."""
+    """Ask a worker to finish its current work and leave the model.
+
+    It is told so (`state: draining`) in the answers to its heartbeats and clock reports. 404 `unknown_worker` if it is
+    not live.
+    """
     return await reply(request, lambda n: io.DrainWorker(n, m, w))
 
 
 @router.get("/workers/{w:path}", responses=gives(200, "The worker"))
 @role("reader")
 async def get_worker(request: Request, m: str, w: str) -> Response:
-    """One worker of a model."""
+    """Return one worker of a model, live or dead: its epoch, rank, clock, heartbeat age and stored state (`kept`)."""
     s = service(request)
     return respond(request, s.read.worker(m, w, s.now, kept=True))
 
@@ -87,7 +98,12 @@ async def get_worker(request: Request, m: str, w: str) -> Response:
 )
 @role("worker")
 async def heartbeat(request: Request, m: str, w: str) -> Response:
-    """A sign of life, due each second; 409 `fenced` when the lease has run out: join again."""
+    """Renew a worker's lease; due every second.
+
+    `state` in the answer is what the worker is asked to be: `active`, `draining`, `paused` or `stop`. 409 `fenced`: the
+    lease has expired or the name has been joined again, so join again. 409 `rolled_back`: the model went back to an
+    earlier state, so continue from the `clock` and `timeline` in the error.
+    """
     b = await read(request, bodies.WorkerHeartbeat)
     told = b.epoch, b.clock, b.timeline, b.metrics, b.state, b.since
     return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, *told))
@@ -97,7 +113,10 @@ async def heartbeat(request: Request, m: str, w: str) -> Response:
 @role("worker")
 @takes_query("epoch")
 async def leave(request: Request, m: str, w: str) -> Response:
-    """Leave the model; nobody waits for this worker any more. Repeatable. `?epoch=` leaves a newer one alone."""
+    """Leave the model, so that no other worker waits for this one any more; idempotent.
+
+    With `?epoch=` only that incarnation leaves; a newer one of the same name stays.
+    """
     epoch = epoch_of(request)
     return await reply(request, lambda n: io.LeaveWorker(n, m, w, epoch))
 
@@ -109,19 +128,24 @@ async def leave(request: Request, m: str, w: str) -> Response:
 )
 @role("worker")
 async def clock(request: Request, m: str) -> Response:
-    """Report iterations finished and wait until the consistency mode lets this worker go on. Repeatable."""
+    """Report how many iterations a worker has finished, and wait until the consistency mode lets it continue.
+
+    The number is absolute, so the request can be repeated. If the worker is not released within `wait_s`, `released` is
+    false and `waiting_for` names what it waits for. `clock` in the answer is the iteration to work on next, which is
+    beyond the reported one if the others went on without this worker.
+    """
     b = await read(request, bodies.Clock)
     told = b.worker, b.epoch, b.clock, b.timeline, b.wait_s, b.since
     return await reply(request, lambda n: io.ReportClock(n, m, *told))
 
 
 def epoch_of(request: Request) -> int | None:
-    """The query value `epoch`, if there is one; raises RequestError (`malformed`)."""
+    """Return the query parameter `epoch`, or None without one; raises RequestError (`malformed`)."""
     return number_of(request, "epoch")
 
 
 def number_of(request: Request, name: str) -> int | None:
-    """The query value of that name, if there is one; raises RequestError (`malformed`)."""
+    """Return a non-negative integer query parameter, or None without one; raises RequestError (`malformed`)."""
     text = request.query_params.get(name)
     if text is None:
         return None
