@@ -1,6 +1,6 @@
-"""The recent past, for people: what happened lately, how fast versions rise, and numbers over the last day.
+"""Recent history for the status page: events, update rates, and time series of the last day.
 
-Kept in memory only; what workers report is kept by the core (`core/series.py`) and outlives a restart.
+It is kept in memory only.  Metrics that workers report are kept by the core (`core/series.py`) and survive a restart.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from paramserver_scheduler.rings import Labels, Rings
 from paramserver_scheduler.schema import EventStatus, ModelStatus, NodeStatus, RunStatus, Status
 
 RATE_SAMPLES: Final = 6
-"""Rates are over the last five seconds."""
+"""Samples, one per second, from which a rate is computed: it covers the last five seconds."""
 
 MODEL_METRICS: Final = {
     "model.version": ("version", "versions"),
@@ -29,7 +29,7 @@ MODEL_METRICS: Final = {
     "model.lag": ("lag", "versions"),
     "model.clock": ("clock", "clocks"),
 }
-"""Metric of a model -> (field of its status, unit)."""
+"""Model metric -> (field of `ModelStatus`, unit)."""
 NODE_METRICS: Final = {
     "node.cpu_cores": ("cpu_cores", "processors"),
     "node.rss_bytes": ("rss_bytes", "B"),
@@ -37,7 +37,7 @@ NODE_METRICS: Final = {
     "node.out_bytes_per_s": ("out_bytes_per_s", "B/s"),
     "node.heartbeat_age_s": ("heartbeat_age_s", "s"),
 }
-"""Metric of a node -> (field of its status, unit)."""
+"""Node metric -> (field of `NodeStatus`, unit)."""
 UNITS: Final = {
     **{name: unit for name, (_, unit) in {**MODEL_METRICS, **NODE_METRICS}.items()},
     "model.durable_behind": "versions",
@@ -50,22 +50,22 @@ UNITS: Final = {
     "cluster.updates_per_s": "1/s",
     "cluster.bytes_per_s": "B/s",
 }
-"""Every metric that is kept, and its unit."""
+"""Every recorded metric and its unit."""
 REPORTED: Final = "reported."
-"""Before the name of a metric that workers report: `reported.loss`."""
+"""Prefix of the metrics that workers report, as in `reported.loss`."""
 
 Level = Literal["good", "info", "bad"]
 
 
 class History:
-    """Turns published documents into lines a person can read, and each second's status into series."""
+    """Turns published documents into readable events, and each second's status into time series."""
 
     def __init__(self, wall_offset_s: float) -> None:
         self.events: deque[EventStatus] = deque(maxlen=limits.STATUS_EVENTS_MAX)
         """Newest first."""
         self.rings = Rings()
         self.usage: dict[str, float] = {}
-        """What this process took of its machine in the last second, as `Usage.look` tells it."""
+        """CPU and memory use of this process in the last second, from `Usage.look`."""
         self.wall_offset_s = wall_offset_s
         """Unix time minus monotonic time."""
         self._models: dict[str, tuple[int, int, int]] = {}
@@ -78,19 +78,19 @@ class History:
         self._degraded: set[str] = set()
 
     def begin(self, read: Reading) -> None:
-        """What is there at the start is no news."""
+        """Record the models that exist at the start, so that they cause no events."""
         self._models = {m["name"]: (m["generation"], m["revision"], m["timeline"]) for m in read.models()}
 
     def add(self, now: float, kind: str, text: str, level: Level = "info") -> None:
-        """Note an event of this moment (monotonic seconds); the same again at once only moves the last one's time."""
+        """Add an event at `now` (monotonic seconds); it replaces the newest event if that is the same."""
         if self.events and (self.events[0].kind, self.events[0].text) == (kind, text):
             self.events.popleft()
         self.events.appendleft(EventStatus(at=now + self.wall_offset_s, kind=kind, text=text, level=level))
 
-    # --- what the core publishes ---
+    # --- documents that the core publishes ---
 
     def note(self, document: Mapping[str, Any], now: float) -> None:
-        """Take in a published document."""
+        """Add the events that follow from a published document."""
         match document["type"]:
             case "model":
                 self._note_model(document, now)
@@ -124,24 +124,24 @@ class History:
             self.add(now, "worker_gone", f"worker {worker} has left model {model}, or died")
         self._workers[model] = new
 
-    # --- what is looked at each second ---
+    # --- the status of each second ---
 
     def sample(self, read: Reading, now: float) -> None:
-        """Remember every model's version, where every owner has said it; due each second."""
+        """Record the version of each model whose owners have all reported it; to be called every second."""
         models = {(m["name"], m["generation"]): int(m["version"]) for m in read.models() if m["served"]}
         self._versions = {k: self._versions.get(k, deque(maxlen=RATE_SAMPLES)) for k in models}
         for key, version in models.items():
             self._versions[key].append((now, version))
 
     def updates_per_s(self, model: str, generation: int) -> float:
-        """How fast that model's version rises."""
+        """Versions per second that the model has gained over the last samples; 0 if unknown."""
         samples = self._versions.get((model, generation))
         if not samples or samples[-1][0] <= samples[0][0]:
             return 0.0
         return max(0.0, (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]))
 
     def record(self, status: Status, now: float) -> None:
-        """Keep the numbers of a status, and note what differs from the one before."""
+        """Add a status to the time series, and an event for each difference from the previous status."""
         unix_s = status.cluster.now
         alive = sum(n.alive for n in status.nodes if n.role == "shard")
         workers = sum(w.state != "dead" for m in status.models for w in m.workers)
@@ -230,6 +230,6 @@ class History:
 
 
 def _is_quiet(model: ModelStatus) -> bool:
-    """Whether nobody works with a model and nothing has reached it for some seconds."""
+    """Whether a model has no live workers and has had no requests or updates for some seconds."""
     moved = model.pushes_per_s or model.pulls_per_s or model.updates_per_s or model.push_p50_s or model.pull_p50_s
     return not moved and all(w.state == "dead" for w in model.workers)
