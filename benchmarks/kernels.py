@@ -68,9 +68,9 @@ def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[d
         o = OptimizerSpec(name, lr=1e-3, momentum=0.9 if name in ("momentum", "nesterov") else 0.0)
         slots = [paged(zeros + 1) for _ in range(kernels.slot_count(o))]
         new = [paged(zeros) for _ in slots]
-        past = kernels.beyond_cache(o, elements)
+        nontemporal = kernels.exceeds_cache(o, elements)
         steps = [kernels.SegmentStep(0, elements, 1e-3)]
-        step = partial(kernels.apply, o, steps, w, slots, g, dtype, out, new, nontemporal=past)
+        step = partial(kernels.apply, o, steps, w, slots, g, dtype, out, new, nontemporal=nontemporal)
         if not step():
             raise SystemExit(f"{name} gave a result that is not finite")
         moved = (8 * (1 + len(slots)) + ITEMSIZE[dtype]) * elements

@@ -36,7 +36,7 @@ def beyond_cache(tasks: Sequence[Task]) -> bool:
     """Whether the tasks touch more memory than the caches hold, so that nontemporal stores pay off."""
     updates = [task for task in tasks if isinstance(task, UpdateTask)]
     elements = sum([task.state.values.size for task in updates])
-    return bool(updates) and kernels.beyond_cache(updates[0].optimizer, elements)
+    return bool(updates) and kernels.exceeds_cache(updates[0].optimizer, elements)
 
 
 def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:

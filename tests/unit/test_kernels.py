@@ -196,9 +196,9 @@ def test_what_is_beyond_the_caches_counts_the_state() -> None:
     """Adam goes through more than twice of what plain SGD does."""
     sgd, adam = OptimizerSpec("sgd"), OptimizerSpec("adam")
 
-    assert kernels.beyond_cache(adam, 2_500_000)
-    assert not kernels.beyond_cache(sgd, 2_500_000)
-    assert kernels.beyond_cache(sgd, 25_000_000)
+    assert kernels.exceeds_cache(adam, 2_500_000)
+    assert not kernels.exceeds_cache(sgd, 2_500_000)
+    assert kernels.exceeds_cache(sgd, 25_000_000)
 
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -346,8 +346,8 @@ def test_arguments_that_do_not_fit_raise_before_anything_is_written(change: dict
 
 
 @every_optimizer
-@pytest.mark.parametrize("past", [False, True], ids=["", "past the caches"])
-def test_a_step_by_a_mean_is_the_mean_and_then_the_step(o: OptimizerSpec, past: bool) -> None:
+@pytest.mark.parametrize("nontemporal", [False, True], ids=["", "nontemporal"])
+def test_a_step_by_a_mean_is_the_mean_and_then_the_step(o: OptimizerSpec, nontemporal: bool) -> None:
     """To the last bit, whatever the weights, the divisor and the order are, also of a gradient at an odd address."""
     w, slots = vector(0), state(o)
     raw = np.zeros(4 * SIZE + 1, np.uint8)[1:]
@@ -360,7 +360,7 @@ def test_a_step_by_a_mean_is_the_mean_and_then_the_step(o: OptimizerSpec, past: 
         _, expected = run(o, steps, w, slots, gradient)
         out = [np.frombuffer(mmap(-1, 4 * SIZE), F) for _ in expected]
 
-        assert kernels.apply_mean(o, steps, w, slots, held, 1.7, out[0], out[1:], nontemporal=past)
+        assert kernels.apply_mean(o, steps, w, slots, held, 1.7, out[0], out[1:], nontemporal=nontemporal)
 
         same(out, expected)
 

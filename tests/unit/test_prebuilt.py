@@ -59,12 +59,12 @@ def everything() -> list[bytes | float | bool]:
     for name, (dtype, grad) in itertools.product(NAMES, grads.items()):
         o = OptimizerSpec(name, momentum=0.9 if name in ("momentum", "nesterov", "rmsprop") else 0.0)
         slots = [np.abs(w) + np.float32(i) for i in range(kernels.slot_count(o))]
-        for past in (False, True):
+        for nontemporal in (False, True):
             out = [np.frombuffer(mmap(-1, 4 * SIZE), np.float32) for _ in range(1 + len(slots))]
-            finite = kernels.apply(o, STEPS, w, slots, grad, dtype, out[0], out[1:], nontemporal=past)
+            finite = kernels.apply(o, STEPS, w, slots, grad, dtype, out[0], out[1:], nontemporal=nontemporal)
             found += [finite, *(a.tobytes() for a in out)]
             means = [(grads["float32"], 0.5), (w, 2.0)]
-            finite = kernels.apply_mean(o, STEPS, w, slots, means, 3.0, out[0], out[1:], nontemporal=past)
+            finite = kernels.apply_mean(o, STEPS, w, slots, means, 3.0, out[0], out[1:], nontemporal=nontemporal)
             found += [finite, *(a.tobytes() for a in out)]
     mean = np.empty(SIZE, np.float32)
     kernels.mean([(g, dtype, 0.5) for dtype, g in grads.items()], 3.0, mean)
@@ -110,7 +110,7 @@ def test_every_library_can_write_past_the_caches(folder: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere the event loop moves all bodies")
 def test_a_library_moves_bodies_as_the_compiler_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images have the loops without numba."""
-    monkeypatch.setattr(sockets, "_found", prebuilt.load(folder))
+    monkeypatch.setattr(sockets, "_loops", prebuilt.load(folder))
     with connected_pair() as ends:
         both_ways(*ends)
     prebuilt.load.cache_clear()

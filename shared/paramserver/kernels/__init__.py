@@ -4,7 +4,7 @@
         one optimizer step of a whole partition, out of place
     apply_mean(optimizer, steps, w, slots, parts, divisor, w_out, slots_out) -> bool
         the same with the weighted mean of float32 gradients
-    beyond_cache(optimizer, elements) -> bool
+    exceeds_cache(optimizer, elements) -> bool
         whether nontemporal stores pay off for updates of this size
     mean(parts, divisor, out, start=0)       weighted sum of gradients in the given order, divided
     accumulate(out, grad, dtype, weight)     out += weight * grad
@@ -22,7 +22,7 @@ caller, and raise ValueError before anything is written.
 """
 
 from paramserver.core.optimizer import SegmentStep, initial_slots, slot_count, slot_names
-from paramserver.kernels.calls import accumulate, all_finite, apply, apply_mean, beyond_cache, mean, norm2, warm_up
+from paramserver.kernels.calls import accumulate, all_finite, apply, apply_mean, exceeds_cache, mean, norm2, warm_up
 
 __all__ = [
     "SegmentStep",
@@ -30,7 +30,7 @@ __all__ = [
     "all_finite",
     "apply",
     "apply_mean",
-    "beyond_cache",
+    "exceeds_cache",
     "initial_slots",
     "mean",
     "norm2",

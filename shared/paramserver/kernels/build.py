@@ -18,7 +18,7 @@ from typing import Any, Final
 from paramserver.kernels import codes, prebuilt
 
 RUNTIME: Final = r"""
-/* What numba's code calls: scratch memory, and errors, which these loops do not have but for memory that is out. */
+/* Called by numba's code: scratch memory, and error functions, which abort. */
 #include <stdlib.h>
 typedef struct { size_t count; void *end, *info, *data; size_t size; void *allocator; } Info;
 void *NRT_MemInfo_alloc_aligned(size_t size, unsigned align) {
@@ -29,9 +29,9 @@ void *NRT_MemInfo_alloc_aligned(size_t size, unsigned align) {
   return info;
 }
 void NRT_MemInfo_call_dtor(void *info) { free(info); }
-#define NEVER(name) void name(void) { abort(); }
+#define ABORTS(name) void name(void) { abort(); }
 """
-PROVIDED: Final = {
+DEFINED: Final = {
     "NRT_MemInfo_alloc_aligned", "NRT_MemInfo_call_dtor", "memset", "memcpy", "memmove",
     "poll", "readv", "setsockopt", "writev",
 }  # fmt: skip
@@ -68,8 +68,8 @@ def _pointers(numba_types: Any) -> dict[str, Any]:
         "add": t.void(t.boolean, f, t.int64, *grad, t.int64, t.float64),
         "finite": t.boolean(*grad),
         "squares": t.float64(*grad, t.int64),
-        "put": t.int64(t.int64, p(t.int64), t.int64, t.int64, t.int64, p(t.int32)),
-        "take": t.int64(
+        "write_rows": t.int64(t.int64, p(t.int64), t.int64, t.int64, t.int64, p(t.int32)),
+        "read_data_frames": t.int64(
             t.int64, p(t.int64), t.int64, p(t.int64), p(t.int64), p(t.uint8),
             t.int64, t.int64, t.int64, t.int64, p(t.int32),
         ),
@@ -93,18 +93,18 @@ def _entries() -> dict[str, Any]:
         loop.compile(tuple(own if t == compiled.OUT else t for t in signature))
         loop.disable_compile()
         loops.append(loop)
-    c_step, c_add, c_finite, c_squares, c_put, c_take = loops
+    c_step, c_add, c_finite, c_squares, c_write_rows, c_read_data_frames = loops
     columns = codes.COLUMNS
 
     def step(  # type: ignore[no-untyped-def]
         kind, slots, h, spans, n_spans, table, n_rows, w, s0, n0, s1, n1, s2, n2,
-        g32, a, g64, b, g16, c, g8, d, at, e, code, parts, n_parts, weights, out, o0, o1, o2, n, past,
+        g32, a, g64, b, g16, c, g8, d, at, e, code, parts, n_parts, weights, out, o0, o1, o2, n, nontemporal,
     ):  # fmt: skip
         return c_step(
             kind, slots, carray(h, 5), carray(spans, (n_spans, 3)), carray(table, (n_rows, columns)), carray(w, n),
             carray(s0, n0), carray(s1, n1), carray(s2, n2), carray(g32, a), carray(g64, b), carray(g16, c),
             carray(g8, d), carray(at, e), code, carray(parts, n_parts), carray(weights, n_parts + 1),
-            carray(out, n), carray(o0, n0), carray(o1, n1), carray(o2, n2), past,
+            carray(out, n), carray(o0, n0), carray(o1, n1), carray(o2, n2), nontemporal,
         )  # fmt: skip
 
     def add(first, out, n, g32, a, g64, b, g16, c, g8, d, at, e, code, start, weight):  # type: ignore[no-untyped-def]
@@ -117,16 +117,18 @@ def _entries() -> dict[str, Any]:
     def squares(g32, a, g64, b, g16, c, g8, d, at, e, code, size):  # type: ignore[no-untyped-def]
         return c_squares(carray(g32, a), carray(g64, b), carray(g16, c), carray(g8, d), carray(at, e), code, size)
 
-    def put(fd, rows, n, wait_ms, waits, words):  # type: ignore[no-untyped-def]
-        return c_put(fd, carray(rows, (n, 2)), wait_ms, waits, carray(words, 2))
+    def write_rows(fd, rows, n, wait_ms, waits, words):  # type: ignore[no-untyped-def]
+        return c_write_rows(fd, carray(rows, (n, 2)), wait_ms, waits, carray(words, 2))
 
-    def take(fd, rows, n, scratch, frame, head, low, bytes_max, wait_ms, waits, words):  # type: ignore[no-untyped-def]
-        return c_take(
+    def read_data_frames(  # type: ignore[no-untyped-def]
+        fd, rows, n, scratch, frame, head, low, bytes_max, wait_ms, waits, words,
+    ):  # fmt: skip
+        return c_read_data_frames(
             fd, carray(rows, (n, 2)), carray(scratch, (n + 1, 2)), carray(frame, 4), carray(head, 9),
             low, bytes_max, wait_ms, waits, carray(words, 2),
         )  # fmt: skip
 
-    return {f.__name__: f for f in (step, add, finite, squares, put, take)}
+    return {f.__name__: f for f in (step, add, finite, squares, write_rows, read_data_frames)}
 
 
 def _compile(level: str, target: Path) -> None:
@@ -146,9 +148,9 @@ def _compile(level: str, target: Path) -> None:
             objects.append(Path(scratch) / f"{name}.o")
             objects[-1].write_bytes(machine.emit_object(llvm.parse_assembly(text)))
         listed = subprocess.run(["nm", "-u", *objects], capture_output=True, text=True, check=True).stdout
-        missing = {line.split()[1] for line in listed.splitlines() if line.split()[:1] in (["U"], ["w"])} - PROVIDED
+        missing = {line.split()[1] for line in listed.splitlines() if line.split()[:1] in (["U"], ["w"])} - DEFINED
         runtime = Path(scratch) / "runtime.c"
-        runtime.write_text(RUNTIME + "\n".join(f"NEVER({name})" for name in sorted(missing)))
+        runtime.write_text(RUNTIME + "\n".join(f"ABORTS({name})" for name in sorted(missing)))
         exported = [f"-Wl,--export-dynamic-symbol=ps_{name}" for name in prebuilt.ENTRIES]
         flags = [
             "-O2",

@@ -15,7 +15,7 @@ from paramserver.kernels import codes, prebuilt
 from paramserver.types import F32, ITEMSIZE, AnyArray
 
 
-def _found() -> Any:
+def _load_loops() -> Any:
     """Return the loops of a prebuilt library if one fits, else those that numba compiles."""
     found = prebuilt.load()
     if found is None:
@@ -23,7 +23,7 @@ def _found() -> Any:
     return found
 
 
-loops: Final = _found()
+loops: Final = _load_loops()
 _CODES = {
     "float32": codes.F32_CODE,
     "float64": codes.F64_CODE,
@@ -213,7 +213,7 @@ def _tables(
     )
 
 
-def beyond_cache(optimizer: OptimizerSpec, elements: int) -> bool:
+def exceeds_cache(optimizer: OptimizerSpec, elements: int) -> bool:
     """Whether an update of `elements` elements in total touches more memory than the caches hold."""
     return ITEMSIZE["float32"] * (3 + 2 * slot_count(optimizer)) * elements >= CACHE_BYTES
 
@@ -235,7 +235,7 @@ def apply(
     `steps` are sorted and disjoint; elements in none of them, or in an inactive one, are copied, and their gradient is
     not read.  `w`, `grad`, `w_out` and every slot have the partition's length; `slots` and `slots_out` hold
     `slot_count(optimizer)` arrays in the order of `slot_names(optimizer)`.  `w_out` may be `grad` itself; the inputs
-    are not modified otherwise.  `nontemporal`: bypass the caches when writing (see `beyond_cache`); the bits are the
+    are not modified otherwise.  `nontemporal`: bypass the caches when writing (see `exceeds_cache`); the bits are the
     same.
 
     Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are

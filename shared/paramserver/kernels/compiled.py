@@ -31,10 +31,9 @@ from paramserver.kernels.codes import (
     B,
     C,
 )
-from paramserver.kernels.intrinsics import LINE_BYTES, fence, piece, put_past
-from paramserver.kernels.jit import entry as _jit
-from paramserver.kernels.jit import part as _part
-from paramserver.kernels.loads import add_to, load, load_mean, size_of
+from paramserver.kernels.intrinsics import LINE_BYTES, fence, store_nontemporal, subarray
+from paramserver.kernels.jit import jit_entry_point, jit_internal
+from paramserver.kernels.loads import add_to, load, load_mean, magnitude_bits
 
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 _in64 = types.Array(types.float64, 1, "C", readonly=True, aligned=False)
@@ -50,7 +49,7 @@ _addresses = types.Array(types.int64, 1, "C")
 _INF_BITS = np.uint32(0x7F800000)
 
 
-@_part
+@jit_internal
 def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
     """Scale and clip one block of the gradient, then add weight decay."""
     if scale != np.float32(1.0):
@@ -64,85 +63,85 @@ def _prepare(g: Any, w: Any, scale: Any, clip: Any, decay: Any) -> None:
             g[i] = g[i] + decay * w[i]
 
 
-@_part
-def _put(a: Any, i: int, x: Any) -> None:
+@jit_internal
+def _store(a: Any, i: int, x: Any) -> None:
     a[i] = x
 
 
-@_part
-def _put_past(a: Any, i: int, x: Any) -> None:
-    put_past(a, i, x)
+@jit_internal
+def _store_nontemporal(a: Any, i: int, x: Any) -> None:
+    store_nontemporal(a, i, x)
 
 
-@_part
-def _in_lines(a: Any) -> Any:
+@jit_internal
+def _line_aligned(a: Any) -> Any:
     return a.size == 0 or a.ctypes.data % LINE_BYTES == 0
 
 
-def _block_step(put: Any) -> Any:
-    """Return the step function for one block, which writes its results with `put`."""
+def _block_step(store: Any) -> Any:
+    """Return the step function for one block, which writes its results with `store`."""
 
-    # Each function returns the largest `size_of` of its results, omitting those whose NaN or infinity would show up in
-    # another result as well.  NaN or infinity in the gradient always shows up.
+    # Each function returns the largest `magnitude_bits` of its results, omitting those whose NaN or infinity would show
+    # up in another result as well.  NaN or infinity in the gradient always shows up.
 
-    @_part
+    @jit_internal
     def _sgd(w: Any, g: Any, out: Any, lr: Any) -> Any:
         """torch's SGD without momentum.  Here and below, g already includes weight decay."""
         worst = np.uint32(0)
         for i in range(g.size):
             new = w[i] - lr * g[i]
-            put(out, i, new)
-            worst = max(worst, size_of(new))
+            store(out, i, new)
+            worst = max(worst, magnitude_bits(new))
         return worst
 
-    @_part
+    @jit_internal
     def _momentum(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
         """torch's SGD with momentum, dampening 0."""
         worst = np.uint32(0)
         for i in range(g.size):
             buf = mu * m[i] + g[i]
             new = w[i] - lr * buf
-            put(m_out, i, buf)
-            put(out, i, new)
-            worst = max(worst, size_of(new))
+            store(m_out, i, buf)
+            store(out, i, new)
+            worst = max(worst, magnitude_bits(new))
         return worst
 
-    @_part
+    @jit_internal
     def _nesterov(w: Any, m: Any, g: Any, out: Any, m_out: Any, lr: Any, mu: Any) -> Any:
         """torch's SGD with nesterov=True."""
         worst = np.uint32(0)
         for i in range(g.size):
             buf = mu * m[i] + g[i]
             new = w[i] - lr * (g[i] + mu * buf)
-            put(m_out, i, buf)
-            put(out, i, new)
-            worst = max(worst, size_of(new))
+            store(m_out, i, buf)
+            store(out, i, new)
+            worst = max(worst, magnitude_bits(new))
         return worst
 
-    @_part
+    @jit_internal
     def _adagrad(w: Any, s: Any, g: Any, out: Any, s_out: Any, lr: Any, eps: Any) -> Any:
         """Adagrad (Duchi et al. 2011), as in torch; lr includes lr_decay."""
         worst = np.uint32(0)
         for i in range(g.size):
             total = s[i] + g[i] * g[i]
             new = w[i] - lr * (g[i] / (np.sqrt(total) + eps))
-            put(s_out, i, total)
-            put(out, i, new)
-            worst = max(worst, max(size_of(total), size_of(new)))
+            store(s_out, i, total)
+            store(out, i, new)
+            worst = max(worst, max(magnitude_bits(total), magnitude_bits(new)))
         return worst
 
-    @_part
+    @jit_internal
     def _mean_square(s: Any, g: Any, s_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
         """Write rmsprop's running mean square to s_out, and the gradient's divisor, its root + eps, to `root`."""
         worst = np.uint32(0)
         for i in range(g.size):
             square = alpha * s[i] + rest * (g[i] * g[i])
-            put(s_out, i, square)
+            store(s_out, i, square)
             root[i] = np.sqrt(square) + eps
-            worst = max(worst, size_of(square))
+            worst = max(worst, magnitude_bits(square))
         return worst
 
-    @_part
+    @jit_internal
     def _variance(s: Any, a: Any, g: Any, s_out: Any, a_out: Any, root: Any, alpha: Any, rest: Any, eps: Any) -> Any:
         """The same, centered: the square of the running mean is subtracted."""
         worst = np.uint32(0)
@@ -150,29 +149,29 @@ def _block_step(put: Any) -> Any:
         for i in range(g.size):
             square = alpha * s[i] + rest * (g[i] * g[i])
             mean = alpha * a[i] + rest * g[i]
-            put(s_out, i, square)
-            put(a_out, i, mean)
+            store(s_out, i, square)
+            store(a_out, i, mean)
             # Rounding can make the difference of nearly equal numbers slightly negative.
             spread = square - mean * mean
             root[i] = np.sqrt(spread if spread > zero else zero) + eps
-            worst = max(worst, max(size_of(square), size_of(mean)))
+            worst = max(worst, max(magnitude_bits(square), magnitude_bits(mean)))
         return worst
 
-    @_part
+    @jit_internal
     def _divided(w: Any, g: Any, root: Any, out: Any, lr: Any) -> Any:
         worst = np.uint32(0)
         for i in range(g.size):
             new = w[i] - lr * (g[i] / root[i])
-            put(out, i, new)
-            worst = max(worst, size_of(new))
+            store(out, i, new)
+            worst = max(worst, magnitude_bits(new))
         return worst
 
-    @_part
+    @jit_internal
     def _divide(g: Any, root: Any) -> None:
         for i in range(g.size):
             root[i] = g[i] / root[i]
 
-    @_part
+    @jit_internal
     def _adam(
         w: Any, m: Any, v: Any, g: Any, out: Any, m_out: Any, v_out: Any,
         b1: Any, r1: Any, b2: Any, r2: Any, eps: Any, size: Any, grow: Any, keep: Any,
@@ -183,13 +182,13 @@ def _block_step(put: Any) -> Any:
             first = b1 * m[i] + r1 * g[i]
             second = b2 * v[i] + r2 * (g[i] * g[i])
             new = keep * w[i] - size * (first / (np.sqrt(second) * grow + eps))
-            put(m_out, i, first)
-            put(v_out, i, second)
-            put(out, i, new)
-            worst = max(worst, max(size_of(second), size_of(new)))
+            store(m_out, i, first)
+            store(v_out, i, second)
+            store(out, i, new)
+            worst = max(worst, max(magnitude_bits(second), magnitude_bits(new)))
         return worst
 
-    @_part
+    @jit_internal
     def _ftrl(
         w: Any, z: Any, n: Any, g: Any, out: Any, z_out: Any, n_out: Any, alpha: Any, beta: Any, l1: Any, l2: Any
     ) -> Any:
@@ -204,27 +203,27 @@ def _block_step(put: Any) -> Any:
             shrunk = max(abs(linear) - l1, zero)
             size = shrunk / ((beta + root) / alpha + l2)
             new = -size if linear > zero else size
-            put(z_out, i, linear)
-            put(n_out, i, after)
-            put(out, i, new)
-            worst = max(worst, max(size_of(linear), max(size_of(after), size_of(new))))
+            store(z_out, i, linear)
+            store(n_out, i, after)
+            store(out, i, new)
+            worst = max(worst, max(magnitude_bits(linear), max(magnitude_bits(after), magnitude_bits(new))))
         return worst
 
-    @_part
+    @jit_internal
     def _sum(w: Any, g: Any, out: Any) -> Any:
         worst = np.uint32(0)
         for i in range(g.size):
             new = w[i] + g[i]
-            put(out, i, new)
-            worst = max(worst, size_of(new))
+            store(out, i, new)
+            worst = max(worst, magnitude_bits(new))
         return worst
 
-    @_part
-    def _stepped(
+    @jit_internal
+    def _dispatch(
         kind: int, w: Any, s0: Any, s1: Any, s2: Any, g: Any, out: Any, o0: Any, o1: Any, o2: Any,
         roots: Any, h0: Any, h1: Any, h2: Any, h3: Any, h4: Any, a: Any, b: Any, c: Any,
     ) -> Any:  # fmt: skip
-        """Step one block; return the largest `size_of` of the results."""
+        """Step one block; return the largest `magnitude_bits` of the results."""
         if kind == SGD:
             return _sgd(w, g, out, a)
         if kind == MOMENTUM:
@@ -239,7 +238,7 @@ def _block_step(put: Any) -> Any:
             return _ftrl(w, s0, s1, g, out, o0, o1, a, h0, h1, h2)
         if kind != RMSPROP:
             return _sum(w, g, out)
-        root = piece(roots, 0, g.size, out)
+        root = subarray(roots, 0, g.size, out)
         # h: alpha, 1 - alpha, eps, momentum, centered
         if h4 != np.float32(0.0):
             worst = _variance(s0, s1, g, o0, o1, root, h0, h1, h2)
@@ -249,17 +248,17 @@ def _block_step(put: Any) -> Any:
             return max(worst, _divided(w, g, root, out, a))
         _divide(g, root)
         last, o_last = (s2, o2) if h4 != np.float32(0.0) else (s1, o1)
-        return max(worst, _momentum(w, last, piece(root, 0, g.size, g), out, o_last, a, h3))
+        return max(worst, _momentum(w, last, subarray(root, 0, g.size, g), out, o_last, a, h3))
 
-    return _stepped
-
-
-_step_block = _block_step(_put)
-_step_block_past = _block_step(_put_past)
+    return _dispatch
 
 
-@_part
-def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
+_step_block = _block_step(_store)
+_step_block_nontemporal = _block_step(_store_nontemporal)
+
+
+@jit_internal
+def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any, slots: int, a: int, b: int) -> None:
     """Copy elements [a, b) of values and slots."""
     out[a:b] = w[a:b]
     if slots > 0:
@@ -270,62 +269,65 @@ def _keep(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any
         o2[a:b] = s2[a:b]
 
 
-@_jit
+@jit_entry_point
 def step(
     kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
     g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, parts: Any, weights: Any,
-    out: Any, o0: Any, o1: Any, o2: Any, past: Any,
+    out: Any, o0: Any, o1: Any, o2: Any, nontemporal: Any,
 ) -> Any:  # fmt: skip
     """Make one optimizer step of a partition; return whether the gradient read and every result is finite.
 
-    Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.  `past`:
-    use nontemporal stores for blocks that start on a cache line.  `parts` and `weights`: see `load_mean`.
+    Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.
+    `nontemporal`: use nontemporal stores for blocks that start on a cache line.  For `parts` and `weights`, see
+    `load_mean`.
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
     scratch = np.empty(BLOCK, np.float32)
     roots = np.empty(BLOCK, np.float32)
     worst = np.uint32(0)
-    apart = out.ctypes.data != g32.ctypes.data  # in-place loops are not vectorized
-    past = past and _in_lines(out) and _in_lines(o0) and _in_lines(o1) and _in_lines(o2)
+    out_of_place = out.ctypes.data != g32.ctypes.data  # in-place loops are not vectorized
+    nontemporal = nontemporal and _line_aligned(out) and _line_aligned(o0) and _line_aligned(o1) and _line_aligned(o2)
     lanes = LINE_BYTES // 4
     at = 0
     for k in range(spans.shape[0]):
         start, stop = spans[k, 0], spans[k, 1]
-        _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
+        _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, start)
         at = stop
         r = spans[k, 2]
         scale, clip, decay = f(table[r, SCALE]), f(table[r, CLIP]), f(table[r, DECAY])
         a, b, c = f(table[r, A]), f(table[r, B]), f(table[r, C])
-        ready = apart and code == F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
+        ready = out_of_place and code == F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
         while start < stop:
             n = min(BLOCK - start % lanes, stop - start)  # so that the next block starts on a cache line
-            wb, ob = piece(w, start, n, w), piece(out, start, n, out)
-            b0, b1, b2 = piece(s0, start, n, s0), piece(s1, start, n, s1), piece(s2, start, n, s2)
-            p0, p1, p2 = piece(o0, start, n, o0), piece(o1, start, n, o1), piece(o2, start, n, o2)
+            wb, ob = subarray(w, start, n, w), subarray(out, start, n, out)
+            b0, b1, b2 = subarray(s0, start, n, s0), subarray(s1, start, n, s1), subarray(s2, start, n, s2)
+            p0, p1, p2 = subarray(o0, start, n, o0), subarray(o1, start, n, o1), subarray(o2, start, n, o2)
             if ready:
-                g = piece(g32, start, n, g32)
+                g = subarray(g32, start, n, g32)
             else:
-                block = piece(scratch, 0, n, out)
+                block = subarray(scratch, 0, n, out)
                 if code == MEAN_CODE:
                     worst = max(worst, load_mean(parts, weights, start, g32, block))
                 else:
                     worst = max(worst, load(g32, g64, g16, g8, places, code, start, block))
                 _prepare(block, wb, scale, clip, decay)
-                g = piece(scratch, 0, n, g32)
-            if past and start % lanes == 0:
-                new = _step_block_past(kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c)
+                g = subarray(scratch, 0, n, g32)
+            if nontemporal and start % lanes == 0:
+                new = _step_block_nontemporal(
+                    kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c
+                )
             else:
                 new = _step_block(kind, wb, b0, b1, b2, g, ob, p0, p1, p2, roots, h0, h1, h2, h3, h4, a, b, c)
             worst = max(worst, new)
             start += n
-    _keep(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
-    if past:
+    _copy(w, s0, s1, s2, out, o0, o1, o2, slots, at, out.size)
+    if nontemporal:
         fence()
     return worst < _INF_BITS
 
 
-@_jit
+@jit_entry_point
 def add(
     first: Any, out: Any, g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, start: int, weight: float
 ) -> None:
@@ -344,13 +346,13 @@ def add(
         at = end
 
 
-@_jit
+@jit_entry_point
 def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any:
     """Whether a gradient is finite in float32; of an encoded one, only `g32` is tested."""
     if code == F32_CODE or code >= INT8_CODE:
         worst = np.uint32(0)
         for i in range(g32.size):
-            worst = max(worst, size_of(g32[i]))
+            worst = max(worst, magnitude_bits(g32[i]))
         return worst < _INF_BITS
     elif code == F64_CODE:
         bits = g64.view(np.uint64)
@@ -365,7 +367,7 @@ def finite(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int) -> Any
     return most < top
 
 
-@_jit
+@jit_entry_point
 def squares(g32: Any, g64: Any, g16: Any, g8: Any, places: Any, code: int, size: int) -> float:
     """Return the sum of squares in float64, from 16 interleaved partial sums: vectorizable, in a fixed order."""
     lanes = np.empty(16, np.float64)

@@ -28,7 +28,7 @@ _out32 = types.Array(types.uint32, 1, "C", aligned=False)
 _njit: Any = numba.njit
 
 
-def _part(function: Any) -> Any:
+def _jit_internal(function: Any) -> Any:
     return _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
@@ -48,7 +48,7 @@ def encoder(dtype: str) -> Any:
         return _njit(signature, nogil=True, error_model="numpy")(function)
 
 
-@_part
+@_jit_internal
 def _add_squares(values: Any, lanes: Any) -> None:
     whole = values.size // (_LANES * _ROWS) * (_LANES * _ROWS)
     for i in range(0, whole, _LANES * _ROWS):
@@ -63,7 +63,7 @@ def _add_squares(values: Any, lanes: Any) -> None:
         lanes[i % _LANES] += x * x
 
 
-@_part
+@_jit_internal
 def _copy(bits: Any, out: Any, top: Any) -> Any:
     """Copy float32 bits; return the largest magnitude so far, as its bits.  The `_round` functions do the same."""
     for i in range(bits.size):
@@ -73,7 +73,7 @@ def _copy(bits: Any, out: Any, top: Any) -> Any:
     return top
 
 
-@_part
+@_jit_internal
 def _round_bfloat16(bits: Any, out: Any, top: Any) -> Any:
     for i in range(bits.size):
         u = bits[i]
@@ -86,7 +86,7 @@ def _round_bfloat16(bits: Any, out: Any, top: Any) -> Any:
     return top
 
 
-@_part
+@_jit_internal
 def _round_float16(bits: Any, out: Any, top: Any) -> Any:
     for i in range(bits.size):
         u = bits[i]
@@ -105,7 +105,7 @@ def _round_float16(bits: Any, out: Any, top: Any) -> Any:
     return top
 
 
-@_part
+@_jit_internal
 def _total(lanes: Any, finite: Any) -> Any:
     total = 0.0
     for k in range(_LANES):

@@ -13,7 +13,7 @@ LINE_BYTES = 64
 """Bytes of a cache line, and of the widest vector store."""
 
 
-def _uncounted(typing_context: Any, array: Any, start: Any, size: Any, model: Any) -> Any:
+def _subarray(typing_context: Any, array: Any, start: Any, size: Any, model: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         whole = context.make_array(array)(context, builder, args[0])
         made = context.make_array(model)(context, builder)
@@ -24,7 +24,7 @@ def _uncounted(typing_context: Any, array: Any, start: Any, size: Any, model: An
     return model(array, types.intp, types.intp, model), generate
 
 
-def _uncounted_at(typing_context: Any, address: Any, start: Any, size: Any, model: Any) -> Any:
+def _array_at(typing_context: Any, address: Any, start: Any, size: Any, model: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         made = context.make_array(model)(context, builder)
         first = builder.gep(builder.inttoptr(args[0], made.data.type), [args[1]])
@@ -35,7 +35,7 @@ def _uncounted_at(typing_context: Any, address: Any, start: Any, size: Any, mode
     return model(types.intp, types.intp, types.intp, model), generate
 
 
-def _past(typing_context: Any, array: Any, at: Any, value: Any) -> Any:
+def _store_nontemporal(typing_context: Any, array: Any, at: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
         store = builder.store(args[2], builder.gep(data, [args[1]]), align=LINE_BYTES)
@@ -45,7 +45,7 @@ def _past(typing_context: Any, array: Any, at: Any, value: Any) -> Any:
     return types.void(array, types.intp, array.dtype), generate
 
 
-def _seen(typing_context: Any) -> Any:
+def _fence(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
         return context.get_dummy_value()
@@ -53,21 +53,21 @@ def _seen(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-piece: Any = intrinsic(_uncounted)
-"""piece(array, start, size, model): array[start : start + size] with the type of `model`, so that a loop is compiled
-for one type only.  The view keeps no memory alive: reference counting takes a locked instruction, which waits for all
-earlier stores."""
+subarray: Any = intrinsic(_subarray)
+"""subarray(array, start, size, model): array[start : start + size] with the type of `model`, so that a loop is
+compiled for one type only.  The view keeps no memory alive: reference counting takes a locked instruction, which waits
+for all earlier stores."""
 
-piece_at: Any = intrinsic(_uncounted_at)
-"""piece_at(address, start, size, model): the same for the array that begins at that address."""
+array_at: Any = intrinsic(_array_at)
+"""array_at(address, start, size, model): the same of the array that begins at that address."""
 
-put_past: Any = intrinsic(_past)
-"""put_past(array, at, value): array[at] = value as a nontemporal store, which neither reads the cache line nor keeps it
-in the cache (Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-temporal Stores").
+store_nontemporal: Any = intrinsic(_store_nontemporal)
+"""store_nontemporal(array, at, value): array[at] = value as a nontemporal store, which neither reads the cache line nor
+keeps it in the cache (Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-temporal Stores").
 
 `array` must start on a cache line.  For loops over the whole array, which the compiler vectorizes: vector stores have
 the alignment declared here, and the scalar stores of the remainder need none.
 """
 
-fence: Any = intrinsic(_seen)
+fence: Any = intrinsic(_fence)
 """fence(): a thread that sees a store made after the fence also sees all nontemporal stores made before it."""

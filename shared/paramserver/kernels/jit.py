@@ -7,7 +7,7 @@ import numba
 _njit: Any = numba.njit  # some versions of numba have no types for it
 
 
-def entry(function: Any) -> Any:
+def jit_entry_point(function: Any) -> Any:
     """Compile an entry point, cached on disk if a folder is writable."""
     try:
         return _njit(nogil=True, cache=True, error_model="numpy")(function)
@@ -15,6 +15,6 @@ def entry(function: Any) -> Any:
         return _njit(nogil=True, error_model="numpy")(function)
 
 
-def part(function: Any) -> Any:
+def jit_internal(function: Any) -> Any:
     """Compile a loop that only entry points call: as part of them, it needs neither wrappers nor a cache of its own."""
     return _njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)

@@ -5,19 +5,19 @@ from typing import Any
 import numpy as np
 
 from paramserver.kernels.codes import F16_CODE, F32_CODE, F64_CODE, INT8_BLOCK, INT8_CODE, TOPK_CODE
-from paramserver.kernels.intrinsics import piece_at
-from paramserver.kernels.jit import part as _part
+from paramserver.kernels.intrinsics import array_at
+from paramserver.kernels.jit import jit_internal
 
 _ABS_BITS = np.uint32(0x7FFFFFFF)
 
 
-@_part
-def size_of(x: Any) -> Any:
+@jit_internal
+def magnitude_bits(x: Any) -> Any:
     """Return the magnitude of a float32 as its bits, which have the same order; infinity and NaN are the largest."""
     return np.uint32(np.float32(x).view(np.uint32) & _ABS_BITS)
 
 
-@_part
+@jit_internal
 def _load_half(half: Any, g: Any) -> None:
     """g[:] = float16 bits as float32, exactly (numba has no float16 on CPUs)."""
     bits = g.view(np.uint32)
@@ -34,7 +34,7 @@ def _load_half(half: Any, g: Any) -> None:
         g[i] = -value if h & np.uint32(0x8000) else value
 
 
-@_part
+@jit_internal
 def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
     """g[:] = the int8 numbers from `start` on, each times the scale of its block."""
     i = 0
@@ -47,7 +47,7 @@ def _load_int8(scales: Any, q: Any, start: int, g: Any) -> None:
         i = stop
 
 
-@_part
+@jit_internal
 def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
     """g[:] = the elements from `start` on: `values` at the ascending indices `at`, zero elsewhere."""
     for i in range(g.size):
@@ -68,16 +68,16 @@ def _load_topk(values: Any, at: Any, start: int, g: Any) -> None:
         low += 1
 
 
-@_part
+@jit_internal
 def load(g32: Any, g64: Any, g16: Any, g8: Any, at: Any, code: int, start: int, g: Any) -> Any:
-    """g[:] = the gradient from `start` on, as float32; returns the largest `size_of`."""
+    """g[:] = the gradient from `start` on, as float32; returns the largest `magnitude_bits`."""
     n = g.size
     worst = np.uint32(0)
     if code == F32_CODE:
         src = g32[start : start + n]
         for i in range(n):
             g[i] = src[i]
-            worst = max(worst, size_of(src[i]))
+            worst = max(worst, magnitude_bits(src[i]))
         return worst
     if code == F64_CODE:
         wide = g64[start : start + n]
@@ -95,11 +95,11 @@ def load(g32: Any, g64: Any, g16: Any, g8: Any, at: Any, code: int, start: int, 
         for i in range(n):
             bits[i] = np.uint32(np.uint32(brain[i]) << np.uint32(16))
     for i in range(n):
-        worst = max(worst, size_of(g[i]))
+        worst = max(worst, magnitude_bits(g[i]))
     return worst
 
 
-@_part
+@jit_internal
 def add_to(first: Any, g: Any, factor: Any, out: Any) -> None:
     """out (+)= factor * g; `first` assigns instead of adding."""
     if first:
@@ -110,20 +110,20 @@ def add_to(first: Any, g: Any, factor: Any, out: Any) -> None:
             out[i] = out[i] + factor * g[i]
 
 
-@_part
+@jit_internal
 def load_mean(parts: Any, weights: Any, start: int, model: Any, g: Any) -> Any:
-    """g[:] = the weighted mean of float32 gradients, from `start` on; returns the largest `size_of`.
+    """g[:] = the weighted mean of float32 gradients, from `start` on; returns the largest `magnitude_bits`.
 
     `parts` are the gradients' addresses, in the order of addition; `weights` holds a weight for each, then the divisor.
     `model` is any array of the gradients' type.
     """
     for k in range(parts.size):
-        add_to(k == 0, piece_at(parts[k], start, g.size, model), np.float32(weights[k]), g)
+        add_to(k == 0, array_at(parts[k], start, g.size, model), np.float32(weights[k]), g)
     divisor = np.float32(weights[parts.size])
     if divisor != np.float32(1.0):
         for i in range(g.size):
             g[i] = g[i] / divisor
     worst = np.uint32(0)
     for i in range(g.size):
-        worst = max(worst, size_of(g[i]))
+        worst = max(worst, magnitude_bits(g[i]))
     return worst

@@ -32,8 +32,8 @@ ENTRIES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "add": (None, [ctypes.c_bool, _P, _I, *_GRAD, _I, _D]),
     "finite": (ctypes.c_bool, _GRAD),
     "squares": (_D, [*_GRAD, _I]),
-    "put": (_I, [_I, _P, _I, _I, _I, _P]),
-    "take": (_I, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P]),
+    "write_rows": (_I, [_I, _P, _I, _I, _I, _P]),
+    "read_data_frames": (_I, [_I, _P, _I, _P, _P, _P, _I, _I, _I, _I, _P]),
 }
 """Result and argument types.  An array is passed as its address, followed by its length unless that is known."""
 
@@ -83,18 +83,19 @@ def _functions(library: ctypes.CDLL) -> SimpleNamespace:
     for name, (result, arguments) in ENTRIES.items():
         calls[name] = library[f"ps_{name}"]
         calls[name].restype, calls[name].argtypes = result, arguments
-    c_step, c_add, c_finite, c_squares, c_put, c_take = (calls[name] for name in ENTRIES)
+    c_step, c_add, c_finite, c_squares, c_write_rows, c_read_data_frames = (calls[name] for name in ENTRIES)
 
     def step(kind: int, slots: int, h: Any, spans: Any, table: Any, w: Any, *rest: Any) -> bool:
-        s0, s1, s2, *grad, parts, weights, out, o0, o1, o2, past = rest
-        slots_in = (_at(s0), s0.size, _at(s1), s1.size, _at(s2), s2.size)
-        outputs = (_at(parts), parts.size, _at(weights), _at(out), _at(o0), _at(o1), _at(o2), out.size, past)
-        numbers = (_at(h), _at(spans), len(spans), _at(table), len(table))
-        return bool(c_step(kind, slots, *numbers, _at(w), *slots_in, *_flat(grad), *outputs))
+        s0, s1, s2, *grad, parts, weights, out, o0, o1, o2, nontemporal = rest
+        slots_in = (_address(s0), s0.size, _address(s1), s1.size, _address(s2), s2.size)
+        mean = (_address(parts), parts.size, _address(weights))
+        outputs = (_address(out), _address(o0), _address(o1), _address(o2), out.size, nontemporal)
+        numbers = (_address(h), _address(spans), len(spans), _address(table), len(table))
+        return bool(c_step(kind, slots, *numbers, _address(w), *slots_in, *_flat(grad), *mean, *outputs))
 
     def add(first: bool, out: Any, *rest: Any) -> None:
         *grad, start, weight = rest
-        c_add(first, _at(out), out.size, *_flat(grad), start, weight)
+        c_add(first, _address(out), out.size, *_flat(grad), start, weight)
 
     def finite(*grad: Any) -> bool:
         return bool(c_finite(*_flat(grad)))
@@ -103,21 +104,23 @@ def _functions(library: ctypes.CDLL) -> SimpleNamespace:
         *grad, size = rest
         return float(c_squares(*_flat(grad), size))
 
-    def put(fd: int, rows: Any, wait_ms: int, waits: int, words: Any) -> int:
-        return int(c_put(fd, _at(rows), len(rows), wait_ms, waits, _at(words)))
+    def write_rows(fd: int, rows: Any, wait_ms: int, waits: int, words: Any) -> int:
+        return int(c_write_rows(fd, _address(rows), len(rows), wait_ms, waits, _address(words)))
 
-    def take(fd: int, rows: Any, scratch: Any, frame: Any, head: Any, *rest: Any) -> int:
+    def read_data_frames(fd: int, rows: Any, scratch: Any, frame: Any, head: Any, *rest: Any) -> int:
         *numbers, words = rest
-        return int(c_take(fd, _at(rows), len(rows), _at(scratch), _at(frame), _at(head), *numbers, _at(words)))
+        buffers = (_address(rows), len(rows), _address(scratch), _address(frame), _address(head))
+        return int(c_read_data_frames(fd, *buffers, *numbers, _address(words)))
 
-    return SimpleNamespace(step=step, add=add, finite=finite, squares=squares, put=put, take=take, SIGNATURES=())
+    functions = (step, add, finite, squares, write_rows, read_data_frames)
+    return SimpleNamespace(**{f.__name__: f for f in functions}, SIGNATURES=())
 
 
-def _at(array: Any) -> int:
+def _address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
 def _flat(grad: Any) -> list[int]:
     """Return the addresses and lengths of a gradient's five typed arrays, then its code."""
     *arrays, code = grad
-    return [number for a in arrays for number in (_at(a), a.size)] + [code]
+    return [number for a in arrays for number in (_address(a), a.size)] + [code]

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from numba import types
 
-from paramserver.kernels.jit import entry as _jit
-from paramserver.kernels.jit import part as _part
+from paramserver.kernels.jit import jit_entry_point, jit_internal
 
 _rows = types.Array(types.int64, 2, "C")
 _words = types.Array(types.int32, 1, "C")
@@ -38,15 +37,15 @@ _poll = _of_libc("poll", types.int32(types.uintp, types.uint64, types.int32))
 _setsockopt = _of_libc("setsockopt", types.int32(types.int32, types.int32, types.int32, types.uintp, types.uint32))
 
 
-@_part
+@jit_internal
 def _wait(fd: Any, events: Any, wait_ms: Any, words: Any) -> Any:
     """Wait until the socket is ready or has failed; False after `wait_ms`.  `words` has room for a `struct pollfd`."""
     words[0], words[1] = fd, events
     return _poll(words.ctypes.data, 1, wait_ms) > 0
 
 
-@_part
-def _moved(rows: Any, at: Any, size: Any) -> Any:
+@jit_internal
+def _advance(rows: Any, at: Any, size: Any) -> Any:
     """Advance the rows, from row `at` on, by `size` bytes; return the row of the next byte."""
     while at < rows.shape[0] and size >= rows[at, 1]:
         size -= rows[at, 1]
@@ -57,8 +56,8 @@ def _moved(rows: Any, at: Any, size: Any) -> Any:
     return at
 
 
-@_jit
-def put(fd: Any, rows: Any, wait_ms: Any, waits: Any, words: Any) -> Any:
+@jit_entry_point
+def write_rows(fd: Any, rows: Any, wait_ms: Any, waits: Any, words: Any) -> Any:
     """Write the rows; return the bytes sent until done, an error, `wait_ms` without progress, or too many waits."""
     at, total, failed = 0, 0, False
     while at < rows.shape[0]:
@@ -71,21 +70,21 @@ def put(fd: Any, rows: Any, wait_ms: Any, waits: Any, words: Any) -> Any:
             continue
         failed = False
         total += size
-        at = _moved(rows, at, size)
+        at = _advance(rows, at, size)
     return total
 
 
-@_jit
-def take(
+@jit_entry_point
+def read_data_frames(
     fd: Any, rows: Any, scratch: Any, frame: Any, head: Any, low: Any, bytes_max: Any, wait_ms: Any, waits: Any,
     words: Any,
 ) -> Any:  # fmt: skip
     """Read the payload of one HTTP/2 stream's DATA frames into the rows; return the bytes read.
 
     `frame` is updated in place: [stream, bytes missing of the current frame, its flags, number of bytes of the next
-    frame's header in `head`].  Ends when the rows are full or the stream ends, on errors and waits as `put` does, and
-    at a frame that is not a plain DATA frame of this stream; `head` then holds its whole header.  Each read waits for
-    `low` bytes (fewer at the end of a frame).  `scratch` has room for one row more than `rows`.
+    frame's header in `head`].  Ends when the rows are full or the stream ends, on errors and waits as `write_rows`
+    does, and at a frame that is not a plain DATA frame of this stream; `head` then holds its whole header.  Each read
+    waits for `low` bytes (fewer at the end of a frame).  `scratch` has room for one row more than `rows`.
     """
     left = 0
     for i in range(rows.shape[0]):
@@ -95,13 +94,13 @@ def take(
     while left > 0:
         count = 0
         if due > 0:
-            room, i = due, at
-            while room > 0 and i < rows.shape[0] and count < _ROWS_MAX:
-                scratch[count, 0], scratch[count, 1] = rows[i, 0], min(room, rows[i, 1])
-                room -= scratch[count, 1]
+            remaining, i = due, at
+            while remaining > 0 and i < rows.shape[0] and count < _ROWS_MAX:
+                scratch[count, 0], scratch[count, 1] = rows[i, 0], min(remaining, rows[i, 1])
+                remaining -= scratch[count, 1]
                 count += 1
                 i += 1
-        if due == 0 or (room == 0 and left > due):
+        if due == 0 or (remaining == 0 and left > due):
             scratch[count, 0], scratch[count, 1] = head.ctypes.data + have, _HEAD_BYTES - have
             count += 1
         wanted = max(1, min(due, low))
@@ -120,7 +119,7 @@ def take(
         due -= own
         left -= own
         total += own
-        at = _moved(rows, at, own)
+        at = _advance(rows, at, own)
         have += size - own
         if due == 0 and frame[2] & _END:
             break
@@ -137,6 +136,7 @@ def take(
 
 
 SIGNATURES = (
-    (put, (types.int64, _rows, types.int64, types.int64, _words)),
-    (take, (types.int64, _rows, _rows, _numbers, _bytes, types.int64, types.int64, types.int64, types.int64, _words)),
-)
+    (write_rows, (types.int64, _rows, types.int64, types.int64, _words)),
+    (read_data_frames, (types.int64, _rows, _rows, _numbers, _bytes,
+                        types.int64, types.int64, types.int64, types.int64, _words)),
+)  # fmt: skip

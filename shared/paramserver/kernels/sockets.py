@@ -24,14 +24,14 @@ WAITS_MAX: Final = 128
 """Most waits in one call, however short they are."""
 
 _lock = Lock()
-_found: Any = None
+_loops: Any = None
 
 
 def warm_up() -> Any:
     """Compile or load the loops, unless that is done, and return them."""
-    global _found
+    global _loops
     with _lock:
-        if _found is None:
+        if _loops is None:
             loops: Any = prebuilt.load()
             if loops is None:
                 from paramserver.kernels import socket_loops
@@ -40,8 +40,8 @@ def warm_up() -> Any:
                 for function, signature in loops.SIGNATURES:
                     function.compile(signature)
                     function.disable_compile()
-            _found = loops
-        return _found
+            _loops = loops
+        return _loops
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Received:
 
 def send(fd: int, pieces: Sequence[memoryview]) -> int:
     """Write the pieces in order; return the bytes sent until done, or until the peer paused or hung up."""
-    return int(warm_up().put(fd, _rows(pieces), PAUSE_MS, WAITS_MAX, np.zeros(2, np.int32)))
+    return int(warm_up().write_rows(fd, _rows(pieces), PAUSE_MS, WAITS_MAX, np.zeros(2, np.int32)))
 
 
 def receive(
@@ -74,7 +74,7 @@ def receive(
     rows = _rows(places)
     state = np.array([stream, due, flags, 0], np.int64)
     head, scratch = np.zeros(9, np.uint8), np.zeros((len(rows) + 1, 2), np.int64)
-    size = warm_up().take(
+    size = warm_up().read_data_frames(
         fd, rows, scratch, state, head, WAITED_BYTES, payload_bytes_max, PAUSE_MS, WAITS_MAX, np.zeros(2, np.int32)
     )
     return Received(int(size), int(state[1]), int(state[2]), head[: state[3]].tobytes())
