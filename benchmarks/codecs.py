@@ -73,7 +73,7 @@ def receive(codec: Codec, content: Content, parts: list[AnyArray], total: F32) -
         if codec.stage is not None:
             assert isinstance(content, Encoded)
             data = unpack(codec.stage, body, content.parts[part.partition][1])
-        if codec.whole:
+        if codec.per_partition:
             check_content(codec.coding, data, size)
         else:
             data = data.view(NUMPY_DTYPE[codec.coding])

@@ -11,7 +11,7 @@ from typing import Final, Protocol, cast
 from msgspec.structs import replace
 
 from paramserver import kernels
-from paramserver.codecs import Codec, check_content, check_whole
+from paramserver.codecs import Codec, check_content, check_encoded_size
 from paramserver.codecs.stage import packed_bytes_max, unpack
 from paramserver.core.layout import Range
 from paramserver.core.shard_io import PushPart
@@ -98,7 +98,7 @@ class Arriving:
 
     def _is_later(self, index: int) -> bool:
         codec = self._codec
-        return self.frame.parts[index].ranges is None and (codec is None or not codec.whole)
+        return self.frame.parts[index].ranges is None and (codec is None or not codec.per_partition)
 
     def _unseen(self, index: int, data: AnyArray) -> PushPart:
         part = self.frame.parts[index]
@@ -122,7 +122,7 @@ class Arriving:
         count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
         if codec is not None and codec.stage is not None:
             data = unpack(codec.stage, data, frame.sizes[index][1])
-        if codec is not None and codec.whole:
+        if codec is not None and codec.per_partition:
             check_content(coding, data, size)
         else:
             data = data.view(NUMPY_DTYPE[coding])
@@ -163,7 +163,7 @@ def check_sizes(codec: Codec, sizes: Sequence[tuple[int, int]], elements: Sequen
     Raises RequestError (`invalid_encoding`, `too_large`).
     """
     for (stored, raw), count in zip(sizes, elements, strict=True):
-        check_whole(codec, raw, count)
+        check_encoded_size(codec, raw, count)
         if not 0 < stored <= (packed_bytes_max(raw) if codec.stage else raw) or (not codec.stage and stored != raw):
             raise problem("invalid_encoding", f"a part of {raw} bytes in {codec.text} cannot travel as {stored}")
     total = sum(raw for _, raw in sizes)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict
 
-from paramserver.codecs import Codec, decode_whole, encode_whole
+from paramserver.codecs import Codec, decode_partition, encode_partition
 from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
@@ -56,8 +56,8 @@ class Model:
         """(each partition's bytes before a second stage, what they decode to, end to end)."""
         codec, parts, decoded = Codec.parse(text), [], []
         for a, b in zip(self.layout.bounds[:-1], self.layout.bounds[1:], strict=True):
-            parts.append(encode_whole(codec, self.flat[a:b], None, None)[0])
-            decoded.append(decode_whole(codec.coding, parts[-1], b - a))
+            parts.append(encode_partition(codec, self.flat[a:b], None, None)[0])
+            decoded.append(decode_partition(codec.coding, parts[-1], b - a))
         return parts, np.concatenate(decoded)
 
     def push(

@@ -17,9 +17,9 @@ from paramserver.client.encoding import Draft, Encoded, Feedback, codec_of, draf
 from paramserver.codecs import (
     Codec,
     check_content,
-    check_whole,
-    decode_whole,
-    encode_whole,
+    check_encoded_size,
+    decode_partition,
+    encode_partition,
     int8_bytes,
     topk_count,
     topk_count_max,
@@ -32,7 +32,7 @@ from paramserver.errors import RequestError
 from paramserver.types import F32, AnyArray
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs"
-WHOLE = ("int8", "topk:0.05", "topk:0.5")
+PER_PARTITION = ("int8", "topk:0.05", "topk:0.5")
 
 
 def _generator() -> Any:
@@ -60,8 +60,8 @@ def noise(size: int, seed: int = 0) -> F32:
 def encoded(text: str, values: F32) -> tuple[AnyArray, F32]:
     """(bytes, what they decode to)."""
     codec = Codec.parse(text)
-    data, _ = encode_whole(codec, values, None, None)
-    return data, decode_whole(codec.coding, data, values.size)
+    data, _ = encode_partition(codec, values, None, None)
+    return data, decode_partition(codec.coding, data, values.size)
 
 
 @pytest.mark.parametrize("text", generate.CODECS)
@@ -118,36 +118,36 @@ def test_the_page_shows_the_bytes_of_the_examples() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 5000])
-@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("text", PER_PARTITION)
 def test_what_is_left_out_is_exactly_the_rest(text: str, size: int) -> None:
     """Values = decoded + left out, to the bit for topk and to float32 rounding for int8; sizes are as announced."""
-    codec, values, left = Codec.parse(text), noise(size), np.empty(size, np.float32)
+    codec, values, new_residual = Codec.parse(text), noise(size), np.empty(size, np.float32)
 
-    data, norm = encode_whole(codec, values, None, left)
-    decoded = decode_whole(codec.coding, data, size)
+    data, norm = encode_partition(codec, values, None, new_residual)
+    decoded = decode_partition(codec.coding, data, size)
 
-    check_whole(codec, data.size, size)
+    check_encoded_size(codec, data.size, size)
     check_content(codec.coding, data, size)
-    assert np.array_equal(left, values - decoded)
+    assert np.array_equal(new_residual, values - decoded)
     assert norm == pytest.approx(float(np.linalg.norm(decoded.astype(np.float64))), rel=1e-6)
     if codec.coding == "int8":
         assert data.size == int8_bytes(size) <= 4 * size + 4
-        assert np.abs(left).max() <= np.abs(values).max() / 127 * 0.5001
+        assert np.abs(new_residual).max() <= np.abs(values).max() / 127 * 0.5001
     else:
         assert data.size == 8 * topk_count(size, codec.fraction) <= max(8, 4 * size)
 
 
-@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("text", PER_PARTITION)
 def test_error_feedback_loses_nothing_over_time(text: str) -> None:
     """The sum of what was decoded and what is left equals the sum of the gradients."""
     codec, total, sent = Codec.parse(text), np.zeros(3000), np.zeros(3000)
     residual: F32 | None = None
     for i in range(20):
-        g, left = noise(3000, i), np.empty(3000, np.float32)
-        data, _ = encode_whole(codec, g, residual, left)
+        g, new_residual = noise(3000, i), np.empty(3000, np.float32)
+        data, _ = encode_partition(codec, g, residual, new_residual)
         total += g
-        sent += decode_whole(codec.coding, data, 3000)
-        residual = left
+        sent += decode_partition(codec.coding, data, 3000)
+        residual = new_residual
 
     assert residual is not None
     assert np.allclose(sent + residual, total, atol=1e-4)
@@ -157,9 +157,9 @@ def test_error_feedback_loses_nothing_over_time(text: str) -> None:
 def test_any_finite_gradient_can_be_encoded(numbers: list[float]) -> None:
     """Whatever the values, sizes are right and what decodes is finite and no larger than the largest value."""
     values = np.array(numbers, np.float32)
-    for text in WHOLE:
+    for text in PER_PARTITION:
         data, decoded = encoded(text, values)
-        check_whole(Codec.parse(text), data.size, values.size)
+        check_encoded_size(Codec.parse(text), data.size, values.size)
         check_content(Codec.parse(text).coding, data, values.size)
         assert np.isfinite(decoded).all()
         assert kernels.all_finite(data, Codec.parse(text).coding) or np.abs(values).max() > 1e38
@@ -169,7 +169,7 @@ def test_any_finite_gradient_can_be_encoded(numbers: list[float]) -> None:
 # ------------------------------------------------------------------------------------------------ in the kernels
 
 
-@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("text", PER_PARTITION)
 @pytest.mark.parametrize("name", ["sgd", "adam", "ftrl"])
 def test_a_fused_step_equals_decoding_first(text: str, name: str) -> None:
     """Applying encoded bytes gives the bytes of applying the decoded gradient, over segments at odd places."""
@@ -191,7 +191,7 @@ def test_a_fused_step_equals_decoding_first(text: str, name: str) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("text", PER_PARTITION)
 def test_a_mean_takes_encoded_and_plain_parts_together(text: str) -> None:
     """A piece of a partition gets the mean of what encoded whole parts and plain elements say of it."""
     size, a, b = 70_000, 1_234, 69_001
@@ -281,7 +281,7 @@ def test_fractions_are_between_0_and_a_half(text: str) -> None:
 def test_lengths_that_cannot_be_are_refused(coding: str, size_bytes: int, elements: int) -> None:
     """A part of the wrong length, or larger than the partition as float32, is 422."""
     with pytest.raises(RequestError) as e:
-        check_whole(Codec.parse(coding), size_bytes, elements)
+        check_encoded_size(Codec.parse(coding), size_bytes, elements)
 
     assert (e.value.code, e.value.status) == ("invalid_encoding", 422)
     assert topk_count_max(10) == 5
@@ -407,7 +407,7 @@ def test_pushes_under_way_at_once_leave_each_element_out_once(text: str, accepte
         except Refused:
             return
         assert isinstance(made, Encoded)
-        parts = [decode_whole(codec.coding, made.parts[i][0], n) for i, n in enumerate(sizes)]
+        parts = [decode_partition(codec.coding, made.parts[i][0], n) for i, n in enumerate(sizes)]
         arrived[:] += np.concatenate(parts)
         wanted[:] += given
 

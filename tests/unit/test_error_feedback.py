@@ -10,7 +10,7 @@ from paramserver.client import transfer
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Draft, Feedback
-from paramserver.codecs import Codec, decode_whole
+from paramserver.codecs import Codec, decode_partition
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, Unavailable
 from paramserver.types import F32
@@ -42,7 +42,7 @@ class Decoding(Shards):
             lo, hi = self.layout.bounds[part.partition : part.partition + 2]
             if not said:
                 body = np.frombuffer(data, np.uint8, size, at).copy()  # aligned, as a shard has it
-                self.arrived[lo:hi] += decode_whole(self.coding, body, hi - lo)
+                self.arrived[lo:hi] += decode_partition(self.coding, body, hi - lo)
             at += size
         state = "staged" if self.spec.consistency.mode == "sync" else "applied"
         done = PushReply(state, False, 1, 0, 9, 0, [(p.partition, 1, 9, 0) for p in frame.parts], late=said)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from paramserver.codecs import Codec
-from paramserver.codecs.parts import encode_whole
+from paramserver.codecs.parts import encode_partition
 from paramserver.core.journal import KINDS
 from paramserver.core.layout import Layout
 from paramserver.core.replay import Replay, replay
@@ -166,7 +166,7 @@ class Session:
         self.driver.push({0: self.gradient().astype(np.float16).astype(np.float32)}, None, key=key)
 
     def encoded(self, codec: str) -> None:
-        data, _ = encode_whole(Codec.parse(codec), self.gradient(), None, None)
+        data, _ = encode_partition(Codec.parse(codec), self.gradient(), None, None)
         coding = Codec.parse(codec).coding
         part = PushPart(0, data, coding, slice_crc(coding, ((0, SIZE),), data), True)
         request, push_id = self.driver.request(), PushId(WORKERS[0], 1, self.seq)

@@ -186,7 +186,7 @@ def ready(
         return grads
     if codec is None:
         return prepare(layout, grads, ranges, dtype, partitions)
-    if codec.whole:
+    if codec.per_partition:
         if draft is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
             raise problem("invalid_field", f"{codec.text} leaves something out, and only a worker remembers", hint=hint)
@@ -206,7 +206,7 @@ def codec_of(text: str | None, dtype: str | None, default: Codec | None) -> Code
 
 
 def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> Encoded:
-    from paramserver.codecs.parts import encode_whole
+    from paramserver.codecs.parts import encode_partition
 
     for part in gradient.selection.parts:
         if part.ranges is not None:
@@ -222,7 +222,7 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
         if scan.bad and as_it_lies is None:
             continue
         residual, left = draft.arrays(generation, part.partition, values.size)
-        data, norm = encode_whole(codec, values, residual, left)
+        data, norm = encode_partition(codec, values, residual, left)
         if as_it_lies is not None and not isfinite(norm) and not np.isfinite(values).all():
             scan.found_bad(gradient.selection.params[part.pieces[0].param].name)
         if scan.bad:

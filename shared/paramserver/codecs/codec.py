@@ -17,11 +17,11 @@ ELEMENTS: Final[dict[str, Coding]] = {
     "float64": "float64",
 }
 """Codecs that send elements of a dtype, and that dtype; the dtypes' own names mean the same."""
-WHOLE: Final = ("int8", "topk")
-"""Lossy codecs, which encode whole partitions; the worker adds what they leave out to its next gradient."""
+PER_PARTITION: Final = ("int8", "topk")
+"""Lossy codecs that encode whole partitions; the worker adds what they leave out to its next gradient."""
 STAGES: Final = ("zstd", "lz4")
 """Lossless second stages."""
-NAMES: Final = ("fp32", "fp16", "bf16", *WHOLE)
+NAMES: Final = ("fp32", "fp16", "bf16", *PER_PARTITION)
 FRACTION: Final = 0.01
 """Fraction of a partition's elements that `topk` sends by default."""
 
@@ -43,7 +43,7 @@ class Codec:
             raise _unknown(repr(text))
         base, plus, stage = text.partition("+")
         name, colon, number = base.partition(":")
-        coding = name if name in WHOLE else ELEMENTS.get(name)
+        coding = name if name in PER_PARTITION else ELEMENTS.get(name)
         if coding is None or (plus and stage not in STAGES) or (colon and name != "topk"):
             raise _unknown(text)
         fraction = FRACTION
@@ -65,14 +65,14 @@ class Codec:
         return codec
 
     @property
-    def whole(self) -> bool:
+    def per_partition(self) -> bool:
         """Whether it encodes whole partitions only, and needs error feedback to lose nothing."""
-        return self.coding in WHOLE
+        return self.coding in PER_PARTITION
 
     @property
     def text(self) -> str:
         """The codec's name in a frame, which has no fraction."""
-        name = self.coding if self.whole else next(n for n, dtype in ELEMENTS.items() if dtype == self.coding)
+        name = self.coding if self.per_partition else next(n for n, dtype in ELEMENTS.items() if dtype == self.coding)
         return f"{name}+{self.stage}" if self.stage else name
 
     def exact_bytes(self, elements: int) -> int | None:

@@ -21,18 +21,18 @@ def topk_count(elements: int, fraction: float) -> int:
     return min(max(1, ceil(fraction * elements)), topk_count_max(elements))
 
 
-def encode_whole(codec: Codec, values: F32, residual: F32 | None, left: F32 | None) -> tuple[U8, float]:
+def encode_partition(codec: Codec, values: F32, residual: F32 | None, new_residual: F32 | None) -> tuple[U8, float]:
     """Encode values + residual in int8 or topk; return (bytes, 2-norm of what they decode to).
 
-    All arrays are 1-D, contiguous, float32 and equally long; `left`, if given, gets what the bytes leave out, to be the
-    next `residual`.  If an element of `values` is not finite, neither is the norm, and the other results are invalid.
+    All arrays are 1-D, contiguous, float32 and equally long; `new_residual`, if given, gets what the bytes leave out.
+    If an element of `values` is not finite, neither is the norm, and the other results are invalid.
     """
     if codec.coding == "int8":
-        return _encode_int8(values, residual, left)
-    return _encode_topk(values, residual, left, codec.fraction)
+        return _encode_int8(values, residual, new_residual)
+    return _encode_topk(values, residual, new_residual, codec.fraction)
 
 
-def _encode_int8(values: F32, residual: F32 | None, left: F32 | None) -> tuple[U8, float]:
+def _encode_int8(values: F32, residual: F32 | None, new_residual: F32 | None) -> tuple[U8, float]:
     from paramserver.kernels import encoding  # imported here, because importing compiles it
 
     out = np.empty(int8_bytes(values.size), np.uint8)
@@ -43,12 +43,12 @@ def _encode_int8(values: F32, residual: F32 | None, left: F32 | None) -> tuple[U
         none if residual is None else residual,
         out[:scales].view(np.float32),
         out[scales:].view(np.int8),
-        none if left is None else left,
+        none if new_residual is None else new_residual,
     )
     return out, sqrt(squares)
 
 
-def _encode_topk(values: F32, residual: F32 | None, left: F32 | None, fraction: float) -> tuple[U8, float]:
+def _encode_topk(values: F32, residual: F32 | None, new_residual: F32 | None, fraction: float) -> tuple[U8, float]:
     v = values if residual is None else values + residual
     size = v.view(np.uint32) & _ABS_BITS  # has the same order as the magnitudes
     count = topk_count(v.size, fraction)
@@ -57,15 +57,15 @@ def _encode_topk(values: F32, residual: F32 | None, left: F32 | None, fraction: 
     ties = np.flatnonzero(size == least)[: count - above.size]  # of equal magnitudes, the first ones
     at = np.sort(np.concatenate((above, ties)))
     chosen = v[at]
-    if left is not None:
-        left[:] = v
-        left[at] = 0.0
+    if new_residual is not None:
+        new_residual[:] = v
+        new_residual[at] = 0.0
     out = np.concatenate((at.astype("<u4").view(np.uint8), chosen.view(np.uint8)))
     wide = chosen.astype(np.float64)
     return out, sqrt(float(wide.dot(wide)))
 
 
-def check_whole(codec: Codec, size_bytes: int, elements: int) -> None:
+def check_encoded_size(codec: Codec, size_bytes: int, elements: int) -> None:
     """Raise RequestError (`invalid_encoding`) if an encoded partition of `elements` elements cannot have this size."""
     exact = codec.exact_bytes(elements)
     if exact is not None:
@@ -88,7 +88,7 @@ def check_content(coding: str, data: AnyArray, elements: int) -> None:
             raise problem("invalid_encoding", f"topk indices must ascend and lie below {elements}")
 
 
-def decode_whole(coding: str, data: AnyArray, elements: int) -> F32:
+def decode_partition(coding: str, data: AnyArray, elements: int) -> F32:
     """Return the float32 values of a checked part.  The server's kernels decode block by block instead."""
     if coding == "int8":
         scales = 4 * -(-elements // INT8_BLOCK)

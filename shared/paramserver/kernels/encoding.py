@@ -29,11 +29,11 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
-def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
-    """Encode values + residual into scales and q, and write the encoding error, the next residual, to `left`.
+def int8(values: Any, residual: Any, scales: Any, q: Any, new_residual: Any) -> Any:
+    """Encode values + residual into scales and q, and write the encoding error to `new_residual`.
 
-    All but `scales` are equally long; `residual` and `left` may be empty instead.  Returns the sum of the squares of
-    the decoded values in float64; it is infinite if the sum of a value and its residual is not finite.
+    All but `scales` are equally long; `residual` and `new_residual` may be empty instead.  Returns the sum of the
+    squares of the decoded values in float64; it is infinite if the sum of a value and its residual is not finite.
     """
     v = np.empty(INT8_BLOCK, np.float32)
     bits = np.empty(1, np.uint32)
@@ -66,8 +66,8 @@ def int8(values: Any, residual: Any, scales: Any, q: Any, left: Any) -> Any:
             k = np.int32(np.rint(v[i] * inverse))
             q[start + i] = np.int8(k)
             squares = np.int32(squares + k * k)
-        if left.size:
+        if new_residual.size:
             for i in range(n):
-                left[start + i] = v[i] - scale * np.float32(q[start + i])
+                new_residual[start + i] = v[i] - scale * np.float32(q[start + i])
         total += np.float64(scale) * np.float64(scale) * squares
     return total if worst < _INF_BITS else np.inf

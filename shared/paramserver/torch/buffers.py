@@ -76,8 +76,8 @@ class ShardBuffer:
             self.places[partition] = _Place(at, size, byte, nbytes)
             at, byte = at + size + -size % align, byte + nbytes
         self.grads = torch.zeros(at, dtype=torch.float32, device=device)
-        self._left = torch.zeros_like(self.grads) if codec.whole else None
-        self._draft = torch.zeros_like(self.grads) if codec.whole else None
+        self._left = torch.zeros_like(self.grads) if codec.per_partition else None
+        self._draft = torch.zeros_like(self.grads) if codec.per_partition else None
         self._accepted: set[int] = set()
         """Partitions whose draft becomes their residual as soon as residuals are needed."""
         pinned = device.type == "cuda"

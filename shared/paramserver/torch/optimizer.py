@@ -158,7 +158,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         there = {n: g for n, g in grads.items() if g is not None}
         if not there:
             self._worker.clock()
-        elif missing and not self._codec.whole:  # parameters without a gradient are left out and keep their state
+        elif (
+            missing and not self._codec.per_partition
+        ):  # parameters without a gradient are left out and keep their state
             arrays = {n: _array(g) for n, g in there.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:

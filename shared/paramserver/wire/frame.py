@@ -254,7 +254,7 @@ class PushFrame(Header, frozen=True):
         # The shard checks whether the sizes fit their partitions.
         if codec is not None and len(self.sizes) != len(self.parts):
             raise problem("invalid_encoding", f"the frame has {len(self.parts)} parts and {len(self.sizes)} sizes")
-        if codec is not None and codec.whole and any(p.ranges is not None for p in self.parts):
+        if codec is not None and codec.per_partition and any(p.ranges is not None for p in self.parts):
             raise problem("invalid_encoding", f"{codec.text} takes whole partitions, without ranges")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paramserver.codecs import Codec, encode_whole
+from paramserver.codecs import Codec, encode_partition
 from paramserver.codecs.stage import pack
 
 HERE = Path(__file__).parent
@@ -40,9 +40,9 @@ def encoded(text: str) -> tuple[list[Any], Any]:
     """The bytes of the three gradients, one after the other, and what is left out in the end."""
     residual, parts = None, []
     for g in gradients():
-        left = np.empty(SIZE, np.float32)
-        parts.append(encode_whole(Codec.parse(text), g, residual, left)[0])
-        residual = left
+        new_residual = np.empty(SIZE, np.float32)
+        parts.append(encode_partition(Codec.parse(text), g, residual, new_residual)[0])
+        residual = new_residual
     return parts, residual
 
 
