@@ -49,19 +49,19 @@ def gradients(seed: int) -> dict[str, Any]:
 def test_bytes_are_the_golden_ones(device: str) -> None:
     """Three gradients with error feedback give the stored bytes and leave the stored rest, on every device."""
     stored, size, padded = np.load(GOLDEN), 1000, 1024
-    residual, left = torch.zeros(padded, device=device), torch.zeros(padded, device=device)
-    residual_k, left_k = torch.zeros(size, device=device), torch.zeros(size, device=device)
+    residual, new_residual = torch.zeros(padded, device=device), torch.zeros(padded, device=device)
+    residual_k, new_residual_k = torch.zeros(size, device=device), torch.zeros(size, device=device)
     for i in range(3):
         values = torch.zeros(padded, device=device)
         values[:size] = torch.from_numpy(stored[f"gradient.{i}"])
 
-        scales, q, _ = device_codecs.int8_blocks(values, residual, left)
-        data, _ = device_codecs.topk(values[:size].clone(), residual_k, left_k, 0.05)
+        scales, q, _ = device_codecs.int8_blocks(values, residual, new_residual)
+        data, _ = device_codecs.topk(values[:size].clone(), residual_k, new_residual_k, 0.05)
 
         int8 = torch.cat((scales.view(torch.uint8), q[:size].view(torch.uint8)))
         assert int8.cpu().numpy().tobytes() == stored[f"int8.{i}"].tobytes()
         assert data.cpu().numpy().tobytes() == stored[f"topk:0.05.{i}"].tobytes()
-        residual, left, residual_k, left_k = left, residual, left_k, residual_k
+        residual, new_residual, residual_k, new_residual_k = new_residual, residual, new_residual_k, residual_k
     assert residual[:size].cpu().numpy().tobytes() == stored["int8.left"].tobytes()
     assert residual_k.cpu().numpy().tobytes() == stored["topk:0.05.left"].tobytes()
 
@@ -108,7 +108,7 @@ def _written(gradient: Any, part: Any) -> bytes:
 
 def left_out(made: buffers.GradientBuffers) -> list[Any]:
     """What a lossy codec has left out so far, by partition."""
-    found = [made._of[partition].left(partition) for partition in sorted(made._of)]
+    found = [made._shard_of[partition].residual(partition) for partition in sorted(made._shard_of)]
     return [tensor.cpu().clone() for tensor in found if tensor is not None]
 
 
@@ -236,10 +236,11 @@ def test_names_are_needed() -> None:
     """A module and its named parameters are taken; plain parameters are refused with the line to write."""
     net = torch.nn.Linear(3, 2)
 
-    assert list(fitting.named(net)) == list(fitting.named(net.named_parameters())) == ["weight", "bias"]
+    for accepted in (net, net.named_parameters()):
+        assert list(fitting.named_parameters(accepted)) == ["weight", "bias"]
     for wrong in (net.parameters(), list(net.parameters()), [{"params": list(net.parameters())}], []):
         with pytest.raises(RequestError) as e:
-            fitting.named(wrong)
+            fitting.named_parameters(wrong)
         assert "ParameterServerOptimizer(net.named_parameters(), ...)" in e.value.hint
 
 

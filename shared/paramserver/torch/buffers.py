@@ -27,7 +27,7 @@ from paramserver.types import AnyArray
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     """Location of one partition in its shard's buffer."""
 
     start: int
@@ -69,30 +69,30 @@ class ShardBuffer:
     def __init__(self, partitions: Sequence[int], sizes: Sequence[int], codec: Codec, device: torch.device) -> None:
         align = INT8_BLOCK if codec.coding == "int8" else 1
         self.codec = codec
-        self.places: dict[int, _Place] = {}
+        self.locations: dict[int, _Location] = {}
         at = byte = 0
         for partition, size in zip(partitions, sizes, strict=True):
             nbytes = device_codecs.part_bytes(codec, size)
-            self.places[partition] = _Place(at, size, byte, nbytes)
+            self.locations[partition] = _Location(at, size, byte, nbytes)
             at, byte = at + size + -size % align, byte + nbytes
         self.grads = torch.zeros(at, dtype=torch.float32, device=device)
-        self._left = torch.zeros_like(self.grads) if codec.per_partition else None
-        self._draft = torch.zeros_like(self.grads) if codec.per_partition else None
+        self._residual = torch.zeros_like(self.grads) if codec.per_partition else None
+        self._new_residual = torch.zeros_like(self.grads) if codec.per_partition else None
         self._accepted: set[int] = set()
-        """Partitions whose draft becomes their residual as soon as residuals are needed."""
+        """Partitions whose new residual becomes the residual as soon as residuals are needed."""
         pinned = device.type == "cuda"
         self._host = torch.empty(byte, dtype=torch.uint8, pin_memory=True) if pinned else None
 
     def part(self, partition: int) -> Tensor:
         """Return one partition's gradient, float32 [size], to be written to."""
-        place = self.places[partition]
-        return self.grads[place.start : place.start + place.size]
+        location = self.locations[partition]
+        return self.grads[location.start : location.start + location.size]
 
-    def left(self, partition: int) -> Tensor | None:
+    def residual(self, partition: int) -> Tensor | None:
         """Return one partition's residual, what the codec left out so far; None for codecs without error feedback."""
-        self._settle()
-        place = self.places[partition]
-        return None if self._left is None else self._left[place.start : place.start + place.size]
+        self._commit_residuals()
+        location = self.locations[partition]
+        return None if self._residual is None else self._residual[location.start : location.start + location.size]
 
     def encode(self) -> tuple[Tensor, Tensor]:
         """Return (packed bytes, which may still be in transfer to the host, squares); wait for the stream to use them.
@@ -101,7 +101,7 @@ class ShardBuffer:
         the values before rounding); it is not finite if an element is not.
         """
         codec = self.codec
-        self._settle()
+        self._commit_residuals()
         if codec.coding == "int8":
             packed, squares = self._int8()
         elif codec.coding == "topk":
@@ -114,41 +114,42 @@ class ShardBuffer:
         return self._host, squares
 
     def _int8(self) -> tuple[Tensor, Tensor]:
-        scales, q, squares = device_codecs.int8_blocks(self.grads, self._left, self._draft)
+        scales, q, squares = device_codecs.int8_blocks(self.grads, self._residual, self._new_residual)
         pieces: list[Tensor] = []
-        for place in self.places.values():
-            first = place.start // INT8_BLOCK
-            pieces.append(scales[first : first + -(-place.size // INT8_BLOCK)].view(torch.uint8))
-            pieces.append(q[place.start : place.start + place.size].view(torch.uint8))
+        for location in self.locations.values():
+            first = location.start // INT8_BLOCK
+            pieces.append(scales[first : first + -(-location.size // INT8_BLOCK)].view(torch.uint8))
+            pieces.append(q[location.start : location.start + location.size].view(torch.uint8))
         return torch.cat(pieces), squares
 
     def _topk(self) -> tuple[Tensor, Tensor]:
-        assert self._left is not None
-        assert self._draft is not None
+        assert self._residual is not None
+        assert self._new_residual is not None
         pieces: list[Tensor] = []
         squares = torch.zeros((), dtype=torch.float64, device=self.grads.device)
-        for place in self.places.values():
-            span = slice(place.start, place.start + place.size)
-            data, more = device_codecs.topk(self.grads[span], self._left[span], self._draft[span], self.codec.fraction)
+        for location in self.locations.values():
+            span = slice(location.start, location.start + location.size)
+            residual, new_residual = self._residual[span], self._new_residual[span]
+            data, more = device_codecs.topk(self.grads[span], residual, new_residual, self.codec.fraction)
             pieces.append(data)
             squares = squares + more
         return torch.cat(pieces), squares
 
     def keep(self, partitions: Collection[int]) -> None:
         """Record that the push was accepted on these partitions: what it left out of them is added to the next one."""
-        self._accepted.update(self.places.keys() & partitions)
+        self._accepted.update(self.locations.keys() & partitions)
 
-    def _settle(self) -> None:
-        """Make accepted drafts the residuals, on the stream of the next encoding; no copy if all were accepted."""
-        if self._left is None or self._draft is None:
+    def _commit_residuals(self) -> None:
+        """Replace residuals by accepted new ones, on the stream of the next encoding; no copy if all were accepted."""
+        if self._residual is None or self._new_residual is None:
             return
-        if len(self._accepted) == len(self.places):
-            self._left, self._draft = self._draft, self._left
+        if len(self._accepted) == len(self.locations):
+            self._residual, self._new_residual = self._new_residual, self._residual
         else:
             for partition in self._accepted:
-                place = self.places[partition]
-                span = slice(place.start, place.start + place.size)
-                self._left[span].copy_(self._draft[span])
+                location = self.locations[partition]
+                span = slice(location.start, location.start + location.size)
+                self._residual[span].copy_(self._new_residual[span])
         self._accepted.clear()
 
 
@@ -183,26 +184,26 @@ class GradientBuffers:
         self._generation = held.generation
         self._owners: tuple[str | None, ...] = ()
         self._shards: list[ShardBuffer] = []
-        self._of: dict[int, ShardBuffer] = {}
+        self._shard_of: dict[int, ShardBuffer] = {}
         self.arrange(held)
 
     def arrange(self, held: ModelMap) -> None:
         """Group partitions by their current owners; keeps residuals, unless the model was created anew."""
         if held.generation != self._generation:
             self.selection, self._generation = select(held.layout), held.generation
-            self._owners, self._of = (), {}
+            self._owners, self._shard_of = (), {}
         if held.owners == self._owners:
             return
         sizes = {p.partition: p.stop - p.start for p in self.selection.parts}
         groups: dict[str | None, list[int]] = {}
         for partition in sizes:
             groups.setdefault(held.owners[partition], []).append(partition)
-        before = self._of
+        before = self._shard_of
         self._shards = [ShardBuffer(g, [sizes[p] for p in g], self.codec, self._device) for g in groups.values()]
-        self._of = {p: shard for shard in self._shards for p in shard.places}
-        for partition, shard in self._of.items():
-            old = before[partition].left(partition) if partition in before else None
-            new = shard.left(partition)
+        self._shard_of = {p: shard for shard in self._shards for p in shard.locations}
+        for partition, shard in self._shard_of.items():
+            old = before[partition].residual(partition) if partition in before else None
+            new = shard.residual(partition)
             if old is not None and new is not None:
                 new.copy_(old)
         self._owners = held.owners
@@ -212,7 +213,7 @@ class GradientBuffers:
         flat = [None if (g := grads[p.name]) is None else g.detach().reshape(-1) for p in self.selection.params]
         with self.side.after_current():
             for part in self.selection.parts:
-                into, at = self._of[part.partition].part(part.partition), 0
+                into, at = self._shard_of[part.partition].part(part.partition), 0
                 for piece in part.pieces:
                     source = flat[piece.param]
                     if source is None:
@@ -224,15 +225,15 @@ class GradientBuffers:
             total = float(torch.stack([squares for _, squares in made]).sum())  # waits for the device
         self.side.wait()
         if not total < float("inf"):
-            self._raise_for_bad(grads)
+            self._raise_non_finite(grads)
         parts: dict[int, tuple[AnyArray, int]] = {}
         for shard, (packed, _) in zip(self._shards, made, strict=True):
             host: AnyArray = packed.numpy()
-            for partition, place in shard.places.items():
-                parts[partition] = stored(self.codec, host[place.byte : place.byte + place.nbytes])
+            for partition, location in shard.locations.items():
+                parts[partition] = stored(self.codec, host[location.byte : location.byte + location.nbytes])
         return Encoded(self.selection, self.codec, parts, sqrt(total), self._generation, self.keep)
 
-    def _raise_for_bad(self, grads: Mapping[str, Tensor | None]) -> None:
+    def _raise_non_finite(self, grads: Mapping[str, Tensor | None]) -> None:
         bad = [n for n, g in grads.items() if g is not None and not bool(g.isfinite().all())]
         if bad:
             raise combined([problem("non_finite", f"'{n}' holds NaN or infinity", where=n) for n in bad])

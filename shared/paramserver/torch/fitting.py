@@ -18,7 +18,7 @@ _DTYPES = {
 }
 
 
-def named(net: Any) -> dict[str, Tensor]:
+def named_parameters(net: Any) -> dict[str, Tensor]:
     """Return the parameters by name of a module, a mapping, or what `named_parameters()` returned.
 
     Raises RequestError (`invalid_field`) if there are none or they have no names, (`invalid_dtype`) for dtypes that a

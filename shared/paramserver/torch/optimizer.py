@@ -27,7 +27,7 @@ from paramserver.core.selection import select
 from paramserver.errors import ConflictError, NotFoundError, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
-from paramserver.torch.fitting import as_params, check_dense, check_fit, named
+from paramserver.torch.fitting import as_params, check_dense, check_fit, named_parameters
 
 log = logging.getLogger("paramserver")
 PULL_CODINGS: Final = ("float32", "float16", "bfloat16")
@@ -77,13 +77,13 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         ack: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._params = named(net)
+        self._params = named_parameters(net)
         self._codec = Codec.parse(codec)
         pull = None if pull_codec is None else Codec.parse(pull_codec)
         if self._codec.coding == "float64" or (pull and (pull.stage or pull.coding not in PULL_CODINGS)):
             raise problem("unknown_codec", f"codec '{pull_codec or codec}' cannot be used here")
         with ExitStack() as stack:
-            self._client, name = _opened(model, timeout, stack)
+            self._client, name = _resolve_model(model, timeout, stack)
             self._model = Model(self._client, name)
             self._create(optimizer if create else None, consistency, partitions, ack)
             held = self._map()
@@ -102,8 +102,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             else:
                 self._buffers = GradientBuffers(held, self._codec, device)
             self._device, self._pull_coding = device, pull.coding if pull else None
-            self._take_up(held)
-            self._take_in()
+            self._allocate_values(held)
+            self._pull_into_module()
             self._leave = weakref.finalize(self, stack.pop_all().close)
         self.pushed: Pushed | None = None
         """The result of the last push; None before the first."""
@@ -142,37 +142,37 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 loss = closure()
         grads = {n: p.grad for n, p in self._params.items()}
         check_dense(grads)
-        self._tell_rate()
+        self._sync_learning_rate()
         self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
-        self._take_in()
+        self._pull_into_module()
         return loss
 
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def pull(self) -> None:
         """Copy the model's current parameters into the module, without a step."""
-        self._take_in()
+        self._pull_into_module()
 
     def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
-        held = self._fitting()
+        held = self._checked_map()
         missing = [n for n, g in grads.items() if g is None and held.layout.by_name[n].trainable]
-        there = {n: g for n, g in grads.items() if g is not None}
-        if not there:
+        present = {n: g for n, g in grads.items() if g is not None}
+        if not present:
             self._worker.clock()
         elif (
             missing and not self._codec.per_partition
         ):  # parameters without a gradient are left out and keep their state
-            arrays = {n: _array(g) for n, g in there.items()}
+            arrays = {n: _array(g) for n, g in present.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
             self._buffers.arrange(held)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
 
-    def _take_in(self) -> None:
-        self._fitting()
+    def _pull_into_module(self) -> None:
+        self._checked_map()
         self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
-        self._values.into(self._params)
+        self._values.copy_to(self._params)
 
-    def _tell_rate(self) -> None:
+    def _sync_learning_rate(self) -> None:
         """If the learning rate has been changed locally, set the model's; only rank 0 does so."""
         rate = float(self.param_groups[0]["lr"])
         if rate == self._rate:
@@ -206,15 +206,15 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 raise
             log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
 
-    def _fitting(self) -> ModelMap:
+    def _checked_map(self) -> ModelMap:
         """Return the model's map; raises RequestError if the model was created anew and does not fit the module."""
         held = self._map()
         if held.generation != self._generation:
             check_fit(self._params, held)
-            self._take_up(held)
+            self._allocate_values(held)
         return held
 
-    def _take_up(self, held: ModelMap) -> None:
+    def _allocate_values(self, held: ModelMap) -> None:
         """Allocate buffers in this model generation's layout; another generation may order parameters differently."""
         dtype = wire_dtype(select(held.layout), self._pull_coding)
         self._values, self._generation = _Values(held.layout, dtype, self._device), held.generation
@@ -244,7 +244,7 @@ class _Values:
         nothing = Origin(layout.spec.name, 0, 0, 0, 0, {})
         self.params = Params(self._selection, self._host.numpy(), nothing)
 
-    def into(self, params: dict[str, Tensor]) -> None:
+    def copy_to(self, params: dict[str, Tensor]) -> None:
         """Copy the pulled values into the module's parameters."""
         if self._side.cuda:
             with self._side.after_current():
@@ -257,7 +257,7 @@ class _Values:
         self._side.wait()  # the next pull overwrites the host memory
 
 
-def _opened(model: Model | Worker | str, timeout: float | None, stack: ExitStack) -> tuple[Client, str]:
+def _resolve_model(model: Model | Worker | str, timeout: float | None, stack: ExitStack) -> tuple[Client, str]:
     """Return the client and the name of the model that the constructor's `model` argument denotes."""
     if isinstance(model, Worker):
         return model._client, model.model
