@@ -27,7 +27,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from paramserver.torch import buffers, device_codecs, fitting
+from paramserver.torch import ParameterServerOptimizer, buffers, device_codecs, fitting
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs" / "codecs.npz"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
@@ -242,6 +242,21 @@ def test_names_are_needed() -> None:
         with pytest.raises(RequestError) as e:
             fitting.named_parameters(wrong)
         assert "ParameterServerOptimizer(net.named_parameters(), ...)" in e.value.hint
+
+
+@pytest.mark.parametrize(
+    ("codec", "pull_codec", "wrong"),
+    [
+        ("float64", "bf16", "codec 'float64'"),
+        ("fp32", "int8", "pull_codec 'int8'"),
+        ("fp32", "bf16+lz4", "pull_codec 'bf16+lz4'"),
+    ],
+)
+def test_a_codec_that_cannot_be_used_is_named(codec: str, pull_codec: str, wrong: str) -> None:
+    """The error names the parameter and the codec that is wrong, not a valid one beside it."""
+    with pytest.raises(RequestError) as e:
+        ParameterServerOptimizer(torch.nn.Linear(3, 2), "m", codec=codec, pull_codec=pull_codec)
+    assert (e.value.code, e.value.detail) == ("unknown_codec", f"{wrong} cannot be used here")
 
 
 def test_gradients_that_are_not_dense_are_listed() -> None:

@@ -80,8 +80,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._params = named_parameters(net)
         self._codec = Codec.parse(codec)
         pull = None if pull_codec is None else Codec.parse(pull_codec)
-        if self._codec.coding == "float64" or (pull and (pull.stage or pull.coding not in PULL_CODINGS)):
-            raise problem("unknown_codec", f"codec '{pull_codec or codec}' cannot be used here")
+        if self._codec.coding == "float64":
+            raise problem("unknown_codec", f"codec '{codec}' cannot be used here")
+        if pull and (pull.stage or pull.coding not in PULL_CODINGS):
+            raise problem("unknown_codec", f"pull_codec '{pull_codec}' cannot be used here")
         with ExitStack() as stack:
             self._client, name = _resolve_model(model, timeout, stack)
             self._model = Model(self._client, name)
