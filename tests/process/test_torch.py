@@ -317,5 +317,5 @@ def test_it_is_an_optimizer_of_torch(client: ps.Client, name: str) -> None:
         opt.load_state_dict(state)
         opt.step(closure)
         assert client.model(name).info()["spec"]["optimizer"]["lr"] == 0.025
-        with pytest.raises(ps.RequestError, match="one group"):
+        with pytest.raises(ps.RequestError, match="single parameter group"):
             opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})

@@ -70,14 +70,14 @@ def check_encoded_size(codec: Codec, size_bytes: int, elements: int) -> None:
     exact = codec.exact_bytes(elements)
     if exact is not None:
         if size_bytes != exact:
-            raise problem(
-                "invalid_encoding", f"{elements} elements in {codec.coding} are {exact} bytes, not {size_bytes}"
-            )
+            detail = f"a partition of {elements} elements takes {exact} bytes in {codec.coding}, not {size_bytes}"
+            raise problem("invalid_encoding", detail)
     elif size_bytes % 8 or not 8 <= size_bytes <= 8 * topk_count_max(elements):
         most = 8 * topk_count_max(elements)
-        raise problem(
-            "invalid_encoding", f"{elements} elements in topk are a multiple of 8 bytes up to {most}, not {size_bytes}"
+        detail = (
+            f"a partition of {elements} elements in topk takes a multiple of 8 bytes, at most {most}, not {size_bytes}"
         )
+        raise problem("invalid_encoding", detail)
 
 
 def check_content(coding: str, data: AnyArray, elements: int) -> None:

@@ -37,14 +37,14 @@ def unpack(stage: str, data: AnyArray, size_bytes: int) -> AnyArray:
     except (zstandard.ZstdError, lz4.block.LZ4BlockError) as e:
         raise _invalid(stage, str(e)[:80]) from None
     if len(raw) != size_bytes:
-        raise _invalid(stage, f"it holds {len(raw)} bytes, the header says {size_bytes}")
+        raise _invalid(stage, f"it unpacks to {len(raw)} bytes, but the header says {size_bytes}")
     return np.frombuffer(raw, np.uint8)
 
 
 def _unzstd(data: AnyArray, size_bytes: int) -> bytes:
     content_bytes = zstandard.frame_content_size(data.data)
     if content_bytes not in (-1, size_bytes):
-        raise _invalid("zstd", f"the zstd frame holds {content_bytes} bytes, the header says {size_bytes}")
+        raise _invalid("zstd", f"the zstd frame holds {content_bytes} bytes, but the header says {size_bytes}")
     decoder = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES_MAX)
     return decoder.decompress(data.data, max_output_size=size_bytes, allow_extra_data=False)
 
@@ -54,4 +54,4 @@ def _unlz4(data: AnyArray, size_bytes: int) -> bytes:
 
 
 def _invalid(stage: str, detail: str) -> PsError:
-    return problem("invalid_encoding", f"a part is no {stage} of what its codec says: {detail}")
+    return problem("invalid_encoding", f"a part is not valid {stage} data of the announced size: {detail}")

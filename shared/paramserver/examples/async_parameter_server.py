@@ -57,7 +57,7 @@ def main() -> None:
     """Start a cluster and the workers, and print the accuracy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=4)
-    parser.add_argument("--iterations", type=int, default=400, help="of each worker")
+    parser.add_argument("--iterations", type=int, default=400, help="iterations per worker")
     args = parser.parse_args()
     with ps.local(shards=2) as client:
         keys, values = initial()

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--mode", default="sync", choices=[*MODES, "all"])
     parser.add_argument("--codec", default="int8", help=f"one of {', '.join(CODECS)}, or all")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=400, help="of each worker")
+    parser.add_argument("--steps", type=int, default=400, help="steps per worker")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     modes = list(MODES) if chosen.mode == "all" else [chosen.mode]

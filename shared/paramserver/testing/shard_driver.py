@@ -215,7 +215,7 @@ def check_superseded(core: ShardCore, before: Pullable) -> None:
     now, told = pullable(core) if before else {}, {id(s.values) for s in core.superseded}
     for key, (values, stand) in before.items():
         same = key in now and now[key][0] is values and now[key][1] == stand
-        assert same or id(values) in told, f"nobody was told that {key} is not at {stand} any more"
+        assert same or id(values) in told, f"the core does not report {key} at {stand} as superseded"
 
 
 @dataclass
@@ -324,7 +324,7 @@ class ShardDriver:
             if not self.pending:
                 return
             self.complete()
-        raise AssertionError(f"what is under way never ends: {self.pending[:3]}")
+        raise AssertionError(f"pending effects never end: {self.pending[:3]}")
 
     def advance(self, seconds: float) -> None:
         """Advance the clock, with ticks at the core's deadlines."""

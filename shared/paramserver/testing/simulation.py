@@ -215,8 +215,8 @@ class Simulation:
         # Outside sync, each partition recovers from a shard's death by itself, and a commit decided earlier applies the
         # contributions that are left there, whose mean need not be a whole number.
         whole = self.lossless or self.change != "flips"
-        assert value.is_integer() or not whole, f"partition {part.partition}: {value} is no sum of ones"
-        assert value <= most, f"partition {part.partition}: {value}, at most {most} can be"
+        assert value.is_integer() or not whole, f"partition {part.partition}: {value} is not a sum of ones"
+        assert value <= most, f"partition {part.partition}: {value}, but at most {most} is possible"
 
     def _check_end(self) -> None:
         for p in self._final():
@@ -235,7 +235,7 @@ class Simulation:
                 most = len(self.sent[p.partition])
                 assert least <= value <= most, f"partition {p.partition}: {value}, not {least} to {most} applied"
         self.world.run(PATIENCE_S * 3, lambda: not self._cut_pending)
-        assert not self._cut_pending, "a cut is waited for that nobody will store, and no other will be begun"
+        assert not self._cut_pending, "a pending cut will never be stored, and blocks all later cuts"
 
     @property
     def _cut_pending(self) -> bool:
@@ -289,14 +289,16 @@ def main() -> int:
     """Run seeds from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="the (first) seed")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds from there")
-    parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help="in place of the seed's")
-    parser.add_argument("--level", choices=LEVELS, default="", help="in place of the seed's")
-    parser.add_argument("--kind", choices=list(KINDS), default="", help="in place of the seed's")
-    parser.add_argument("--change", choices=CHANGES, default="", help="in place of the seed's")
-    parser.add_argument("--checkpoints", type=int, default=0, help="one each time after so many clocks")
-    parser.add_argument("--late", choices=["fold", "drop"], default="", help="of --mode sync: two of three are enough")
-    parser.add_argument("--quiet", action="store_true", help="say failures alone")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds to run")
+    override = "override the seed's choice"
+    late = "with --mode sync: policy for late reports, with a quorum of two of the three workers"
+    parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
+    parser.add_argument("--level", choices=LEVELS, default="", help=override)
+    parser.add_argument("--kind", choices=list(KINDS), default="", help=override)
+    parser.add_argument("--change", choices=CHANGES, default="", help=override)
+    parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
+    parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)
+    parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):

@@ -188,7 +188,7 @@ class GradientBuffers:
         self.arrange(held)
 
     def arrange(self, held: ModelMap) -> None:
-        """Group partitions by their current owners; keeps residuals, unless the model was created anew."""
+        """Group partitions by their current owners; keeps residuals, unless the model was deleted and created again."""
         if held.generation != self._generation:
             self.selection, self._generation = select(held.layout), held.generation
             self._owners, self._shard_of = (), {}
@@ -237,7 +237,7 @@ class GradientBuffers:
         bad = [n for n, g in grads.items() if g is not None and not bool(g.isfinite().all())]
         if bad:
             raise combined([problem("non_finite", f"'{n}' holds NaN or infinity", where=n) for n in bad])
-        raise problem("non_finite", f"the gradient is beyond what {self.codec.text} can say")
+        raise problem("non_finite", f"the gradient is out of range for {self.codec.text}")
 
     def keep(self, partitions: Collection[int]) -> None:
         """Record that the push was accepted on these partitions; it may still fail on others."""

@@ -32,7 +32,7 @@ def named_parameters(net: Any) -> dict[str, Tensor]:
     if not found or not all(isinstance(f, tuple) and len(f) == 2 and isinstance(f[0], str) for f in found):
         raise problem(
             "invalid_field",
-            "net.parameters() says no names, by which the cluster knows parameters",
+            "net.parameters() has no names, but the cluster identifies parameters by name",
             hint="ParameterServerOptimizer(net, ...) or ParameterServerOptimizer(net.named_parameters(), ...)",
         )
     return _checked(dict(found))
@@ -78,7 +78,7 @@ def check_fit(params: Mapping[str, Tensor], held: ModelMap) -> None:
         raise problem(
             "invalid_shape",
             f"model '{held.name}' does not fit the module: {found}",
-            hint="take another name, or delete the model",
+            hint="choose another model name, or delete the model",
             errors=tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors),
         )
 
@@ -89,8 +89,8 @@ def check_dense(grads: Mapping[str, Tensor | None]) -> None:
     if wrong:
         raise problem(
             "invalid_dtype",
-            f"gradients must be dense, these are not: {', '.join(repr(n) for n in wrong)}",
-            hint="take sparse=False for the layer, or p.grad = p.grad.to_dense() before the step",
+            f"gradients must be dense; these are not: {', '.join(repr(n) for n in wrong)}",
+            hint="use sparse=False for the layer, or set p.grad = p.grad.to_dense() before the step",
             errors=tuple(
                 {"code": "invalid_dtype", "detail": f"'{n}' has a gradient in {layout}", "where": n}
                 for n, layout in wrong.items()

@@ -189,7 +189,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._map()
         except NotFoundError as e:
             if optimizer is None:
-                hint = "pass optimizer=ps.Adam(lr=1e-3), say, to have it created"
+                hint = "pass an optimizer, such as optimizer=ps.Adam(lr=1e-3), to create it"
                 raise problem(e.code, e.detail, hint=hint) from None
         else:
             return
@@ -209,7 +209,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
 
     def _checked_map(self) -> ModelMap:
-        """Return the model's map; raises RequestError if the model was created anew and does not fit the module."""
+        """Return the model's map.  Raises RequestError if it was deleted and created again, and no longer fits the module."""
         held = self._map()
         if held.generation != self._generation:
             check_fit(self._params, held)
@@ -228,7 +228,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a second group with RequestError: a model has one learning rate, and per parameter an `lr_scale`."""
         if self.param_groups:
-            raise problem("invalid_field", "a model has one group of parameters", hint="use ps.Param(lr_scale=...)")
+            raise problem("invalid_field", "a model has a single parameter group", hint="use ps.Param(lr_scale=...)")
         super().add_param_group(param_group)
 
 
