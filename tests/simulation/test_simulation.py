@@ -218,7 +218,7 @@ def test_a_journal_without_tokens_turns_the_checkers_red(monkeypatch: pytest.Mon
 
     def any_owner(self: SimRedis, key: Any, token: int, entries: Any) -> Verdict:
         for entry in entries:
-            self.shelf.append(entry)
+            self.store.append(entry)
         return Verdict.DONE
 
     monkeypatch.setattr(SimRedis, "append", any_owner)

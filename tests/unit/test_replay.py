@@ -31,7 +31,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError
-from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf, first_state, loaded, perform
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, first_state, loaded, perform
 from paramserver.types import F32, ModelKey, PartitionKey, PushId
 from paramserver.wire.tensor import slice_crc
 
@@ -54,7 +54,7 @@ def spec(optimizer: str = "adam", mode: str = "async") -> ModelSpec:
     )
 
 
-class Recorder(SnapshotShelf):
+class Recorder(InMemoryStore):
     """A store that also keeps every entry it was ever given, as it comes back from msgpack."""
 
     def __init__(self) -> None:
@@ -117,13 +117,13 @@ class Session:
     """Plays commands on a live partition and looks at it after each."""
 
     def __init__(self, start: ModelSpec) -> None:
-        self.shelf = Recorder()
-        self.driver = ShardDriver(self.shelf)
+        self.store = Recorder()
+        self.driver = ShardDriver(self.store)
         self.driver.roster = lambda ask: WorkerAnswered(ask.request, 1, ROSTER[ask.worker][1], live=True)
         self.driver.serve(start, workers=ROSTER, live_workers=2)
         self.seq = 0
         effect = LoadPartition(KEY, 1, "init", start, Layout(start))
-        self.recording = Recording(start, first_state(effect), self.shelf.written)
+        self.recording = Recording(start, first_state(effect), self.store.written)
         self.look()
 
     @property

@@ -20,7 +20,7 @@ from paramserver.core.shard_io import (
 )
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
-from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import F32, PushId
 
 
@@ -220,14 +220,14 @@ def test_a_model_that_is_gone_or_replaced_is_told_apart() -> None:
 
 def test_a_changed_partition_is_stored_after_five_seconds_and_a_crash_loses_what_came_after() -> None:
     """A new shard goes on from the snapshot: values, window and version; a later push is applied anew."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
+    store = InMemoryStore()
+    driver = ShardDriver(store)
     driver.serve(spec())
     driver.push({0: ones()}, PushId("w", 1, 0))
     driver.advance(limits.SNAPSHOT_INTERVAL_S + 0.1)
     stored = driver.push({0: ones()}, PushId("w", 1, 1))
 
-    after = ShardDriver(shelf)
+    after = ShardDriver(store)
     after.serve(spec(), owned={0: 2}, source="snapshot")
 
     assert stored.durable_version == 1

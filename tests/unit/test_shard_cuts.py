@@ -8,7 +8,7 @@ from paramserver import limits
 from paramserver.core.shard_io import JournalLost, SnapshotFailed, SnapshotStored, StoreSnapshot
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import FencedError
-from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
 from .partitions import ROSTER, WORKERS, complete, journaled, listed, ones, pending, spec, stage
@@ -35,8 +35,8 @@ def cut_beside_what_is_due(partitions: int) -> ShardDriver:
 
 def test_a_cut_is_stored_reported_and_what_a_rollback_goes_back_to() -> None:
     """After a recovery under a new timeline the model is that of the cut's clock; older pushes hear where it is."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
+    store = InMemoryStore()
+    driver = ShardDriver(store)
     view = driver.serve(synced(2), workers=ROSTER)
     driver.advance(1.0)
     stage(driver, 0, 0, 1.0)
@@ -185,8 +185,8 @@ def test_a_cut_is_stored_where_it_is_asked_for_at_the_present_clock_or_one_to_co
 
 def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> None:
     """What was to be stored for the move is not, when its first attempt failed and the partition stays."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
+    store = InMemoryStore()
+    driver = ShardDriver(store)
     view = driver.serve(synced(), workers=ROSTER)
     driver.advance(1.0)
     driver.eager = False
@@ -201,7 +201,7 @@ def test_a_move_that_was_called_off_stores_nothing_in_the_place_of_a_cut() -> No
     driver.commit(0, listed(0, 0), cut=True)
     driver.advance(5.0)
 
-    assert [c.clock for c in shelf.kept[urgent.capture.key]] == [1, 0]
+    assert [c.clock for c in store.kept[urgent.capture.key]] == [1, 0]
 
 
 def test_before_the_first_commit_there_is_a_cut() -> None:
@@ -275,7 +275,7 @@ def test_a_cut_that_was_dropped_for_a_move_is_taken_anew_when_it_is_asked_for() 
     serving = driver.serve(synced(), workers=ROSTER)
     driver.commit(0, cut=True)
     driver.advance(1.0)
-    driver.store = SnapshotShelf()
+    driver.store = InMemoryStore()
     driver.eager = False
     renewed = replace(serving, clock=1, owned={0: 9}, renewed={0: 1})
     driver.send(renewed)

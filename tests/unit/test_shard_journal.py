@@ -17,7 +17,7 @@ from paramserver.core.shard_io import (
     SetReceived,
     StoreSnapshot,
 )
-from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf, look, push_part
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, checked_part, push_part
 from paramserver.types import PushId
 
 from .partitions import ROSTER, WORKERS, apply, complete, done, entries, journaled, ones, pending, refused, slow
@@ -126,15 +126,15 @@ def test_a_duplicate_waits_until_its_original_is_durable() -> None:
 
 def test_a_crash_loses_nothing_that_was_acknowledged() -> None:
     """The next owner has what was journaled, its windows and its version, and takes again what was not."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
+    store = InMemoryStore()
+    driver = ShardDriver(store)
     driver.serve(journaled())
     driver.push({0: ones(1.0)}, PushId("w", 1, 0))
     driver.push({0: ones(2.0)}, None, key="k")
     driver.eager = False
     driver.submit({0: ones(4.0)}, PushId("w", 1, 1))
 
-    after = ShardDriver(shelf)
+    after = ShardDriver(store)
     after.serve(journaled(), owned={0: 2}, source="snapshot")
 
     assert after.values() == [3.0] * 4
@@ -142,23 +142,23 @@ def test_a_crash_loses_nothing_that_was_acknowledged() -> None:
     assert after.push({0: ones(1.0)}, PushId("w", 1, 0)).duplicate
     assert after.push({0: ones(2.0)}, None, key="k").version == 2
     assert not after.push({0: ones(4.0)}, PushId("w", 1, 1)).duplicate
-    assert [e.lsn for e in shelf.journals[after.core.models["m"].partitions[0].key]] == [1, 2, 3, 4]
+    assert [e.lsn for e in store.journals[after.core.models["m"].partitions[0].key]] == [1, 2, 3, 4]
 
 
 def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
     """The journal is kept from the older of two snapshots on; a damaged newest one costs nothing."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
+    store = InMemoryStore()
+    driver = ShardDriver(store)
     driver.serve(journaled(optimizer={"name": "adam", "lr": 0.1}))
     for i in range(4):
         driver.push({0: ones(i)}, PushId("w", 1, i))
         driver.advance(limits.SNAPSHOT_INTERVAL_S)
     key = driver.core.models["m"].partitions[0].key
-    assert [c.lsn for c in shelf.kept[key]] == [5, 4]
-    assert [e.lsn for e in shelf.journals[key]] == [5]
+    assert [c.lsn for c in store.kept[key]] == [5, 4]
+    assert [e.lsn for e in store.journals[key]] == [5]
 
-    shelf.damaged = True
-    after = ShardDriver(shelf)
+    store.damaged = True
+    after = ShardDriver(store)
     after.serve(journaled(optimizer={"name": "adam", "lr": 0.1}), owned={0: 2}, source="snapshot")
 
     ours, theirs = (d.pull(0).parts[0].state for d in (after, driver))
@@ -168,28 +168,28 @@ def test_the_older_snapshot_and_the_journal_give_the_same() -> None:
 
 def test_what_is_buffered_is_journaled_and_the_flush_says_when_it_was_applied() -> None:
     """Held parts survive a crash, and so does the moment at which they became one step."""
-    shelf = SnapshotShelf()
+    store = InMemoryStore()
     buffered = journaled(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
-    driver = ShardDriver(shelf)
+    driver = ShardDriver(store)
     driver.serve(buffered)
     for i, value in enumerate((1.0, 3.0, 10.0)):
         assert driver.push({0: ones(value)}, PushId("w", 1, i)).state == "buffered"
 
-    after = ShardDriver(shelf)
+    after = ShardDriver(store)
     after.serve(buffered, owned={0: 2}, source="snapshot")
     assert after.values() == [2.0] * 4
     after.push({0: ones(20.0)}, PushId("w", 1, 3))
 
     assert after.values() == [17.0] * 4
-    kinds = [e.kind for e in shelf.journals[after.core.models["m"].partitions[0].key]]
+    kinds = [e.kind for e in store.journals[after.core.models["m"].partitions[0].key]]
     assert kinds == ["config", "hold", "hold", "flush", "hold", "hold", "flush"]
 
 
 def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
     """Staged parts are journaled before their ack, so the next owner takes the commit that the leader has decided."""
-    shelf = SnapshotShelf()
+    store = InMemoryStore()
     sync = journaled(optimizer={"name": "adam", "lr": 0.1}, consistency={"mode": "sync"})
-    driver, straight = ShardDriver(shelf), ShardDriver()
+    driver, straight = ShardDriver(store), ShardDriver()
     for d in (driver, straight):
         d.serve(sync, workers=ROSTER, live_workers=2)
         for clock in (0, 1):
@@ -199,7 +199,7 @@ def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
     decided = tuple(Contribution(w, 1, i, 1) for i, w in enumerate(WORKERS))
     straight.commit(1, *decided)
 
-    after = ShardDriver(shelf)
+    after = ShardDriver(store)
     after.serve(sync, workers=ROSTER, live_workers=2, owned={0: 2}, source="snapshot", clock=2)
     assert after.resyncs == 1
     assert after.push({0: ones(2.0)}, PushId(WORKERS[0], 1, 1), clock=1).duplicate
@@ -213,13 +213,13 @@ def test_a_synchronous_owner_that_dies_costs_no_rollback() -> None:
 
 def test_assignments_are_journaled_from_the_first_upload_on() -> None:
     """What was uploaded before the model was ready survives its owner, at version 0."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
+    store = InMemoryStore()
+    driver = ShardDriver(store)
     view = driver.serve(journaled(), ready=False)
     driver.send(SetReceived(90, "m", (AssignPart(0, ones(5.0), "float32", True),)))
     assert done(driver, 90).durable_version == 0
 
-    after = ShardDriver(shelf)
+    after = ShardDriver(store)
     after.serve(journaled(), owned={0: 2}, source="snapshot", ready=False)
     after.send(replace(view, owned={0: 2}, ready=True))
     after.send(SetReceived(91, "m", (AssignPart(0, ones(6.0)[:2], "float32", True, ((1, 3),)),)))
@@ -297,20 +297,20 @@ def test_much_journal_is_snapshotted_before_the_interval_is_over(monkeypatch: py
 
 def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_too() -> None:
     """The version and what is staged are the same for the next owner: a late part kept by `fold`, then its end."""
-    shelf = SnapshotShelf()
+    store = InMemoryStore()
     sync = journaled(consistency={"mode": "sync", "late": "fold"})
-    driver = ShardDriver(shelf)
+    driver = ShardDriver(store)
     driver.serve(sync, workers=ROSTER, live_workers=2)
     driver.commit(0)
     driver.push({0: ones()}, PushId(WORKERS[0], 1, 0), clock=0)
 
-    keeps = ShardDriver(shelf)
+    keeps = ShardDriver(store)
     keeps.serve(sync, workers=ROSTER, live_workers=2, owned={0: 2}, source="snapshot", clock=1)
     assert keeps.core.held_bytes == 16
     keeps.send(RosterChanged(keeps.view.model, {}, 0))  # type: ignore[union-attr]
     assert keeps.core.held_bytes == 0
 
-    after = ShardDriver(shelf)
+    after = ShardDriver(store)
     after.serve(sync, workers=ROSTER, live_workers=2, owned={0: 3}, source="snapshot", clock=1)
     assert after.core.held_bytes == 0
     assert after.pull(0).version == 1
@@ -322,7 +322,7 @@ def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
     driver.serve(journaled(ack="applied"))
     rng = random.Random(7)
     versions: dict[int, int] = {}
-    part = look(push_part(0, ones(), 4))
+    part = checked_part(push_part(0, ones(), 4))
     pushes, copies = 1000, 100
     due = sorted((i + rng.uniform(0, limits.WINDOW / 2), i) for i in range(pushes) for _ in range(copies))
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from paramserver.core.shard_io import Contribution, LoadPartition, ModelView, PullDone, PushDone, StorageChanged
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
-from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import F32, PushId
 
 PARTITIONS = 3
@@ -44,7 +44,7 @@ class AsyncShard(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = SnapshotShelf()
+        self.store = InMemoryStore()
         self.token = 1
         self.sent: list[tuple[PushId, frozenset[int]]] = []
         self.open: dict[int, int] = {}
@@ -58,7 +58,7 @@ class AsyncShard(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.driver = ShardDriver(self.shelf)
+        self.driver = ShardDriver(self.store)
         owned = {i: self.token for i in range(PARTITIONS)}
         self.driver.serve(model(self.ACK), owned=owned, source="init" if self.token == 1 else "snapshot")
         self.driver.eager = False
@@ -112,7 +112,7 @@ class AsyncShard(RuleBasedStateMachine):
 
     def stored(self) -> set[int]:
         """Partitions of which Redis has a snapshot."""
-        return {key.index for key in self.shelf.kept}
+        return {key.index for key in self.store.kept}
 
     def recovered(self, index: int, stored: set[int]) -> None:
         """A partition was loaded after its owner was lost: at this level it may have lost what no snapshot held."""
@@ -176,7 +176,7 @@ class AsyncShard(RuleBasedStateMachine):
     @rule()
     def redis_is_emptied(self) -> None:
         """Owners keep what they have, under new tokens, and store it again; what was on its way is refused."""
-        self.driver.store = self.shelf = SnapshotShelf()
+        self.driver.store = self.store = InMemoryStore()
         self.token += 1
         self.tell(owned=dict.fromkeys(self.view.owned, self.token), renewed=dict(self.view.owned), source="snapshot")
         self.unseeded = set(range(PARTITIONS))

@@ -5,7 +5,7 @@ import pytest
 
 from paramserver.core.shard_io import MapChanged, PushDone, RosterChanged, WorkerAnswered
 from paramserver.errors import FencedError, PsError, StaleMapError
-from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
 from .test_shard_core import ones, refused, spec
@@ -300,14 +300,14 @@ def test_leaving_buffered_flushes() -> None:
 
 def test_a_snapshot_carries_what_is_buffered() -> None:
     """A push that a window remembers is in the values or in the buffer, also after a crash."""
-    shelf = SnapshotShelf()
-    driver = ShardDriver(shelf)
+    store = InMemoryStore()
+    driver = ShardDriver(store)
     buffered = spec(consistency={"mode": "buffered", "count": 2, "interval_ms": 3_600_000})
     driver.serve(buffered)
     driver.push({0: ones()}, PushId("w", 1, 0))
     driver.advance(6.0)
 
-    after = ShardDriver(shelf)
+    after = ShardDriver(store)
     after.serve(buffered, owned={0: 2}, source="snapshot")
     assert after.push({0: ones()}, PushId("w", 1, 0)).duplicate
     after.push({0: ones(value=3.0)}, PushId("w", 1, 1))

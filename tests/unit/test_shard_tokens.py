@@ -20,7 +20,7 @@ from paramserver.core.shard_io import (
     StoreSnapshot,
 )
 from paramserver.errors import PsError
-from paramserver.testing.shard_driver import ShardDriver, SnapshotShelf
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
 from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, spec, view, wish
@@ -38,7 +38,7 @@ def test_a_renewed_token_keeps_memory_and_stores_everything_again(ack: str) -> N
     waiting = driver.submit({0: ones(2.0)}, PushId("w", 1, 1))
     complete(driver, Apply)
     running = driver.submit({0: ones(4.0)}, PushId("w", 1, 2))
-    driver.store = SnapshotShelf()
+    driver.store = InMemoryStore()
     driver.pending = [e for e in driver.pending if isinstance(e, Apply)]
 
     driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, source="snapshot"))
@@ -69,7 +69,7 @@ def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
     driver.serve(spec(), owned={0: 5})
     driver.push({0: ones()}, PushId("w", 1, 0))
     for token, renewed, value in ((6, {0: 5}, 1.0), (7, {0: 2}, 1.0), (8, {0: 8}, 0.0), (9, {}, 0.0)):
-        driver.store = SnapshotShelf()
+        driver.store = InMemoryStore()
         driver.eager = False
         driver.send(replace(view(driver), owned={0: token}, renewed=renewed, source="snapshot"))
         driver.pending = [e for e in driver.pending if isinstance(e, LoadPartition)]
@@ -84,7 +84,7 @@ def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     driver.serve(spec(consistency={"mode": "sync"}), workers=ROSTER, live_workers=2)
     driver.commit(0, cut=True)
     driver.commit(1)
-    driver.store = SnapshotShelf()
+    driver.store = InMemoryStore()
 
     driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}, clock=2))
     driver.advance(0.1)
@@ -103,7 +103,7 @@ def test_a_cut_of_a_model_that_has_left_sync_is_not_stored_again(lost: str) -> N
     driver.patch({"consistency": {"mode": "async"}}, clock=1)
     driver.push({0: ones()}, PushId("w", 1, 0))
     assert not list(driver.core.cuts())
-    driver.store = SnapshotShelf()
+    driver.store = InMemoryStore()
 
     if lost == "renewed":
         driver.send(replace(view(driver), owned={0: 9}, renewed={0: 1}))
@@ -188,7 +188,7 @@ def test_an_owner_that_redis_refused_before_it_was_renewed_has_its_memory_still(
     driver = ShardDriver()
     driver.serve(spec(ack="journaled"))
     driver.push({0: ones()}, PushId("w", 1, 0))
-    driver.store = SnapshotShelf()
+    driver.store = InMemoryStore()
 
     driver.send(JournalRefused(KEY, 1))
     with pytest.raises(PsError) as caught:

@@ -72,12 +72,12 @@ class SimScheduler(Node):
         self.feeds: dict[str, Callable[[Document], None]] = {}
         self._queue: deque[_Batch] = deque()
         self._writing = False
-        self._anew = False
+        self._refilling = False
         """Redis was emptied and is not refilled yet."""
-        self._away = False
+        self._storage_down = False
         self._asked_s = self.world.now
         """When it sent the last lease renewal that succeeded; -inf after a pause, until one does."""
-        self._held: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
 
     # --- the lease
 
@@ -96,17 +96,17 @@ class SimScheduler(Node):
         seen, answered_s = self.seen_term, self._answered_s
 
         def work(redis: SimRedis) -> Any:
-            return redis.term, redis.take(self.name, seen, patient, answered_s, self.world.now)
+            return redis.term, redis.acquire_lease(self.name, seen, patient, answered_s, self.world.now)
 
-        self.ask_redis("take", work, self._taken)
+        self.ask_redis("take", work, self._lease_answered)
 
-    def _taken(self, answer: Any) -> None:
+    def _lease_answered(self, answer: Any) -> None:
         if answer is None or self.leading:
             return
         since_s, last_s = self._answered_s
         self._answered_s = (since_s if self.world.now - last_s <= 2.0 else self.world.now, self.world.now)
-        term, taken = answer
-        if isinstance(taken, str):
+        term, outcome = answer
+        if isinstance(outcome, str):
             if term < self.seen_term and self._missing_since_s is None:
                 self._missing_since_s = self.world.now
             elif term >= self.seen_term:
@@ -114,7 +114,7 @@ class SimScheduler(Node):
             return
         self._reset()
         self.leading = True
-        self.term, fields = taken
+        self.term, fields = outcome
         self.seen_term = self.term
         self.core = SchedulerCore.restore(fields, self.world.now, self.term)
         self._tick(self.term)
@@ -135,13 +135,13 @@ class SimScheduler(Node):
                 return
             self._asked_s = asked_s
             self._storage("")
-            if verdict is Verdict.EMPTIED and not self._anew:
-                self._anew = True
+            if verdict is Verdict.EMPTIED and not self._refilling:
+                self._refilling = True
                 self.term = self.seen_term = self.term + 1
                 self._tick(self.term)
                 self.handle(io.RedisEmptied(self.term, {key for batch in self._queue for key in batch.tokens}))
-            held, self._held = self._held, []
-            for action in held:
+            deferred, self._deferred = self._deferred, []
+            for action in deferred:
                 action()
 
         self.ask_redis("renew", lambda redis: redis.renew(self.name, term, self.world.now), renewed)
@@ -155,20 +155,20 @@ class SimScheduler(Node):
     def pause(self, seconds: float) -> None:
         """Pause; afterwards, renew the lease before answering anything."""
         super().pause(seconds)
-        self.later(0.0, "was paused", self._doubt)
+        self.later(0.0, "was paused", self._recheck_lease)
 
-    def _doubt(self) -> None:
+    def _recheck_lease(self) -> None:
         if self.leading:
             self._asked_s = float("-inf")
             self._renew()
 
     @property
-    def _sure(self) -> bool:
+    def _lease_confirmed(self) -> bool:
         return self._asked_s > float("-inf")
 
     def _storage(self, reason: str) -> None:
-        if self._away != bool(reason):
-            self._away = bool(reason)
+        if self._storage_down != bool(reason):
+            self._storage_down = bool(reason)
             self.handle(io.StorageChanged(reason))
 
     # --- events and effects
@@ -182,8 +182,8 @@ class SimScheduler(Node):
 
     def handle(self, event: io.Event) -> None:
         """Handle one event; effects are performed once its decisions are stored, except replies that need not wait."""
-        if not self._sure:
-            self._held.append(lambda: self.handle(event))
+        if not self._lease_confirmed:
+            self._deferred.append(lambda: self.handle(event))
             return
         batch = _Batch()
         for effect in self.core.handle(event, self.world.now):
@@ -209,7 +209,7 @@ class SimScheduler(Node):
         if self._writing or not self._queue:
             return
         self._writing = True
-        term, queue, count, anew = self.term, self._queue, len(self._queue), self._anew
+        term, queue, count, full = self.term, self._queue, len(self._queue), self._refilling
         merged = _Batch()
         for batch in self._queue:
             merged.fields.update(batch.fields)
@@ -231,11 +231,11 @@ class SimScheduler(Node):
                     for effect in queue.popleft().effects:
                         self._do(effect)
                 self._writing = False
-                self._anew &= not anew
+                self._refilling &= not full
                 self._storage("")
                 self._write()
 
-        work = lambda redis: redis.write(term, merged.fields, merged.tokens, merged.fences, anew)  # noqa: E731
+        work = lambda redis: redis.write(term, merged.fields, merged.tokens, merged.fences, full)  # noqa: E731
         self.ask_redis("write", work, written)
 
     def _do(self, effect: io.Effect) -> None:
@@ -285,11 +285,11 @@ class SimScheduler(Node):
 
         return self.call(type(event).__name__, source, take)
 
-    def look(self, source: str, what: str, read: Callable[[SchedulerCore], Any]) -> Call:
+    def query(self, source: str, what: str, read: Callable[[SchedulerCore], Any]) -> Call:
         """Return a read-only request."""
 
         def take(answer: Answer) -> None:
-            if not self.leading or not self._sure:
+            if not self.leading or not self._lease_confirmed:
                 answer(_no_leader())
                 return
             try:

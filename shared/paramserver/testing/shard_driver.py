@@ -1,6 +1,6 @@
 """Runs a `ShardCore` in memory, with real kernels and a store that outlives it; tests decide when effects complete.
 
-    store = SnapshotShelf()
+    store = InMemoryStore()
     driver = ShardDriver(store)
     driver.serve(spec)                       # all partitions, version 0
     outcome = driver.push({0: gradient})     # or send(event), then complete(i) in any order
@@ -66,7 +66,7 @@ from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, Push
 from paramserver.wire.tensor import bf16_to_f32, slice_crc
 
 
-class SnapshotShelf:
+class InMemoryStore:
     """Redis' contents: per partition the newest snapshot, the pinned cut or else the previous one, and the journal."""
 
     def __init__(self) -> None:
@@ -173,10 +173,10 @@ def push_part(
 ) -> PushPart:
     """Return a part as the service makes it; whole parts of even partitions are unchecked, without a CRC."""
     part = PushPart(partition, data, dtype, None, True, ranges, base)
-    return look(part, size) if ranges is not None or partition % 2 == 1 else part
+    return checked_part(part, size) if ranges is not None or partition % 2 == 1 else part
 
 
-def look(part: PushPart, size: int | None = None) -> PushPart:
+def checked_part(part: PushPart, size: int | None = None) -> PushPart:
     """Return the part with `crc` and `finite` set, as the service does; `size` is its partition's, in elements."""
     crc = slice_crc(part.dtype, part.ranges or ((0, part.data.size if size is None else size),), part.data)
     return replace(part, crc=crc, finite=bool(kernels.all_finite(part.data, part.dtype)))
@@ -212,22 +212,22 @@ def check_superseded(core: ShardCore, before: Pullable) -> None:
 
     Clients on the shard's machine would otherwise take it for current.
     """
-    now, told = pullable(core) if before else {}, {id(s.values) for s in core.superseded}
-    for key, (values, stand) in before.items():
-        same = key in now and now[key][0] is values and now[key][1] == stand
-        assert same or id(values) in told, f"the core does not report {key} at {stand} as superseded"
+    now, reported = pullable(core) if before else {}, {id(s.values) for s in core.superseded}
+    for key, (values, position) in before.items():
+        same = key in now and now[key][0] is values and now[key][1] == position
+        assert same or id(values) in reported, f"the core does not report {key} at {position} as superseded"
 
 
 @dataclass
 class ShardDriver:
     """One shard under test: its core, its time, its pending effects and its replies."""
 
-    store: SnapshotShelf = field(default_factory=SnapshotShelf)
+    store: InMemoryStore = field(default_factory=InMemoryStore)
     eager: bool = True
     """Complete every effect immediately."""
     checked: bool = True
     """Run `check_superseded` after every event."""
-    core: ShardCore = field(default_factory=lambda: ShardCore(look))
+    core: ShardCore = field(default_factory=lambda: ShardCore(checked_part))
     now: float = 100.0
     pending: list[Effect] = field(default_factory=list)
     """Loads, jobs, snapshots and journals that are not complete."""

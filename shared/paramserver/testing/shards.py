@@ -15,7 +15,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import SERVE_WITHOUT_CONTACT_S
 from paramserver.testing.nodes import Node
 from paramserver.testing.schedulers import Document, SimScheduler
-from paramserver.testing.shard_driver import check_superseded, look, perform, pullable
+from paramserver.testing.shard_driver import check_superseded, checked_part, perform, pullable
 from paramserver.testing.storage import SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
 from paramserver.types import ModelKey, PartitionKey, Token
@@ -36,7 +36,7 @@ class SimShard(Node):
 
     def start(self) -> None:
         """Start and join, owning nothing."""
-        self.core = ShardCore(look)
+        self.core = ShardCore(checked_part)
         self.epoch = 0
         self.term = 0
         """The highest term that a document carried."""
@@ -48,7 +48,7 @@ class SimShard(Node):
         self._queues: dict[Ownership, deque[sio.JournalEntry]] = {}
         self._writing = False
         self._wakes_at = float("inf")
-        self._yes_s = float("-inf")
+        self._confirmed_s = float("-inf")
         self.up = True
         self._join(self.deaths)
         self._fence()
@@ -58,13 +58,13 @@ class SimShard(Node):
         """The scheduler in use."""
         return self.schedulers[0]
 
-    def _turn(self) -> None:
+    def _switch_scheduler(self) -> None:
         self.schedulers = [*self.schedulers[1:], self.schedulers[0]]
 
     @property
     def serving(self) -> bool:
         """Whether the fence key or a heartbeat has confirmed this shard recently enough to serve (semantics 6)."""
-        return self.epoch > 0 and self.world.now - self._yes_s <= SERVE_WITHOUT_CONTACT_S
+        return self.epoch > 0 and self.world.now - self._confirmed_s <= SERVE_WITHOUT_CONTACT_S
 
     # --- membership
 
@@ -87,10 +87,10 @@ class SimShard(Node):
 
         def answered(outcome: Any) -> None:
             if isinstance(outcome, PsError):
-                self._turn()
+                self._switch_scheduler()
                 self.later(RETRY_S, "join again", lambda: self._join(life))
                 return
-            self.epoch, self.term, self._yes_s = outcome["epoch"], outcome["term"], asked_s
+            self.epoch, self.term, self._confirmed_s = outcome["epoch"], outcome["term"], asked_s
             self._heartbeat(self.epoch)
             self._follow()
 
@@ -98,9 +98,9 @@ class SimShard(Node):
             self.scheduler.ask(self.name, lambda r: io.JoinShard(r, self.name, [f"http://{self.name}"])), answered
         )
 
-    def _disown(self) -> None:
+    def _end_membership(self) -> None:
         """End this membership: give up all partitions and join again."""
-        self.epoch, self._yes_s = 0, float("-inf")
+        self.epoch, self._confirmed_s = 0, float("-inf")
         for view in list(self.views.values()):
             self._view(replace(view, owned={}, release={}))
         self._join(self.deaths)
@@ -117,11 +117,11 @@ class SimShard(Node):
             if epoch != self.epoch:
                 return
             if not isinstance(outcome, PsError):
-                self._yes_s = max(self._yes_s, asked_s)
+                self._confirmed_s = max(self._confirmed_s, asked_s)
             elif outcome.code in ("fenced", "unknown_node"):
-                self._disown()
+                self._end_membership()
             else:
-                self._turn()
+                self._switch_scheduler()
 
         make = lambda r: io.ShardHeartbeat(r, self.name, epoch, {}, partitions, cuts, released)  # noqa: E731
         self._send(self.scheduler.ask(self.name, make), answered)
@@ -137,9 +137,9 @@ class SimShard(Node):
             if fence is None:
                 self._storage("Redis does not answer")
             elif fence >= epoch:
-                self._disown()
+                self._end_membership()
             else:
-                self._yes_s = max(self._yes_s, asked_s)
+                self._confirmed_s = max(self._confirmed_s, asked_s)
                 if not self._queues:
                     self._storage("")
 
@@ -177,7 +177,7 @@ class SimShard(Node):
                 return
             heard_s = self.world.now
             if doc.get("term", self.term) < self.term:
-                self._turn()
+                self._switch_scheduler()
                 self._follow()
                 return
             self.term = max(self.term, doc.get("term", 0))
@@ -188,9 +188,9 @@ class SimShard(Node):
                 return
             if isinstance(outcome, PsError):
                 if outcome.code in ("fenced", "unknown_node"):
-                    self._disown()
+                    self._end_membership()
                 else:
-                    self._turn()
+                    self._switch_scheduler()
                     self.later(RETRY_S, "feed again", lambda: self._follow() if open_() else None)
 
         def subscribe(answer: Answer) -> None:
@@ -211,7 +211,7 @@ class SimShard(Node):
             if not open_():
                 return
             if self.world.now - heard_s > FEED_SILENCE_S:
-                self._turn()
+                self._switch_scheduler()
                 self._follow()
             else:
                 self.later(1.0, "feed watch", watch)
@@ -364,12 +364,12 @@ class SimShard(Node):
             elif found.code == "unknown_worker":
                 answer = sio.WorkerAnswered(request, None)
             else:
-                self._turn()
+                self._switch_scheduler()
                 answer = sio.WorkerAnswered(request, None, error=problem("no_leader", "no scheduler answers"))
             self.handle(answer)
 
-        look = lambda core: core.read.worker(model.name, worker, self.world.now)  # noqa: E731
-        self._send(self.scheduler.look(self.name, "worker", look), done)
+        read = lambda core: core.read.worker(model.name, worker, self.world.now)  # noqa: E731
+        self._send(self.scheduler.query(self.name, "worker", read), done)
 
     # --- requests
 
@@ -384,7 +384,7 @@ class SimShard(Node):
 
         return self.call(what, source, take)
 
-    def ask_that_ends(self, source: str, what: str, event: Callable[[int], sio.PushReceived], shards: int) -> Call:
+    def ask_last_push(self, source: str, what: str, event: Callable[[int], sio.PushReceived], shards: int) -> Call:
         """Return a push that ends its worker's iteration on `shards` shards; this one reports its part of the clock."""
 
         def take(answer: Answer) -> None:
@@ -394,7 +394,7 @@ class SimShard(Node):
 
             def pushed(outcome: Any) -> None:
                 if isinstance(outcome, sio.PushDone):
-                    self._tell(made, outcome, shards)
+                    self._report_clock(made, outcome, shards)
                 answer(outcome)
 
             made = event(self.number(pushed))
@@ -402,7 +402,7 @@ class SimShard(Node):
 
         return self.call(what, source, take)
 
-    def _tell(self, push: sio.PushReceived, done: sio.PushDone, shards: int) -> None:
+    def _report_clock(self, push: sio.PushReceived, done: sio.PushDone, shards: int) -> None:
         served, indices = self.core.served(done.model), [p.partition for p in push.parts]
         assert push.push_id is not None
         assert push.clock is not None
@@ -410,8 +410,8 @@ class SimShard(Node):
         if done.state != "staged" or served is None or not served.stages(indices, i.worker, i.epoch, push.clock):
             return
         name = done.model
-        told = (name.name, name.generation, i.worker, i.epoch, i.seq, push.clock + 1, done.timeline, shards)
-        staged = io.ClockStaged(self.name, self.epoch, *told)
+        fields = (name.name, name.generation, i.worker, i.epoch, i.seq, push.clock + 1, done.timeline, shards)
+        staged = io.ClockStaged(self.name, self.epoch, *fields)
         self.world.send(self.scheduler.tell(self.name, staged), lambda answer: None)
 
     def ask_commit(self, source: str, push: sio.PushReceived, wait_s: float) -> Call:

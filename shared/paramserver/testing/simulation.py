@@ -120,7 +120,7 @@ class Simulation:
             node.start()
         # The third shard joins during training, so partitions move to it.
         world.after(world.rng.uniform(2.0, 20.0), "start shard-2", self.shards["shard-2"].start)
-        world.after(1.0, "trouble", self._trouble)
+        world.after(1.0, "trouble", self._inject_faults)
         if world.faults.empty_at_s is not None:
             world.after(world.faults.empty_at_s, "Redis is emptied", self._empty)
         world.play(self._create())
@@ -132,23 +132,23 @@ class Simulation:
 
     # --- faults other than lost messages and crashes
 
-    def _trouble(self) -> None:
+    def _inject_faults(self) -> None:
         world, faults = self.world, self.world.faults
         nodes: list[Node] = [n for n in (*self.schedulers, *self.shards.values()) if n.up]
         if nodes and world.chance(faults.pause):
-            world.rng.choice(nodes).pause(world.spell())
+            world.rng.choice(nodes).pause(world.fault_duration())
         if nodes and world.chance(faults.cut):
             names = [*(n.name for n in nodes), "redis"]
             a, b = world.rng.sample(names, 2)
-            world.cuts[a, b] = world.now + world.spell()
+            world.cuts[a, b] = world.now + world.fault_duration()
         if world.chance(faults.redis_away):
             self.redis.down = True
-            world.after(world.spell(), "Redis is back", self._redis_back)
+            world.after(world.fault_duration(), "Redis is back", self._redis_back)
         if world.chance(faults.drain):
             name = world.rng.choice(list(self.shards))
-            world.play(self._drain(name, world.spell()))
-        if world.unkind:
-            world.after(1.0, "trouble", self._trouble)
+            world.play(self._drain(name, world.fault_duration()))
+        if world.faults_active:
+            world.after(1.0, "trouble", self._inject_faults)
 
     def _redis_back(self) -> None:
         self.redis.down = False

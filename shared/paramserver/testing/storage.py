@@ -7,7 +7,7 @@ from typing import Any
 
 from paramserver.core.shard_io import JournalEntry, LoadedState, LoadPartition, StoreSnapshot
 from paramserver.errors import problem
-from paramserver.testing.shard_driver import SnapshotShelf
+from paramserver.testing.shard_driver import InMemoryStore
 from paramserver.types import PartitionKey, Token
 
 LEASE_S = 3.0
@@ -42,11 +42,11 @@ class SimRedis:
         self.state: dict[str, str] = {}
         self.tokens: dict[PartitionKey, Token] = {}
         self.fences: dict[str, int] = {}
-        self.shelf = SnapshotShelf()
+        self.store = InMemoryStore()
 
     # --- schedulers
 
-    def take(
+    def acquire_lease(
         self, who: str, seen: int, patient: bool, answered_s: tuple[float, float], now: float
     ) -> tuple[int, dict[str, Any]] | str:
         """Take the lease if it is free, and return (new term, all fields); else return the leader's name.
@@ -77,10 +77,10 @@ class SimRedis:
         fields: Mapping[str, Any],
         tokens: Mapping[PartitionKey, Token],
         fences: Mapping[str, int],
-        anew: bool,
+        full: bool,
     ) -> Verdict:
-        """Write one group of decisions; `anew`: it contains the whole state, for a Redis that was emptied."""
-        if anew and term > self.term:
+        """Write one group of decisions; `full`: it contains the whole state, for a Redis that was emptied."""
+        if full and term > self.term:
             self.term = term
         if term != self.term:
             return Verdict.FENCED if term < self.term else Verdict.EMPTIED
@@ -105,12 +105,12 @@ class SimRedis:
         if entries[0].lsn > self._last(key) + 1:
             return Verdict.GAP
         for entry in entries:
-            self.shelf.append(entry)
+            self.store.append(entry)
         return Verdict.DONE
 
     def _last(self, key: PartitionKey) -> int:
-        lsns = [e.lsn for e in self.shelf.journals.get(key, ())[-1:]] + [
-            c.lsn for c in self.shelf.kept.get(key, ())[:1]
+        lsns = [e.lsn for e in self.store.journals.get(key, ())[-1:]] + [
+            c.lsn for c in self.store.kept.get(key, ())[:1]
         ]
         return max(lsns, default=0)
 
@@ -119,12 +119,12 @@ class SimRedis:
         owner = self.tokens.get(effect.capture.key, 0)
         if owner != effect.capture.token:
             return Verdict.FENCED if owner > effect.capture.token else Verdict.EMPTIED
-        self.shelf.save(effect, pinned)
+        self.store.save(effect, pinned)
         return Verdict.DONE
 
     def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that a partition starts from; raises CorruptState (`corrupt_state`) for an unknown cut."""
         try:
-            return self.shelf.load(effect)
+            return self.store.load(effect)
         except KeyError as e:
             raise problem("corrupt_state", f"there is no cut {e}") from e

@@ -28,9 +28,9 @@ class SimClient:
 
     def ask(self, make: Any) -> Script:
         """Send an event to the scheduler and return its outcome; `no_leader` and `in_doubt` switch to the other one."""
-        return (yield from self._turned((yield self._schedulers[0].ask(self.name, make))))
+        return (yield from self._switch_if_not_leading((yield self._schedulers[0].ask(self.name, make))))
 
-    def _turned(self, outcome: Any) -> Script:
+    def _switch_if_not_leading(self, outcome: Any) -> Script:
         if isinstance(outcome, PsError) and outcome.code in ("no_leader", "in_doubt"):
             self._schedulers = [*self._schedulers[1:], self._schedulers[0]]
             yield 0.2
@@ -52,8 +52,8 @@ class SimClient:
     def model(self) -> Script:
         """Return the model's public document."""
         while True:
-            look = self._schedulers[0].look(self.name, "model", lambda core: core.read.model(self.sim.spec.name))
-            doc = yield from self._turned((yield look))
+            query = self._schedulers[0].query(self.name, "model", lambda core: core.read.model(self.sim.spec.name))
+            doc = yield from self._switch_if_not_leading((yield query))
             if not isinstance(doc, PsError):
                 return doc
             yield 0.2
@@ -160,7 +160,7 @@ class SimWorker(SimClient):
                 what, make = f"push {push_id.seq} {indices}", lambda r, push=push: replace(push, request=r)
                 node = self.sim.shards[shard]
                 if first:
-                    done = yield node.ask_that_ends(self.name, what, make, len(owners))
+                    done = yield node.ask_last_push(self.name, what, make, len(owners))
                 else:
                     done = yield node.ask(self.name, what, make)
                 if isinstance(done, sio.PushDone):

@@ -37,7 +37,7 @@ class Faults:
     """Range of each message's delay; messages can overtake one another."""
     down_s: tuple[float, float] = (0.2, 9.0)
     """Range of the time from a crash to the restart."""
-    spell_s: tuple[float, float] = (0.3, 8.0)
+    fault_duration_s: tuple[float, float] = (0.3, 8.0)
     """Range of the duration of a pause, a cut, a drain or an outage of Redis."""
     until_s: float = 60.0
     """No faults after this time, so that the run can finish."""
@@ -87,21 +87,21 @@ class World:
         return self._hash.hexdigest()
 
     @property
-    def unkind(self) -> bool:
+    def faults_active(self) -> bool:
         """Whether faults still happen."""
         return self.now < self.faults.until_s
 
     def chance(self, probability: float) -> bool:
         """Return True with this probability, but False once faults have ended."""
-        return self.unkind and self.rng.random() < probability
+        return self.faults_active and self.rng.random() < probability
 
     def arrives(self, source: str, target: str) -> bool:
         """Whether a message sent now will arrive."""
         return self.cuts.get((source, target), 0.0) <= self.now and not self.chance(self.faults.drop)
 
-    def spell(self) -> float:
+    def fault_duration(self) -> float:
         """Draw the duration of a fault."""
-        return self.rng.uniform(*self.faults.spell_s)
+        return self.rng.uniform(*self.faults.fault_duration_s)
 
     def after(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
         """Schedule an action."""
