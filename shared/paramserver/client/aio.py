@@ -18,7 +18,7 @@ from paramserver.client.consistency import Consistency
 from paramserver.client.control import Point
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.model import push_numbered, pushpull_numbered
@@ -55,7 +55,7 @@ class AsyncClient:
         self.shared = SharedArrays(self.cluster)
         self.transport = AsyncTransport(self.urls, Credentials.found(token, ca, os.environ))
         self._begin()
-        in_child(self._begin)
+        call_in_forked_child(self._begin)
 
     def _begin(self) -> None:
         self._numbers = defaultdict[str, PushNumbers](private_numbers)

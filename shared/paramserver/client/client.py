@@ -13,7 +13,7 @@ from paramserver.client.cluster import Cluster, urls_of
 from paramserver.client.consistency import Consistency
 from paramserver.client.credentials import Credentials
 from paramserver.client.encoding import codec_of
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.client.model import Model
 from paramserver.client.numbers import PushNumbers, private_numbers
 from paramserver.client.optimizers import Optimizer
@@ -39,7 +39,7 @@ class Client:
         self.shared = SharedArrays(self.cluster)
         self.transport = BlockingTransport(urls, credentials)
         self._begin()
-        in_child(self._begin)
+        call_in_forked_child(self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()

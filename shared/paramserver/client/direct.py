@@ -19,7 +19,7 @@ from paramserver.client.aio_connection import AsyncConnection
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.client.http2 import Answer, Refused
 from paramserver.client.together import Interruptible, touching
 from paramserver.errors import PsError, problem
@@ -128,7 +128,7 @@ class DirectTransport(_Messages):
     def __init__(self, credentials: Credentials) -> None:
         super().__init__(credentials)
         self._begin()
-        in_child(self._begin)  # the connections are the parent's
+        call_in_forked_child(self._begin)  # the connections are the parent's
 
     def _begin(self) -> None:
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from paramserver.client.arrays import NamedArrays
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.client.same_host import SameHost, Slot
 from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run, private
 from paramserver.core.layout import Layout
@@ -74,7 +74,7 @@ class Place:
         self._lock = threading.RLock()
         self._mapped: dict[str, _Mapped] = {}
         _PLACES.add(weakref.ref(self, _PLACES.discard))
-        in_child(self._forget)
+        call_in_forked_child(self._forget)
         weakref.finalize(memory, self._end).atexit = False
 
     def slot(self, address: str, parts: Sequence[Part]) -> Slot | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from paramserver.client.arrays import Origin
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.client.same_host import Held, SameHost
 
 KEPT_MAX: Final = 8
@@ -41,7 +41,7 @@ class Present:
     def __init__(self, same_host: SameHost) -> None:
         self._same_host = same_host
         self._begin()
-        in_child(self._begin)
+        call_in_forked_child(self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()

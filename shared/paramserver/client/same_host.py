@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from paramserver.client.board import BoardView
 from paramserver.client.direct import SCHEME, path_of
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.client.windows import POSSIBLE, Windows, writable
 from paramserver.limits import SHARED_LEASE_S
 from paramserver.types import F32, AnyArray
@@ -88,7 +88,7 @@ class SameHost:
         self._clock = clock
         self._told = False
         self._begin()
-        in_child(self._begin)
+        call_in_forked_child(self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()

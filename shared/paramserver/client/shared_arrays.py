@@ -9,7 +9,7 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
 from paramserver.client.cluster import Cluster
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.core.fields import whole_number
 from paramserver.core.selection import listed
 
@@ -23,7 +23,7 @@ class SharedArrays:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._begin()
-        in_child(self._begin)
+        call_in_forked_child(self._begin)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
-from paramserver.client.forks import in_child
+from paramserver.client.forks import call_in_forked_child
 from paramserver.client.plain import PlainTransport
 from paramserver.client.schemes import in_scheme_spoken
 from paramserver.client.together import Helpers, Interruptible, Together, touching
@@ -90,7 +90,7 @@ class BlockingTransport:
         self._addresses, self._credentials = Addresses(urls), credentials
         self._shards = DirectTransport(credentials)
         self._free_lock()
-        in_child(self._free_lock)
+        call_in_forked_child(self._free_lock)
         self._forsaken: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: SyncClient | None = None
