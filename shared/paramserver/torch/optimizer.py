@@ -209,7 +209,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
 
     def _checked_map(self) -> ModelMap:
-        """Return the model's map.  Raises RequestError if it was deleted and created again, and no longer fits the module."""
+        """Return the model's map; raises RequestError if it was created again and no longer fits the module."""
         held = self._map()
         if held.generation != self._generation:
             check_fit(self._params, held)
