@@ -43,8 +43,8 @@ def model(cluster: Nodes) -> Iterator[Model]:
 def ways(model: Model) -> set[str]:
     """How its partitions are reached: `unix`, `http` or, through another node, None."""
     cluster = model._client.cluster
-    held = cluster._maps[model.name]
-    return {str(cluster.route(held, i)).partition(":")[0] for i in range(held.spec.partitions)}
+    model_map = cluster._maps[model.name]
+    return {str(cluster.route(model_map, i)).partition(":")[0] for i in range(model_map.spec.partitions)}
 
 
 def test_values_are_the_shards_own_memory(model: Model) -> None:
@@ -66,8 +66,8 @@ def test_values_are_the_shards_own_memory(model: Model) -> None:
 def test_what_was_lent_for_a_pull_that_fails_is_given_back(model: Model) -> None:
     """One shard has the version that is waited for and lends it, the other one has not."""
     client = model._client
-    held = client.run(client.cluster.map_of(model.name, client.deadline(None)))
-    there = frozenset(i for i, owner in enumerate(held.owners) if owner == held.owners[0])
+    model_map = client.run(client.cluster.map_of(model.name, client.deadline(None)))
+    there = frozenset(i for i, owner in enumerate(model_map.owners) if owner == model_map.owners[0])
     terms = PushTerms(PushId("c-x", 1, 1))
     grads = {"a": np.zeros(SIZE // 3), "b": np.zeros((2, SIZE // 3))}
     client.run(transfer.push(client.cluster, model.name, client.deadline(None), grads, terms, partitions=there))
@@ -295,8 +295,8 @@ def test_without_a_folder_bytes_travel(cluster: Nodes, model: Model) -> None:
     """When the shards' sockets are gone, the same client goes on over HTTP by itself."""
     model.push(np.full(SIZE, -1.0, np.float32))
     assert ways(model) == {"unix"}
-    held = model._client.cluster._maps[model.name]
-    sockets = [Path(a.removeprefix("unix://")) for v in held.addresses.values() for a in v if a.startswith("unix")]
+    model_map = model._client.cluster._maps[model.name]
+    sockets = [Path(a.removeprefix("unix://")) for v in model_map.addresses.values() for a in v if a.startswith("unix")]
     for path in sockets:
         path.rename(path.with_name("moved"))
     try:

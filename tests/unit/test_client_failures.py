@@ -80,15 +80,15 @@ def test_a_nearer_address_that_was_silent_is_tried_again(
         "document",
         lambda self: plain(self) | {"shards": {"a": {"addresses": [A, near]}, "b": {"addresses": [B]}}},
     )
-    held = drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
-    assert cluster.route(held, 0) == A
+    model_map = drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(model_map, 0) == A
     shards.answering.add(near)
     now.s += 4.0
     drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
-    assert cluster.route(held, 0) == A
+    assert cluster.route(model_map, 0) == A
     now.s += 2.0
     drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
-    assert cluster.route(held, 0) == near
+    assert cluster.route(model_map, 0) == near
 
 
 def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, cluster: Cluster) -> None:

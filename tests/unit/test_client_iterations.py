@@ -263,10 +263,10 @@ def test_an_encoder_with_a_memory_hears_that_its_push_was_accepted(way: str) -> 
     """Also where waiting for the clock fails afterwards; not where the gradient is dropped."""
     node, heard = Shard(), list[tuple[Any, ...]]()
     session, its = iterations(node)
-    held = drive(session.cluster.map_of("m", deadline()), node)
+    model_map = drive(session.cluster.map_of("m", deadline()), node)
 
     def encoded(name: str) -> Encoded:
-        codec, whole = Codec.parse("int8"), select(held.layout)
+        codec, whole = Codec.parse("int8"), select(model_map.layout)
         return Encoded(
             whole, codec, {0: (np.zeros(8, np.uint8), 8)}, 0.0, 1, lambda parts: heard.append((name, *parts))
         )

@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.client.arrays import Origin
 from paramserver.client.present import IN_VAIN_MAX, KEPT_MAX, RARELY, Present
-from paramserver.client.same_host import Held, Leased, SameHost
+from paramserver.client.same_host import Leased, LeasedValues, SameHost
 from paramserver.client.windows import Windows
 
 
@@ -24,10 +24,10 @@ class Shard(SameHost):
     def done(self, leased: Sequence[Leased]) -> None:
         self.ended += [lease.number for lease in leased]
 
-    def lend(self, number: int) -> Held:
+    def lend(self, number: int) -> LeasedValues:
         """A lease of the present values."""
         self.present = {number}
-        return Held(self, Windows(), [Leased("unix://x/requests", number, ())], [])
+        return LeasedValues(self, Windows(), [Leased("unix://x/requests", number, ())], [])
 
 
 def origin(version: int, model: str = "m") -> Origin:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paramserver.client.frames import Incoming, leased_by
-from paramserver.client.same_host import Held, Leased, SameHost
+from paramserver.client.same_host import Leased, LeasedValues, SameHost
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
 from paramserver.types import AnyArray
@@ -16,7 +16,7 @@ class Arrivals:
     def __init__(self, same_host: SameHost, layout: Layout) -> None:
         self._layout = layout
         self._same_host = same_host
-        self.held: Held | None = None
+        self.leased_values: LeasedValues | None = None
         """The leased values, if every part of the pull was leased; set by `gather`."""
         self._leased: list[Leased] = []
         self._lent: dict[int, Leased | None] = {}
@@ -53,12 +53,12 @@ class Arrivals:
         """
         if not self._leased:
             return flat
-        held = self._same_host.hold(_used(self._leased, self._lent))
-        values = held.values()
+        leased_values = self._same_host.hold(_used(self._leased, self._lent))
+        values = leased_values.values()
         if values is None:
             return None
         if all(self._lent.get(part.partition) is not None for part in selection.parts):
-            self.held = held
+            self.leased_values = leased_values
             if view:
                 return values
             flat[...] = values

@@ -61,7 +61,7 @@ def create_model(
             return (yield from wait_ready(cluster, body["name"], deadline))
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
-            return (yield from cluster.learn(doc, deadline))
+            return (yield from cluster.store_document(doc, deadline))
         # Another client is uploading.  If it gives up, the token goes to the next client that asks.
         maybe_mine = True
         if deadline.left_s() <= 0.2:
@@ -74,7 +74,7 @@ def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMa
     while True:
         doc = yield from control(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
         if doc.get("state", "ready") == "ready":
-            return (yield from cluster.learn(doc, deadline))
+            return (yield from cluster.store_document(doc, deadline))
         if deadline.left_s() <= 0.05:
             raise problem("initializing", f"the first values of model '{model}' are not complete")
         yield Pause(0.05)
@@ -98,11 +98,11 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
     """Assign new values to parameters; shapes and numbers are checked before anything is sent."""
-    held = yield from cluster.map_of(model, deadline)
-    errors = unknown(held.layout, [name for name in values if name not in held.layout.by_name])
+    model_map = yield from cluster.map_of(model, deadline)
+    errors = unknown(model_map.layout, [name for name in values if name not in model_map.layout.by_name])
     arrays: dict[str, AnyArray] = {}
     for name, value in values.items():
-        spec = held.layout.by_name.get(name)
+        spec = model_map.layout.by_name.get(name)
         if spec is None:
             continue
         try:
@@ -122,7 +122,7 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
 def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[Mapping[str, Any]]:
     """Change settings; return the updated document of the model."""
     doc = yield from control(json_request("PATCH", model_path(model), patch), deadline)
-    yield from cluster.learn(doc, deadline)
+    yield from cluster.store_document(doc, deadline)
     found: Mapping[str, Any] = doc
     return found
 

@@ -89,7 +89,7 @@ class Outgoing:
 
     def requests(
         self,
-        held: ModelMap,
+        model_map: ModelMap,
         groups: Sequence[tuple[str | None, Sequence[Part]]],
         slots: Mapping[str | None, Slot],
         pull: PullTerms | None,
@@ -100,7 +100,7 @@ class Outgoing:
         The first call must cover the whole gradient.  With `pull` they are pushpulls, whose sinks are added later.
         A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
-        clips = held.spec.optimizer.clip_norm is not None
+        clips = model_map.spec.optimizer.clip_norm is not None
         scan = Scan(exact=clips, look=clips or len(groups) > 1)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
@@ -108,7 +108,7 @@ class Outgoing:
         ends = None if ends_s is None else (len(groups), ends_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(held, to, parts, pull, wait_s, ends, slot)
+            header = self._frame(model_map, to, parts, pull, wait_s, ends, slot)
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 # A gradient already in its slot is only scanned, or written onto itself where `views` cannot scan it.
@@ -143,7 +143,7 @@ class Outgoing:
 
     def _frame(
         self,
-        held: ModelMap,
+        model_map: ModelMap,
         to: str | None,
         parts: Sequence[Part],
         pull: PullTerms | None,
@@ -153,9 +153,9 @@ class Outgoing:
     ) -> PushFrame:
         base, ident = self._terms.base or {}, self._terms.push_id
         return PushFrame(
-            model=held.name,
-            generation=held.generation,
-            map_epoch=held.map_epoch if to is not None else None,
+            model=model_map.name,
+            generation=model_map.generation,
+            map_epoch=model_map.map_epoch if to is not None else None,
             timeline=self._terms.timeline,
             worker=ident.worker,
             epoch=ident.epoch,
@@ -164,7 +164,7 @@ class Outgoing:
             parts=[PushPart(p.partition, base.get(p.partition), p.ranges) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
-            norm=None if held.spec.optimizer.clip_norm is None else 0.0,  # placeholder until the norm is known
+            norm=None if model_map.spec.optimizer.clip_norm is None else 0.0,  # placeholder until the norm is known
             ack=self._terms.ack,
             pull=None
             if pull is None
@@ -190,7 +190,7 @@ def _mapped(to: str | None, terms: PullTerms) -> bool:
 
 
 def pull_request(
-    held: ModelMap,
+    model_map: ModelMap,
     to: str | None,
     parts: Sequence[Part],
     terms: PullTerms,
@@ -200,9 +200,9 @@ def pull_request(
 ) -> Request:
     """Return one pull request, to one shard or, if `to` is None, to the URLs the client was given."""
     frame = PullFrame(
-        model=held.name,
-        generation=held.generation,
-        map_epoch=held.map_epoch if to is not None else None,
+        model=model_map.name,
+        generation=model_map.generation,
+        map_epoch=model_map.map_epoch if to is not None else None,
         timeline=terms.timeline,
         parts=[(p.partition, p.ranges) for p in parts],
         min_version=terms.min_version,

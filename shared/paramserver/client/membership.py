@@ -81,8 +81,8 @@ class Membership:
 
     def join(self, deadline: Deadline) -> Call[None]:
         """Become a worker of the model, or become one again under the same id."""
-        held = yield from self.cluster.map_of(self.model, deadline)
-        self.mode = held.spec.consistency.mode
+        model_map = yield from self.cluster.map_of(self.model, deadline)
+        self.mode = model_map.spec.consistency.mode
         body: dict[str, Any] = {}
         name = self.worker or self._name
         if name:
@@ -174,7 +174,7 @@ class Membership:
 
     def look(self, deadline: Deadline) -> Call[None]:
         """Fetch the model's document and adopt its mode, which may have changed."""
-        fresh = yield from self.cluster.map_now(self.model, deadline)
+        fresh = yield from self.cluster.fetch_map(self.model, deadline)
         self.mode = fresh.spec.consistency.mode
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:

@@ -171,14 +171,14 @@ class SameHost:
                 shard.slots = []
         return slots
 
-    def hold(self, leased: Sequence[Leased]) -> "Held":
+    def hold(self, leased: Sequence[Leased]) -> "LeasedValues":
         """Combine leases into one object whose values are in the order of the partitions."""
         for lease in leased:
             self._shard(lease.address)
         pieces = sorted(
             (partition, _path(lease.address, file), size) for lease in leased for partition, file, size in lease.pieces
         )
-        return Held(self, self._windows, leased, [(path, size) for _, path, size in pieces])
+        return LeasedValues(self, self._windows, leased, [(path, size) for _, path, size in pieces])
 
     def done(self, leased: Sequence[Leased]) -> None:
         """End these leases.  Takes no lock, because finalizers call it, too."""
@@ -216,7 +216,7 @@ class SameHost:
             log.info("shared_memory.unused reason=%s: values travel over HTTP", error)
 
 
-class Held:
+class LeasedValues:
     """Leased values of all partitions of a pull, in order.
 
     The leases end when this object and all arrays from `values` are gone, in the process that took them.
@@ -238,7 +238,7 @@ class Held:
         except (OSError, ValueError) as error:
             self._same_host.tell(error)
             return None
-        weakref.finalize(values, _let_go, self).atexit = False
+        weakref.finalize(values, _keep_alive, self).atexit = False
         return values
 
     def __del__(self) -> None:
@@ -246,5 +246,5 @@ class Held:
             self._same_host.done(self.leased)
 
 
-def _let_go(held: Held) -> None:
-    """Do nothing: as the finalizer of an array, this only keeps `held` alive for as long as the array."""
+def _keep_alive(leased_values: LeasedValues) -> None:
+    """Do nothing: as the finalizer of an array, this only keeps `leased_values` alive for as long as the array."""

@@ -33,30 +33,30 @@ class Transfer:
     def __init__(
         self,
         cluster: Cluster,
-        held: ModelMap,
+        model_map: ModelMap,
         selection: Selection,
         deadline: Deadline,
         draft: Draft | None = None,
         *,
         reads: bool = False,
     ) -> None:
-        self.cluster, self.held, self.selection, self.deadline = cluster, held, selection, deadline
+        self.cluster, self.model_map, self.selection, self.deadline = cluster, model_map, selection, deadline
         self._backoff = Backoff(deadline, reads=reads)
         self._moved = 0
         self._taken: list[int] = []
         """Partitions that have accepted their part of a push."""
         self._states: list[Callable[[], str]] = []
         """One function per good response, which reads the state of the push (`Pushed.state`) from it."""
-        self._modes = {held.spec.consistency.mode}
+        self._modes = {model_map.spec.consistency.mode}
         """All modes that the model is known to have been in during this call."""
         # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
-        self._draft = draft if draft is not None and held.spec.consistency.mode != "sync" else None
+        self._draft = draft if draft is not None and model_map.spec.consistency.mode != "sync" else None
 
     def groups(self, parts: list[Part]) -> list[tuple[str | None, list[Part]]]:
         """Group parts by route: a shard's address, or None for the URLs that the client was given."""
         out: dict[str | None, list[Part]] = {}
         for part in parts:
-            out.setdefault(self.cluster.route(self.held, part.partition), []).append(part)
+            out.setdefault(self.cluster.route(self.model_map, part.partition), []).append(part)
         return list(out.items())
 
     def settle(
@@ -102,7 +102,7 @@ class Transfer:
         if refused is not None:
             gone = refused.code in ("model_replaced", "unknown_model")
             if gone:
-                self.cluster.forget(self.held.name)
+                self.cluster.forget(self.model_map.name)
             if outgoing is not None:
                 outgoing.explain(refused)
                 if not gone:
@@ -178,7 +178,7 @@ class Transfer:
         begun, outcomes = False, []
         try:
             yield from self._slots(outgoing, groups, slots)  # if this is interrupted, `slots` has those found so far
-            bare = outgoing.requests(self.held, groups, slots, pull, 0.0)
+            bare = outgoing.requests(self.model_map, groups, slots, pull, 0.0)
             requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
             begun = True
             outcomes = yield requests
@@ -204,12 +204,12 @@ class Transfer:
 
         sync: the values include at least `clock` commits.
         """
-        held = self.cluster.same_host.hold(leased)  # if it is not kept below, its leases end
+        values = self.cluster.same_host.hold(leased)  # if it is not kept below, its leases end
         versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
         timelines = {r.timeline for r in replies}
-        if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.held.spec.partitions:
-            origin = origin_of(self.held.name, self.held.generation, timelines.pop(), versions)
-            self.cluster.present.pushed(origin, held, clock)
+        if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.model_map.spec.partitions:
+            origin = origin_of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
+            self.cluster.present.pushed(origin, values, clock)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
         """Return the replies of the newest timeline, and the parts to pull again because theirs was older.
@@ -228,12 +228,12 @@ class Transfer:
         """Adopt a newer map if a scheduler answers soon; without one, the shards still serve."""
         soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
         try:
-            fresh = yield from self.cluster.map_of(self.held.name, soon, newer_than=self.held)
+            fresh = yield from self.cluster.map_of(self.model_map.name, soon, newer_than=self.model_map)
         except Unavailable:
             return
-        if fresh.generation != self.held.generation:
+        if fresh.generation != self.model_map.generation:
             raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
-        self.held = fresh
+        self.model_map = fresh
         self._modes.add(fresh.spec.consistency.mode)
 
 

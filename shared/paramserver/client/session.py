@@ -148,21 +148,21 @@ class Session(Membership):
         `streamed` push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
         """
         yield from self.mend(deadline)
-        held = yield from self.cluster.map_of(self.model, deadline)
-        if streamed and held.spec.optimizer.clip_norm is not None:
+        model_map = yield from self.cluster.map_of(self.model, deadline)
+        if streamed and model_map.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
             raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
-        if not self._outlived(self.numbers.epoch, self.timeline, held.generation):
+        if not self._outlived(self.numbers.epoch, self.timeline, model_map.generation):
             push_id = yield from self.numbers.take(deadline)
             with self._lock:  # the heartbeat may have followed a rollback while we waited for a push id
                 timeline, clock = self.timeline, self.clock
-            if not self._outlived(push_id.epoch, timeline, held.generation):
+            if not self._outlived(push_id.epoch, timeline, model_map.generation):
                 chosen = base if base is not None else self._base
-                return held.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, ends_s)
+                return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, ends_s)
             self.numbers.settle(push_id)
         log.warning("push.dropped worker=%s reason=computed from values that are no more", self.worker)
         self._dropped()
-        return held.layout, None
+        return model_map.layout, None
 
     def deliver(
         self,

@@ -86,13 +86,13 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._client, name = _opened(model, timeout, stack)
             self._model = Model(self._client, name)
             self._create(optimizer if create else None, consistency, partitions, ack)
-            held = self._map()
-            check_fit(self._params, held)
+            model_map = self._map()
+            check_fit(self._params, model_map)
             if isinstance(model, Worker):
                 self._worker = model
             else:
                 self._worker = stack.enter_context(Worker(self._client, name, worker, rank, timeout))
-            self._rate = held.spec.optimizer.lr
+            self._rate = model_map.spec.optimizer.lr
             started = getattr(optimizer, "lr", None)
             super().__init__(list(self._params.values()), {"lr": self._rate if started is None else started})
             device = next(iter(self._params.values())).device
@@ -100,9 +100,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             if device.type == "cpu" and self._codec.text == "fp32":
                 self._buffers = HostGradients(self._worker.gradients())
             else:
-                self._buffers = GradientBuffers(held, self._codec, device)
+                self._buffers = GradientBuffers(model_map, self._codec, device)
             self._device, self._pull_coding = device, pull.coding if pull else None
-            self._take_up(held)
+            self._take_up(model_map)
             self._take_in()
             self._leave = weakref.finalize(self, stack.pop_all().close)
         self.pushed: Pushed | None = None
@@ -153,8 +153,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._take_in()
 
     def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
-        held = self._fitting()
-        missing = [n for n, g in grads.items() if g is None and held.layout.by_name[n].trainable]
+        model_map = self._fitting()
+        missing = [n for n, g in grads.items() if g is None and model_map.layout.by_name[n].trainable]
         there = {n: g for n, g in grads.items() if g is not None}
         if not there:
             self._worker.clock()
@@ -162,7 +162,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             arrays = {n: _array(g) for n, g in there.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
-            self._buffers.arrange(held)
+            self._buffers.arrange(model_map)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
 
     def _take_in(self) -> None:
@@ -206,16 +206,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     def _fitting(self) -> ModelMap:
         """Return the model's map; raises RequestError if the model was created anew and does not fit the module."""
-        held = self._map()
-        if held.generation != self._generation:
-            check_fit(self._params, held)
-            self._take_up(held)
-        return held
+        model_map = self._map()
+        if model_map.generation != self._generation:
+            check_fit(self._params, model_map)
+            self._take_up(model_map)
+        return model_map
 
-    def _take_up(self, held: ModelMap) -> None:
+    def _take_up(self, model_map: ModelMap) -> None:
         """Allocate buffers in this model generation's layout; another generation may order parameters differently."""
-        dtype = wire_dtype(select(held.layout), self._pull_coding)
-        self._values, self._generation = _Values(held.layout, dtype, self._device), held.generation
+        dtype = wire_dtype(select(model_map.layout), self._pull_coding)
+        self._values, self._generation = _Values(model_map.layout, dtype, self._device), model_map.generation
 
     def _map(self) -> ModelMap:
         client = self._client
