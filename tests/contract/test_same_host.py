@@ -201,7 +201,7 @@ def test_a_closed_client_answers_no_pull_by_itself(cluster: Nodes) -> None:
     with ps.connect(cluster.url) as client:
         model = made(client)
         model.pull()
-        assert client.cluster.present._models[model.name].found
+        assert client.cluster.lease_cache._models[model.name].found
     with pytest.raises(ps.ConflictError, match="closed"):
         model.pull()
 
@@ -236,7 +236,7 @@ def test_a_closed_client_gives_back_what_nobody_reads(cluster: Nodes, model: Mod
         return other
 
     def held(of: ps.Client | ps.AsyncClient) -> tuple[same_host.Leased, ...]:
-        (known,) = [m.found for m in of.cluster.present._models.values()]
+        (known,) = [m.found for m in of.cluster.lease_cache._models.values()]
         assert known is not None
         return known[0].leased
 
@@ -388,7 +388,7 @@ def test_values_that_a_dead_shard_has_lent_are_not_the_present(tmp_path: Path) -
         model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
         model.push(np.full(SIZE, -1.0, np.float32))
         held = model.pull(copy=False)
-        (known,) = [m.found for m in client.cluster.present._models.values()]
+        (known,) = [m.found for m in client.cluster.lease_cache._models.values()]
         assert known is not None
         leased = known[0].leased
         assert client.cluster.same_host.confirmed(leased)
@@ -407,7 +407,7 @@ def test_a_forked_child_leaves_its_parents_leases_alone(model: Model) -> None:
     child = os.fork()
     if not child:
         values.clear()
-        model._client.cluster.present._models.clear()
+        model._client.cluster.lease_cache._models.clear()
         os._exit(sum(len(shard.over) for shard in held._shards.values()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (values[0].flat == 1.0).all()

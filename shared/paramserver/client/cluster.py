@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.client.gradient_arrays import GradientArrays, give_back
-from paramserver.client.present import Present
+from paramserver.client.lease_cache import LeaseCache
 from paramserver.client.retry import Backoff, deliver
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
@@ -115,7 +115,7 @@ class Cluster:
     def __init__(self, urls: tuple[str, ...]) -> None:
         self.urls = urls
         self.same_host = SameHost()
-        self.present = Present(self.same_host)
+        self.lease_cache = LeaseCache(self.same_host)
         self._maps: dict[str, ModelMap] = {}
         self._known: dict[str, _Address] = {}
         self._look_again: tuple[float, ...] = ()
@@ -163,7 +163,7 @@ class Cluster:
 
     def leave(self) -> Call[None]:
         """Return slots and leases to shards on this machine; those not returned expire by themselves."""
-        self.present.drop()
+        self.lease_cache.drop()
         give_back(self.same_host)
         slots = self.same_host.returned()
         told = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]

@@ -209,7 +209,7 @@ class Transfer:
         timelines = {r.timeline for r in replies}
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.model_map.spec.partitions:
             origin = origin_of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
-            self.cluster.present.pushed(origin, values, clock)
+            self.cluster.lease_cache.pushed(origin, values, clock)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
         """Return the replies of the newest timeline, and the parts to pull again because theirs was older.

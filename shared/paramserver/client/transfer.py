@@ -74,7 +74,7 @@ def pull(
     terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole, min_clock)
     lendable = whole and terms.dtype == "float32"
     if lendable:
-        known = cluster.present.of(model, model_map.generation, timeline, min_version, min_clock)
+        known = cluster.lease_cache.lookup(model, model_map.generation, timeline, min_version, min_clock)
         if known is not None and (values := known[0].values()) is not None:
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
@@ -112,7 +112,7 @@ def pull(
     assert found is not None
     params = _params(selection, found, out, model, replies)
     if lendable and arrivals.leased_values is not None:
-        cluster.present.pulled(params.origin, arrivals.leased_values, min_clock)
+        cluster.lease_cache.pulled(params.origin, arrivals.leased_values, min_clock)
     return params
 
 
@@ -145,7 +145,7 @@ def push(
         whole = partitions is None and gradient.selection.size == model_map.layout.size
         if not whole and terms.ends_s is not None:
             terms = replace(terms, ends_s=None)  # partitions that it does not touch may take the commit later
-        mapped = whole and cluster.present.wanted(model)
+        mapped = whole and cluster.lease_cache.should_request_values(model)
         outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped)
         transfer = Transfer(cluster, model_map, gradient.selection, deadline, draft)
         replies: list[PushReply] = []
@@ -268,7 +268,7 @@ def exchange(
             return pushed, None
         params = _params(selection, found, out, model, replies)
         if arrivals.leased_values is not None:
-            cluster.present.pulled(params.origin, arrivals.leased_values, _reached(pushed, terms))
+            cluster.lease_cache.pulled(params.origin, arrivals.leased_values, _reached(pushed, terms))
         return pushed, params
 
 

@@ -35,7 +35,7 @@ class _Model:
     pushes: int = 0
 
 
-class Present:
+class LeaseCache:
     """The current values that one client holds.  Safe between threads; empty in a forked child."""
 
     def __init__(self, same_host: SameHost) -> None:
@@ -52,7 +52,7 @@ class Present:
         with self._lock:
             self._models.clear()
 
-    def of(
+    def lookup(
         self, model: str, generation: int, timeline: int | None, min_version: int, min_clock: int = 0
     ) -> tuple[LeasedValues, Origin] | None:
         """Return what a pull of the whole model would return now; None if that takes a request."""
@@ -89,7 +89,7 @@ class Present:
                 self._models.popitem(last=False)
             return m
 
-    def wanted(self, model: str) -> bool:
+    def should_request_values(self, model: str) -> bool:
         """Whether the current push should ask for the values it produces.  To be called once per push."""
         with self._lock:
             m = self._models.get(model)
