@@ -17,11 +17,11 @@ from urllib.parse import unquote, urlsplit
 
 from paramserver.client.aio_connection import AsyncConnection
 from paramserver.client.calls import Deadline, Outcome, Request, Response
+from paramserver.client.concurrent_requests import Interruptible, using_memory
 from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
 from paramserver.client.forks import in_child
 from paramserver.client.http2 import Answer, Refused
-from paramserver.client.together import Interruptible, touching
 from paramserver.errors import PsError, problem
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
@@ -137,7 +137,7 @@ class DirectTransport(_Messages):
     def send(self, request: Request, address: str, within: Interruptible | None = None) -> Outcome:
         """Send one request to the shard at that address, and return the outcome.
 
-        Raises GivenUp if the call that it belongs to (`within`) has been interrupted.
+        Raises CallerInterrupted if the call that it belongs to (`within`) has been interrupted.
         """
         deadline = Deadline(time.monotonic() + request.timeout_s)
         with self._lock:
@@ -168,7 +168,7 @@ class DirectTransport(_Messages):
         """Return the outcome on that connection; raises an error of `_BROKEN` if the connection has ended."""
         body = self._body(request)
         try:
-            with touching(within, connection.cut):
+            with using_memory(within, connection.cut):
                 answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
         except BaseException as e:
             connection.close()

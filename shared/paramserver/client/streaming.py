@@ -14,10 +14,10 @@ from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
 from paramserver.client.calls import Call, Deadline
+from paramserver.client.concurrent_requests import CallerInterrupted, Interruptible
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.session import Session
-from paramserver.client.together import GivenUp, Interruptible
 from paramserver.core.layout import Layout
 from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, Unavailable, combined, problem
@@ -176,7 +176,7 @@ class PushStream:
     def __init__(self, run: Run, deadline: Callable[[], Deadline], session: Session, **options: Any) -> None:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
-        self._more = SimpleQueue[None]()  # not a semaphore: see `together`
+        self._more = SimpleQueue[None]()  # not a semaphore: see `concurrent_requests`
         self._reading = Interruptible()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
@@ -218,7 +218,7 @@ class PushStream:
         """Stop sending and let the thread end; when this returns, it reads no gradient any more."""
         self._stream.over = True
         self._more.put(None)
-        self._reading.give_up()
+        self._reading.revoke()
         self._stream.give_up()
 
     def _send(self) -> None:
@@ -229,7 +229,7 @@ class PushStream:
                 over = self._stream.over  # if set, nothing is put after this, and the sends below are the last
                 while self._run(self._stream.send(self._deadline()), self._reading):
                     pass
-        except GivenUp:
+        except CallerInterrupted:
             pass
         except BaseException as e:  # __exit__ raises it in the block's thread
             self._error = e

@@ -21,12 +21,12 @@ from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClien
 
 from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
+from paramserver.client.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
 from paramserver.client.forks import in_child
 from paramserver.client.plain import PlainTransport
 from paramserver.client.schemes import in_scheme_spoken
-from paramserver.client.together import Helpers, Interruptible, Together, touching
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
 
 T = TypeVar("T")
@@ -99,9 +99,12 @@ class BlockingTransport:
         self._closed = False
 
     def run(self, call: Call[T], within: Interruptible | None = None) -> T:
-        """Drive a call to its result.  Raises GivenUp if the thread that it is done for (`within`) is interrupted."""
+        """Drive a call to its result.
+
+        Raises CallerInterrupted if the thread that it is done for (`within`) is interrupted.
+        """
         try:
-            with touching(within):
+            with using_memory(within):
                 effect = next(call)
             while True:
                 outcomes: list[Outcome] = []
@@ -109,7 +112,7 @@ class BlockingTransport:
                     time.sleep(effect.seconds)
                 else:
                     outcomes = self.perform(effect, within)
-                with touching(within):
+                with using_memory(within):
                     effect = call.send(outcomes)
         except StopIteration as stop:
             result: T = stop.value
@@ -125,7 +128,7 @@ class BlockingTransport:
             self._start()
         if len(requests) == 1:
             return [self._one(requests[0], within)]
-        return Together(self._one, requests, within).outcomes(self._helpers)
+        return ConcurrentRequests(self._one, requests, within).outcomes(self._helpers)
 
     def close(self) -> None:
         """Close connections; the transport cannot be used afterwards."""
@@ -180,7 +183,7 @@ class BlockingTransport:
             b = self._control.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
             if (body := request.whole) is not None:
-                with touching(within):
+                with using_memory(within):
                     # A native thread sends the body in place and cannot be stopped, so an interruptible call copies it.
                     b = b.body_bytes(body if within is None else bytes(body))
             if request.sink is None:
@@ -189,13 +192,13 @@ class BlockingTransport:
             with b.build_streamed() as r:
                 if r.status != 200:
                     return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
-                with touching(within):
+                with using_memory(within):
                     request.sink.begin()
                 reader = r.body_reader
                 while (chunk := reader.read_chunk()) is not None:
-                    with touching(within):
+                    with using_memory(within):
                         request.sink.feed(memoryview(chunk))
-                with touching(within):
+                with using_memory(within):
                     request.sink.end()
                 return Response(r.status, _lowered(r.headers), b"", url)
         except native.PyreqwestError as e:

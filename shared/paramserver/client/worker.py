@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
+from paramserver.client.concurrent_requests import Interruptible
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
@@ -17,7 +18,6 @@ from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
 from paramserver.client.task_requests import TaskRequests
 from paramserver.client.tasks import EVALUATE, Task
-from paramserver.client.together import Interruptible
 from paramserver.client.worker_view import WorkerView, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
