@@ -73,7 +73,7 @@ def test_what_was_lent_for_a_pull_that_fails_is_given_back(model: Model) -> None
     client.run(transfer.push(client.cluster, model.name, client.deadline(None), grads, terms, partitions=there))
     with pytest.raises(ps.ConflictError, match="version"):
         model.pull(copy=False, min_version=1, wait_s=0.05)
-    assert [len(shard.over) for shard in client.cluster.same_host._shards.values()] == [1]
+    assert [len(shard.ended) for shard in client.cluster.same_host._shards.values()] == [1]
 
 
 def test_a_copy_is_the_callers_own(model: Model) -> None:
@@ -214,7 +214,7 @@ def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Mod
             client.model(model.name).push(np.full(SIZE, -1.0, np.float32))
             held = client.cluster.same_host
             found = {f"{s.address}/{s.file}" for shard in held._shards.values() for s in shard.slots}
-        assert not held.returned()
+        assert not held.take_idle()
         return found
 
     # What a killed client of another test held may come back in between, and be lent first.
@@ -408,6 +408,6 @@ def test_a_forked_child_leaves_its_parents_leases_alone(model: Model) -> None:
     if not child:
         values.clear()
         model._client.cluster.lease_cache._models.clear()
-        os._exit(sum(len(shard.over) for shard in held._shards.values()))
+        os._exit(sum(len(shard.ended) for shard in held._shards.values()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (values[0].flat == 1.0).all()

@@ -455,7 +455,7 @@ def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards
     done, values = drive(call, one_released, now)
 
     assert (done.released, values) == (False, None)
-    assert cluster.same_host.released(A) == (5,)
+    assert cluster.same_host.take_ended(A) == (5,)
 
 
 def test_base_versions_go_with_each_partition(shards: Shards, now: Now, cluster: Cluster) -> None:

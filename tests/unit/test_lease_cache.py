@@ -21,7 +21,7 @@ class Shard(SameHost):
     def confirmed(self, leased: Sequence[Leased]) -> bool:
         return all(lease.number in self.present for lease in leased)
 
-    def done(self, leased: Sequence[Leased]) -> None:
+    def end_leases(self, leased: Sequence[Leased]) -> None:
         self.ended += [lease.number for lease in leased]
 
     def lend(self, number: int) -> LeasedValues:

@@ -35,7 +35,7 @@ class Arrivals:
         """Release the leases in answers that are discarded because another one was a refusal."""
         came = [(sink.reply, to) for sink, (to, _) in zip(sinks, groups, strict=True) if sink.reply is not None]
         found = [leased_by(reply, to, self._layout) for reply, to in came]
-        self._same_host.done([lease for lease in found if lease is not None])
+        self._same_host.end_leases([lease for lease in found if lease is not None])
 
     @property
     def lenders(self) -> set[str]:
@@ -44,7 +44,7 @@ class Arrivals:
 
     def drop(self) -> None:
         """Release all leases, because the values are not wanted."""
-        self._same_host.done(self._leased)
+        self._same_host.end_leases(self._leased)
 
     def gather(self, selection: Selection, flat: AnyArray, *, view: bool) -> AnyArray | None:
         """Copy the leased values into `flat` and return it; None if they cannot be mapped.

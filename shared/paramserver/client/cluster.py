@@ -165,7 +165,7 @@ class Cluster:
         """Return slots and leases to shards on this machine; those not returned expire by themselves."""
         self.lease_cache.drop()
         give_back(self.same_host)
-        slots = self.same_host.returned()
+        slots = self.same_host.take_idle()
         told = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
         told += [r for address in self.same_host.lenders() if (r := self._release(address)) is not None]
         if told:
@@ -181,7 +181,7 @@ class Cluster:
                         generation=model_map.generation,
                         map_epoch=model_map.map_epoch,
                         parts=[(partition, [(0, 1)])],
-                        release=self.same_host.released(address),
+                        release=self.same_host.take_ended(address),
                     )
                     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
                     return Request("POST", "/pull", encode_header(frame), headers, address, timeout_s=LEAVE_S)

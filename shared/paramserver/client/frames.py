@@ -75,7 +75,7 @@ class Outgoing:
         self._ends_s = terms.ends_s
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
-        self.place: Final = gradient.place if isinstance(gradient, Gradient) else None
+        self.memory: Final = gradient.memory if isinstance(gradient, Gradient) else None
         """The gradient's memory, if slots can be mapped over it; else None."""
 
     def slot_bytes(self, to: str | None, parts: Sequence[Part]) -> int:
@@ -83,9 +83,9 @@ class Outgoing:
         size = self._gradient.body_bytes(parts) if is_same_host(to) else 0
         return size if SLOT_BYTES_MIN <= size else 0
 
-    def lies_in(self, to: str, parts: Sequence[Part]) -> Slot | None:
+    def slot_holding(self, to: str, parts: Sequence[Part]) -> Slot | None:
         """Return the slot of that shard in which these parts already are, if any."""
-        return None if self.place is None else self.place.slot(to, parts)
+        return None if self.memory is None else self.memory.slot(to, parts)
 
     def requests(
         self,
@@ -112,7 +112,7 @@ class Outgoing:
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 # A gradient already in its slot is only scanned, or written onto itself where `views` cannot scan it.
-                if not slot.lies or (scan.look and self._gradient.views(parts, scan) is None):
+                if not slot.mapped or (scan.look and self._gradient.views(parts, scan) is None):
                     self._gradient.write(parts, slot.memory[:size].data, scan)
             prefix, body = encode_header(header), None
             views = None if slot is not None else self._gradient.views(parts, scan)
@@ -178,7 +178,7 @@ class Outgoing:
             ),
             encoding=self._gradient.codec.text if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
-            release=self._same_host.released(to),
+            release=self._same_host.take_ended(to),
             slot=None if slot is None else slot.file,
             mapped=self._mapped and is_same_host(to),
             ends=ends,
@@ -210,7 +210,7 @@ def pull_request(
         wait_s=wait_s,
         dtype=terms.dtype,
         mapped=_mapped(to, terms),
-        release=same_host.released(to),
+        release=same_host.take_ended(to),
     )
     return Request("POST", "/pull", encode_header(frame), _HEADERS, to, sink)
 

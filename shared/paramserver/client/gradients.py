@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
-from paramserver.client.gradient_arrays import GradientArrays, Place
+from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
 from paramserver.client.values import not_held
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
@@ -60,7 +60,7 @@ class Gradient(Struct, frozen=True):
     """Which of the sources hold bfloat16 bits."""
     dtype: DType
     """Wire dtype."""
-    place: Place | None = None
+    memory: ArrayMemory | None = None
     """Its memory, if slots can be mapped over it and it is sent unconverted; else None."""
 
     def body_bytes(self, parts: Sequence[Part]) -> int:
@@ -163,7 +163,7 @@ def prepare(
     gradient = _made(selection, arrays, dtype)
     whole = partitions is None and not ranges and gradient.dtype == "float32"
     if isinstance(grads, GradientArrays) and whole and list(grads) == list(layout.by_name):
-        return replace(gradient, place=grads.place)  # laid out like the model's flat vector
+        return replace(gradient, memory=grads.place)  # laid out like the model's flat vector
     return gradient
 
 

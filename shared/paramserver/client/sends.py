@@ -149,7 +149,7 @@ class Transfer:
             size = outgoing.slot_bytes(to, parts)
             if to is None or not size:
                 continue
-            slot = outgoing.lies_in(to, parts) or self.cluster.same_host.slot(to, size)
+            slot = outgoing.slot_holding(to, parts) or self.cluster.same_host.slot(to, size)
             if slot is None:
                 wanted.append((to, size))
             else:
@@ -159,7 +159,7 @@ class Transfer:
             outcomes = yield [self.deadline.bound(r) for r in asked]
             for (to, size), outcome in zip(wanted, outcomes, strict=True):
                 if isinstance(outcome, Response) and outcome.status == 200:
-                    slot = self.cluster.same_host.lent(to, str(json_of(outcome)["slot"]), size)
+                    slot = self.cluster.same_host.map_slot(to, str(json_of(outcome)["slot"]), size)
                     if slot is not None:
                         found[to] = slot
 
@@ -188,8 +188,8 @@ class Transfer:
                 if (slot := slots.get(to)) is None:
                     continue
                 ours = not begun or (bool(outcomes) and _is_over(outcomes[i], sinks[i] if sinks else None))
-                if outgoing.place is not None and (begun or slot.lies):  # otherwise its contents may be incomplete
-                    outgoing.place.settled(slot, parts, ours=ours)
+                if outgoing.memory is not None and (begun or slot.mapped):  # otherwise its contents may be incomplete
+                    outgoing.memory.push_ended(slot, parts, ours=ours)
                 elif ours:
                     self.cluster.same_host.keep(slot)
 
