@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from paramserver.errors import PsError, from_document, problem
-from paramserver.wire.sink import Sink as Place
+from paramserver.wire.sink import Sink as BodySink
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ TIMEOUT_S_MAX: Final = 1_000_000_000
 """About thirty years, which the native client's timers can still represent."""
 
 
-class Sink(Place, Protocol):
+class Sink(BodySink, Protocol):
     """Destination for the body of a 200 response, which otherwise goes into `Response.body`."""
 
     def begin(self) -> None:

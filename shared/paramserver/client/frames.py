@@ -101,7 +101,7 @@ class Outgoing:
         A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
         clips = model_map.spec.optimizer.clip_norm is not None
-        scan = Scan(exact=clips, look=clips or len(groups) > 1)
+        scan = Scan(exact=clips, scan_unconverted=clips or len(groups) > 1)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
         ends_s, self._ends_s = self._ends_s, None
@@ -112,7 +112,7 @@ class Outgoing:
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 # A gradient already in its slot is only scanned, or written onto itself where `views` cannot scan it.
-                if not slot.mapped or (scan.look and self._gradient.views(parts, scan) is None):
+                if not slot.mapped or (scan.scan_unconverted and self._gradient.views(parts, scan) is None):
                     self._gradient.write(parts, slot.memory[:size].data, scan)
             prefix, body = encode_header(header), None
             views = None if slot is not None else self._gradient.views(parts, scan)

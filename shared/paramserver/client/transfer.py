@@ -11,7 +11,7 @@ from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import POLL_S, Call, Deadline, Pause, Response, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import Feedback, drafted, ready
+from paramserver.client.encoding import Feedback, draft_for, ready
 from paramserver.client.frames import (
     Incoming,
     Outgoing,
@@ -21,7 +21,7 @@ from paramserver.client.frames import (
     pull_request,
     push_reply,
 )
-from paramserver.client.gradients import Grads, apart
+from paramserver.client.gradients import Grads, copy_if_aliased
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
 from paramserver.client.sends import Transfer, origin_of
@@ -140,7 +140,7 @@ def push(
 ) -> Call[Pushed]:
     """Deliver a gradient exactly once to every partition it touches, or only to those in `partitions`."""
     model_map = yield from cluster.map_of(model, deadline)
-    with drafted(feedback) as draft:  # restored if the push fails
+    with draft_for(feedback) as draft:  # restored if the push fails
         gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft, partitions)
         whole = partitions is None and gradient.selection.size == model_map.layout.size
         if not whole and terms.ends_s is not None:
@@ -227,8 +227,8 @@ def exchange(
     if ranges is not None:
         ranges = listed(None, ranges)[1]
     if out is not None:
-        grads = apart(grads, out.flat)
-    with drafted(feedback) as draft:  # restored if the push fails
+        grads = copy_if_aliased(grads, out.flat)
+    with draft_for(feedback) as draft:  # restored if the push fails
         gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft)
         selection = gradient.selection
         if len(selection.params) < len(model_map.spec.params) or selection.ranged:
