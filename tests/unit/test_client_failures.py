@@ -199,7 +199,7 @@ def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
         case "delete":
             return control.delete_model(cluster, "m", deadline)
         case "once":
-            return control.once("/runs", {}, deadline)
+            return control.post_unrepeatable("/runs", {}, deadline)
     return control.send("PATCH", "/models/m", {}, deadline)
 
 
@@ -339,7 +339,7 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
         return outcomes.pop(0)
 
     with pytest.raises(InDoubt):
-        drive(control.once("/runs", {}, Deadline.after(300.0, now)), answer, now)
+        drive(control.post_unrepeatable("/runs", {}, Deadline.after(300.0, now)), answer, now)
 
     assert [r.path for r in asked] == ["/runs", "/runs"]
     assert asked[0].timeout_s == 300.0

@@ -451,7 +451,7 @@ def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards
         request.sink.end()
         return Response(200, {"content-type": MEDIA_TYPE})
 
-    call = transfer.exchange(cluster, "m", Deadline.after(30, now), grads(), terms(ends_s=1.0))
+    call = transfer.exchange(cluster, "m", Deadline.after(30, now), grads(), terms(commit_wait_s=1.0))
     done, values = drive(call, one_released, now)
 
     assert (done.released, values) == (False, None)

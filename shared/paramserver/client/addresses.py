@@ -32,7 +32,7 @@ class Addresses:
         urls = [self._first, *self.given, *self._named]
         return list(dict.fromkeys(u for u in urls if u))
 
-    def heard(self, url: str, outcome: Outcome) -> bool:
+    def record(self, url: str, outcome: Outcome) -> bool:
         """Record the outcome of a request to `url`; return whether to try the next URL.
 
         True if the URL was unreachable or its node knew no leader; False if the request may have been executed.

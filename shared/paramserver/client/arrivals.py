@@ -31,7 +31,7 @@ class Arrivals:
             self._lent[partition] = lease
         return sink.reply
 
-    def forgo(self, sinks: Sequence[Incoming], groups: Sequence[tuple[str | None, list[Part]]]) -> None:
+    def release_unread(self, sinks: Sequence[Incoming], groups: Sequence[tuple[str | None, list[Part]]]) -> None:
         """Release the leases in answers that are discarded because another one was a refusal."""
         came = [(sink.reply, to) for sink, (to, _) in zip(sinks, groups, strict=True) if sink.reply is not None]
         found = [leased_by(reply, to, self._layout) for reply, to in came]
@@ -42,7 +42,7 @@ class Arrivals:
         """The addresses of the shards that leased values."""
         return {lease.address for lease in self._leased}
 
-    def drop(self) -> None:
+    def release_all(self) -> None:
         """Release all leases, because the values are not wanted."""
         self._same_host.end_leases(self._leased)
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.control import create_model, listed
-from paramserver.client.retry import Backoff, judged, passes
+from paramserver.client.retry import Backoff, is_temporary, to_result
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import NotFoundError, PsError, StaleMapError, problem
@@ -81,7 +81,7 @@ def restore(
         p["init"] = {"kind": "zeros"}  # the real values are set below
     if partitions is not None:
         document["partitions"] = partitions
-    model_map = (yield from _there(cluster, document["name"], deadline)) if exist_ok else None
+    model_map = (yield from _existing_map(cluster, document["name"], deadline)) if exist_ok else None
     if model_map is None:
         model_map = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
     elif partitions not in (None, model_map.spec.partitions):
@@ -95,12 +95,12 @@ def restore(
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
         requests = [_set_request(cluster, model_map, i, states[i], least[i], deadline) for i in now]
-        again, model_map = yield from _settled(cluster, model_map, now, (yield requests), backoff, deadline, {})
+        again, model_map = yield from _sort_outcomes(cluster, model_map, now, (yield requests), backoff, deadline, {})
         pending = again + later
-    return (yield from _told(cluster, model_map, found, deadline))
+    return (yield from _report_restored(cluster, model_map, found, deadline))
 
 
-def _told(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
+def _report_restored(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
     """Tell the scheduler that every partition is set, and the workers' states; return the model's map after that."""
     path = f"/internal{model_path(model_map.name, 'restored')}"
     bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(model_map.name))]
@@ -132,7 +132,7 @@ def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield piece
 
 
-def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
+def _existing_map(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
     """Return the current map of the model; None if there is no such model."""
     try:
         return (yield from cluster.fetch_map(model, deadline))
@@ -160,7 +160,9 @@ def _states(
             )
             for i in now
         ]
-        again, model_map = yield from _settled(cluster, model_map, now, (yield requests), backoff, deadline, found)
+        again, model_map = yield from _sort_outcomes(
+            cluster, model_map, now, (yield requests), backoff, deadline, found
+        )
         pending = again + later
     out: list[tuple[StateFrame, PartitionState]] = []
     for i in range(model_map.spec.partitions):
@@ -169,7 +171,7 @@ def _states(
     return out
 
 
-def _settled(
+def _sort_outcomes(
     cluster: Cluster,
     model_map: ModelMap,
     sent: Sequence[int],
@@ -182,10 +184,10 @@ def _settled(
     again: list[int] = []
     failure: PsError | None = None
     for i, outcome in zip(sent, outcomes, strict=True):
-        result = judged(outcome)
+        result = to_result(outcome)
         if isinstance(result, Response):
             into[i] = result
-        elif isinstance(result, StaleMapError) or passes(result):
+        elif isinstance(result, StaleMapError) or is_temporary(result):
             again.append(i)
             failure = result
         elif result.code == "not_found" and cluster.route(model_map, i) is None:

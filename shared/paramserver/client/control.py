@@ -11,7 +11,7 @@ import numpy as np
 from paramserver import limits
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
-from paramserver.client.retry import Backoff, deliver, judged, passes
+from paramserver.client.retry import Backoff, deliver, is_temporary, to_result
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
 from paramserver.core.selection import unknown
@@ -44,9 +44,9 @@ def create_model(
     maybe_mine = False
     while True:
         (outcome,) = yield [deadline.bound(json_request("POST", "/models", body))]
-        result = judged(outcome)
+        result = to_result(outcome)
         if isinstance(result, PsError):
-            if not passes(result):
+            if not is_temporary(result):
                 raise result
             maybe_mine = maybe_mine or isinstance(result, InDoubt)
             yield backoff.pause(result)
@@ -133,10 +133,10 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
     cluster.forget(model)
     while True:
         (outcome,) = yield [deadline.bound(json_request("DELETE", model_path(model)))]
-        result = judged(outcome)
+        result = to_result(outcome)
         if not isinstance(result, PsError) or (backoff.in_doubt and result.code == "unknown_model"):
             return
-        if not passes(result):
+        if not is_temporary(result):
             raise result
         yield backoff.pause(result)
 
@@ -151,7 +151,7 @@ def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
     return (yield from control(json_request(method, path, body), deadline))
 
 
-def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
+def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:
     """Send a slow POST that is not idempotent (a checkpoint, a run); return the JSON value of the answer.
 
     It is not sent again if it may have been executed: raises InDoubt then.
@@ -159,10 +159,10 @@ def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
     backoff = Backoff(deadline)
     while True:
         (outcome,) = yield [deadline.bound(json_request("POST", path, body))]
-        result = judged(outcome)
+        result = to_result(outcome)
         if not isinstance(result, PsError):
             return json_of(result)
-        if not passes(result):
+        if not is_temporary(result):
             raise result
         if isinstance(result, InDoubt):
             raise backoff.final(result)

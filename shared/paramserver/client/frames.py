@@ -49,7 +49,7 @@ class PushTerms(Struct, frozen=True):
     timeline: int | None = None
     base: Any = None
     """partition -> (version, incarnation) of the values that the gradient was computed from, or None."""
-    ends_s: float | None = None
+    commit_wait_s: float | None = None
     """sync: seconds that the shards wait for the commit, if the push ends its worker's iteration; None: it does not."""
 
 
@@ -72,7 +72,7 @@ class Outgoing:
     def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False) -> None:
         """`mapped`: ask shards on this machine to lend the values that the push makes, as they will be pulled next."""
         self._mapped = mapped
-        self._ends_s = terms.ends_s
+        self._commit_wait_s = terms.commit_wait_s
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
         self.memory: Final = gradient.memory if isinstance(gradient, Gradient) else None
@@ -104,8 +104,8 @@ class Outgoing:
         scan = Scan(exact=clips, scan_unconverted=clips or len(groups) > 1)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
-        ends_s, self._ends_s = self._ends_s, None
-        ends = None if ends_s is None else (len(groups), ends_s)
+        commit_wait_s, self._commit_wait_s = self._commit_wait_s, None
+        ends = None if commit_wait_s is None else (len(groups), commit_wait_s)
         for to, parts in groups:
             slot = slots.get(to)
             header = self._frame(model_map, to, parts, pull, wait_s, ends, slot)

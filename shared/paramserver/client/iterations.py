@@ -78,7 +78,7 @@ class Iterations:
         s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
         yield from s.mend(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        done = yield from s.push(grads, deadline, ends_s=self._ends_s(deadline, patience_s), **options)
+        done = yield from s.push(grads, deadline, commit_wait_s=self._commit_wait_s(deadline, patience_s), **options)
         if done.state != "dropped":
             s.reports.note(s.clock, told)
             released = (clock + 1, epoch, timeline) if done.released else None
@@ -106,7 +106,9 @@ class Iterations:
             return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
         yield from s.mend(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        found = yield from self._exchange(grads, deadline, self._ends_s(deadline, patience_s), out, view, **options)
+        found = yield from self._exchange(
+            grads, deadline, self._commit_wait_s(deadline, patience_s), out, view, **options
+        )
         if found is not None:
             pushed, values = found
             s.reports.note(s.clock, told)
@@ -156,7 +158,7 @@ class Iterations:
         self,
         grads: Grads,
         deadline: Deadline,
-        ends_s: float | None,
+        commit_wait_s: float | None,
         out: Params | None,
         view: bool,
         *,
@@ -166,7 +168,7 @@ class Iterations:
     ) -> Call[tuple[Pushed, Params | None] | None]:
         s = self._session
         options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
-        _, agreed = yield from s.begin(deadline, ends_s=ends_s, **terms)
+        _, agreed = yield from s.begin(deadline, commit_wait_s=commit_wait_s, **terms)
         if agreed is None:
             return None
         exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)
@@ -178,7 +180,7 @@ class Iterations:
             yield from s.check_mode(found[0], deadline)
         return found
 
-    def _ends_s(self, deadline: Deadline, patience_s: float | None) -> float | None:
+    def _commit_wait_s(self, deadline: Deadline, patience_s: float | None) -> float | None:
         """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""
         if self._session.mode != "sync":
             return None

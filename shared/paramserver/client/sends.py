@@ -17,7 +17,7 @@ from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
 from paramserver.client.frames import Incoming, Outgoing, PullTerms
-from paramserver.client.retry import Backoff, judged, may_be_done, passes
+from paramserver.client.retry import Backoff, is_temporary, may_be_done, to_result
 from paramserver.client.same_host import Leased, Slot
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
@@ -77,7 +77,7 @@ class Transfer:
         stale = False
         refused: PsError | None = None
         for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
-            result = judged(outcome)
+            result = to_result(outcome)
             if isinstance(result, Response):
                 good.append((i, result))
                 if state is not None:
@@ -92,7 +92,7 @@ class Transfer:
                 failures.append(result)
             elif result.code == "slot_gone":
                 continue  # retried at once with another slot
-            elif passes(result):
+            elif is_temporary(result):
                 stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
                 if to is not None and isinstance(result, Unreachable):
                     self.cluster.lost(to, self.deadline.clock())

@@ -117,14 +117,14 @@ class Session(Membership):
         dtype: str | None = None,
         ack: str | None = None,
         codec: str | None = None,
-        ends_s: float | None = None,
+        commit_wait_s: float | None = None,
     ) -> Call[Pushed]:
         """Push a gradient for the current clock.
 
         The result is `dropped` if a rollback, a new epoch or a new creation of the model has made the gradient
-        obsolete.  `ends_s`: this is the last push of the clock; see `PushTerms`.
+        obsolete.  `commit_wait_s`: this is the last push of the clock; see `PushTerms`.
         """
-        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack, ends_s=ends_s)
+        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack, commit_wait_s=commit_wait_s)
         if terms is None:
             return DROPPED
         try:
@@ -140,7 +140,7 @@ class Session(Membership):
         weight: float = 1.0,
         ack: str | None = None,
         streamed: bool = False,
-        ends_s: float | None = None,
+        commit_wait_s: float | None = None,
     ) -> Call[tuple[Layout, PushTerms | None]]:
         """Return the model's layout, and the terms of a push for the current clock, whose push id the caller settles.
 
@@ -158,7 +158,7 @@ class Session(Membership):
                 timeline, clock = self.timeline, self.clock
             if not self._outlived(push_id.epoch, timeline, model_map.generation):
                 chosen = base if base is not None else self._base
-                return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, ends_s)
+                return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, commit_wait_s)
             self.numbers.settle(push_id)
         log.warning("push.dropped worker=%s reason=computed from values that are no more", self.worker)
         self._dropped()

@@ -95,9 +95,9 @@ def pull(
         try:
             good, pending = yield from transfer.settle(groups, outcomes)
         except PsError as e:
-            arrivals.forgo(sinks, groups)
+            arrivals.release_unread(sinks, groups)
             if e.code != "version_not_reached" or deadline.clock() >= wait_until or deadline.left_s() <= 0:
-                arrivals.drop()
+                arrivals.release_all()
                 raise
             yield Pause(0.01)
             continue
@@ -143,8 +143,8 @@ def push(
     with draft_for(feedback) as draft:  # restored if the push fails
         gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft, partitions)
         whole = partitions is None and gradient.selection.size == model_map.layout.size
-        if not whole and terms.ends_s is not None:
-            terms = replace(terms, ends_s=None)  # partitions that it does not touch may take the commit later
+        if not whole and terms.commit_wait_s is not None:
+            terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
         mapped = whole and cluster.lease_cache.should_request_values(model)
         outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped)
         transfer = Transfer(cluster, model_map, gradient.selection, deadline, draft)
@@ -251,15 +251,15 @@ def exchange(
             try:
                 good, pending = yield from transfer.settle(groups, outcomes, outgoing, partial(_state_in, sinks))
             except PsError:
-                arrivals.forgo(sinks, groups)
-                arrivals.drop()
+                arrivals.release_unread(sinks, groups)
+                arrivals.release_all()
                 raise
             replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
         pushed = summed([r.push for r in replies if r.push is not None])
         if pushed.late and draft is not None:
             draft.give_back()
-        if terms.ends_s is not None and not pushed.released:
-            arrivals.drop()  # shards that had the commit in time have lent their values
+        if terms.commit_wait_s is not None and not pushed.released:
+            arrivals.release_all()  # shards that had the commit in time have lent their values
             return pushed, None
         found = arrivals.gather(selection, flat, view=view and out is None)
         if found is None:

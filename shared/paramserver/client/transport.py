@@ -167,7 +167,7 @@ class BlockingTransport:
         outcome: Outcome = problem("unreachable", "no URL to ask")
         for url in self._addresses.order():
             outcome = self._send(request, url, within, direct=False)
-            if not self._addresses.heard(url, outcome):
+            if not self._addresses.record(url, outcome):
                 break
         return outcome
 
@@ -274,7 +274,7 @@ class AsyncTransport:
         outcome: Outcome = problem("unreachable", "no URL to ask")
         for url in self._addresses.order():
             outcome = await self._send(request, url, direct=False)
-            if not self._addresses.heard(url, outcome):
+            if not self._addresses.record(url, outcome):
                 break
         return outcome
 
