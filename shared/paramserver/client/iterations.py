@@ -41,7 +41,7 @@ class Iterations:
         saying that the run is paused.
         """
         s = self._session
-        yield from s.mend(deadline)
+        yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
         if s.mode == "sync" and s.pushed is not None and s.pushed != (epoch, timeline):
             # The heartbeat has followed a rollback or joined again: what was pushed for this clock is gone.
@@ -68,7 +68,7 @@ class Iterations:
                 whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
                 raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
         until = deadline if patience_s is not None else None
-        yield from s.go_on(done, epoch, timeline, committed, until=until)
+        yield from s.continue_at(done, epoch, timeline, committed, until=until)
         return s.clock
 
     def step(
@@ -76,7 +76,7 @@ class Iterations:
     ) -> Call[Pushed]:
         """Push, report the metrics and the clock; if the gradient was dropped, the clock does not advance."""
         s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
-        yield from s.mend(deadline)
+        yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         done = yield from s.push(grads, deadline, commit_wait_s=self._commit_wait_s(deadline, patience_s), **options)
         if done.state != "dropped":
@@ -104,7 +104,7 @@ class Iterations:
             yield from s.check_out(out, deadline)
             done = yield from self.step(grads, told, deadline, patience_s, **options)
             return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
-        yield from s.mend(deadline)
+        yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         found = yield from self._exchange(
             grads, deadline, self._commit_wait_s(deadline, patience_s), out, view, **options
@@ -116,7 +116,7 @@ class Iterations:
             over = (clock + 1, epoch, timeline) if released else None
             yield from self._finish(deadline, patience_s, over, began_s)
             if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
-                s.goes_on_from(values, epoch, timeline)
+                s.record_pulled(values, epoch, timeline)
                 return values.frozen() if view else values
         return (yield from self._pull(deadline, patience_s, out, view, done=found is not None))
 
@@ -150,7 +150,7 @@ class Iterations:
                 yield from self.advance(deadline, patience_s, began_s)
             else:
                 until = deadline if patience_s is not None else None
-                yield from self._session.go_on(*released, until=until)
+                yield from self._session.continue_at(*released, until=until)
         except Unavailable as e:
             raise _hinting(e, PUSHED) from e
 
@@ -173,7 +173,7 @@ class Iterations:
             return None
         exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)
         try:
-            found = yield from s.settled(exchanging, agreed, deadline)
+            found = yield from s.run_push(exchanging, agreed, deadline)
         finally:
             s.numbers.settle(agreed.push_id)
         if found is not None:

@@ -43,7 +43,7 @@ class Transfer:
         self.cluster, self.model_map, self.selection, self.deadline = cluster, model_map, selection, deadline
         self._backoff = Backoff(deadline, reads=reads)
         self._moved = 0
-        self._taken: list[int] = []
+        self._accepted: list[int] = []
         """Partitions that have accepted their part of a push."""
         self._states: list[Callable[[], str]] = []
         """One function per good response, which reads the state of the push (`Pushed.state`) from it."""
@@ -59,7 +59,7 @@ class Transfer:
             out.setdefault(self.cluster.route(self.model_map, part.partition), []).append(part)
         return list(out.items())
 
-    def settle(
+    def process_outcomes(
         self,
         groups: list[tuple[str | None, list[Part]]],
         outcomes: list[Outcome],
@@ -81,7 +81,7 @@ class Transfer:
             if isinstance(result, Response):
                 good.append((i, result))
                 if state is not None:
-                    self._taken += [p.partition for p in parts]
+                    self._accepted += [p.partition for p in parts]
                     self._states.append(partial(state, i, result))
                 if self._draft is not None:
                     self._draft.accepted([p.partition for p in parts])
@@ -108,7 +108,7 @@ class Transfer:
                 if not gone:
                     self._raise_in_part(refused)
             raise refused
-        if self._taken or any(map(may_be_done, failures)):
+        if self._accepted or any(map(may_be_done, failures)):
             self._backoff.in_doubt = True
         if failures:
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
@@ -126,18 +126,18 @@ class Transfer:
         Pushed again, the gradient would count twice there.  If the push is only staged, it counts on all partitions or
         on none: then the refusal itself is raised, with the `partitions` that have accepted their parts.
         """
-        taken = sorted({*self._taken, *refused.members.get("partitions", ())})
-        if not (taken or self._backoff.in_doubt):
+        accepted = sorted({*self._accepted, *refused.members.get("partitions", ())})
+        if not (accepted or self._backoff.in_doubt):
             return
         if self._modes == {"sync"} and all(state() == "staged" for state in self._states):
-            raise refused.plus(partitions=taken)
-        who = f"partitions {taken} have the push" if taken else "an earlier attempt may be applied"
+            raise refused.plus(partitions=accepted)
+        who = f"partitions {accepted} have the push" if accepted else "an earlier attempt may be applied"
         raise problem(
             "in_doubt",
             f"{refused.detail}; {who}",
             hint="do not push this gradient again: pull, and go on from there",
             refused=refused.code,
-            partitions=taken,
+            partitions=accepted,
         ) from refused
 
     def _slots(

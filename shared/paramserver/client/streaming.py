@@ -154,7 +154,7 @@ class Stream:
         """Send nothing more, because the block has failed or the push was dropped."""
         if self._terms is not None:
             if self._sent:
-                self._session.tear(self._terms)
+                self._session.mark_torn(self._terms)
             self._session.numbers.settle(self._terms.push_id)
             self._terms = None
 

@@ -93,7 +93,7 @@ def pull(
         ]
         outcomes = yield requests
         try:
-            good, pending = yield from transfer.settle(groups, outcomes)
+            good, pending = yield from transfer.process_outcomes(groups, outcomes)
         except PsError as e:
             arrivals.release_unread(sinks, groups)
             if e.code != "version_not_reached" or deadline.clock() >= wait_until or deadline.left_s() <= 0:
@@ -154,7 +154,7 @@ def push(
         while pending:
             groups = transfer.groups(pending)
             outcomes = yield from transfer.sent(outgoing, groups)
-            good, pending = yield from transfer.settle(groups, outcomes, outgoing, _state)
+            good, pending = yield from transfer.process_outcomes(groups, outcomes, outgoing, _state)
             for i, response in good:
                 replies.append(push_reply(response))
                 if (lease := leased_by(replies[-1], groups[i][0], model_map.layout)) is not None:
@@ -249,7 +249,9 @@ def exchange(
             sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
             outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
             try:
-                good, pending = yield from transfer.settle(groups, outcomes, outgoing, partial(_state_in, sinks))
+                good, pending = yield from transfer.process_outcomes(
+                    groups, outcomes, outgoing, partial(_state_in, sinks)
+                )
             except PsError:
                 arrivals.release_unread(sinks, groups)
                 arrivals.release_all()

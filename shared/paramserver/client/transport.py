@@ -91,7 +91,7 @@ class BlockingTransport:
         self._shards = DirectTransport(credentials)
         self._free_lock()
         in_child(self._free_lock)
-        self._forsaken: list[Any] = []
+        self._kept_from_parent: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: SyncClient | None = None
         self._helpers = Helpers(PARALLEL_MAX)
@@ -151,7 +151,7 @@ class BlockingTransport:
             if self._pid == os.getpid():
                 return
             if self._pid != -1:  # a child must not even destroy a native client: its threads belong to the parent
-                self._forsaken += [self._control, self._helpers]
+                self._kept_from_parent += [self._control, self._helpers]
             try:
                 self._control = _tuned(SyncClientBuilder(), self._credentials, self._addresses.given).build()
             except RuntimeError:  # the native runtime does not start in a child whose parent has used it
@@ -213,7 +213,7 @@ class AsyncTransport:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
         self._shards = AsyncDirectTransport(credentials)
-        self._forsaken: list[Any] = []
+        self._kept_from_parent: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: Client | None = None
         self._pid = -1
@@ -258,7 +258,7 @@ class AsyncTransport:
 
     def _start(self) -> None:
         if self._pid != -1:
-            self._forsaken += [self._control, self._shards]
+            self._kept_from_parent += [self._control, self._shards]
             self._shards = AsyncDirectTransport(self._credentials)
         try:
             self._control = _tuned(ClientBuilder(), self._credentials, self._addresses.given).build()
