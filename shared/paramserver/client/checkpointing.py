@@ -95,7 +95,8 @@ def restore(
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
         requests = [_set_request(cluster, model_map, i, states[i], least[i], deadline) for i in now]
-        again, model_map = yield from _sort_outcomes(cluster, model_map, now, (yield requests), backoff, deadline, {})
+        outcomes = yield requests
+        again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, {})
         pending = again + later
     return (yield from _report_restored(cluster, model_map, found, deadline))
 
@@ -160,9 +161,8 @@ def _states(
             )
             for i in now
         ]
-        again, model_map = yield from _sort_outcomes(
-            cluster, model_map, now, (yield requests), backoff, deadline, found
-        )
+        outcomes = yield requests
+        again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, found)
         pending = again + later
     out: list[tuple[StateFrame, PartitionState]] = []
     for i in range(model_map.spec.partitions):

@@ -119,7 +119,7 @@ class Cluster:
         self._maps: dict[str, ModelMap] = {}
         self._known: dict[str, _Address] = {}
         self._look_again: tuple[float, ...] = ()
-        self._told = False
+        self._warned = False
 
     def map_of(self, model: str, deadline: Deadline, *, newer_than: ModelMap | None = None) -> Call[ModelMap]:
         """Return the model's map: the cached one unless that is `newer_than` itself, else a fetched one.
@@ -166,10 +166,10 @@ class Cluster:
         self.lease_cache.drop()
         give_back(self.same_host)
         slots = self.same_host.take_idle()
-        told = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
-        told += [r for address in self.same_host.lenders() if (r := self._release(address)) is not None]
-        if told:
-            yield told
+        requests = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
+        requests += [r for address in self.same_host.lenders() if (r := self._release(address)) is not None]
+        if requests:
+            yield requests
 
     def _release(self, address: str) -> Request | None:
         """Return a pull of one element that tells the shard which leases are released; None if it owns no partition."""
@@ -262,8 +262,8 @@ class Cluster:
             again_at = None if answers or tries >= len(_TRY_AGAIN_S) else deadline.clock() + _TRY_AGAIN_S[tries]
             self._known[address] = _Address(answers, tries + 1, again_at)
         silent = [s for s in model_map.in_use if not self._direct(model_map, s)]
-        if silent and not self._told:
-            self._told = True
+        if silent and not self._warned:
+            self._warned = True
             log.warning(
                 "route.proxied shards=%s via=%s: their own addresses do not answer here", ",".join(silent), self.urls[0]
             )

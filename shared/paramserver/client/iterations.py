@@ -75,12 +75,12 @@ class Iterations:
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
     ) -> Call[Pushed]:
         """Push, report the metrics and the clock; if the gradient was dropped, the clock does not advance."""
-        s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
+        s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
         done = yield from s.push(grads, deadline, commit_wait_s=self._commit_wait_s(deadline, patience_s), **options)
         if done.state != "dropped":
-            s.reports.note(s.clock, told)
+            s.reports.note(s.clock, numbers)
             released = (clock + 1, epoch, timeline) if done.released else None
             yield from self._finish(deadline, patience_s, released, began_s)
         return done
@@ -97,21 +97,20 @@ class Iterations:
         **options: Any,
     ) -> Call[Params]:
         """Like `step`, but return the values for the next iteration, if possible from the same round trip."""
-        s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
+        s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
         if view and out is not None:
             raise problem("invalid_field", "out= and copy=False exclude each other")
         if s.mode == "ssp":  # the values are pulled once the clock is released: the other workers are far enough then
             yield from s.check_out(out, deadline)
-            done = yield from self.step(grads, told, deadline, patience_s, **options)
+            done = yield from self.step(grads, numbers, deadline, patience_s, **options)
             return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        found = yield from self._exchange(
-            grads, deadline, self._commit_wait_s(deadline, patience_s), out, view, **options
-        )
+        commit_wait_s = self._commit_wait_s(deadline, patience_s)
+        found = yield from self._exchange(grads, deadline, commit_wait_s, out, view, **options)
         if found is not None:
             pushed, values = found
-            s.reports.note(s.clock, told)
+            s.reports.note(s.clock, numbers)
             released = pushed.released or s.mode not in ("ssp", "sync")
             over = (clock + 1, epoch, timeline) if released else None
             yield from self._finish(deadline, patience_s, over, began_s)
