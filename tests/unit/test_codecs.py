@@ -454,7 +454,7 @@ def test_codecs_of_whole_partitions_take_nothing_less() -> None:
     codec = Codec.parse("int8")
     with pytest.raises(RequestError, match="whole partitions"):
         pushed(Feedback(), {"b": noise(33)})
-    with pytest.raises(RequestError, match="only a worker remembers"):
+    with pytest.raises(RequestError, match="which only a worker keeps"):
         ready(layout(), 1, {"w": noise(700), "b": noise(33)}, None, None, codec, None)
     with pytest.raises(RequestError, match="'b' holds NaN"):
         pushed(Feedback(), {"w": noise(700), "b": np.full(33, np.nan, np.float32)})

@@ -93,7 +93,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         sink raises.
         """
         if self._transport is None or self._transport.is_closing():
-            raise Refused("closed before it was asked")
+            raise Refused("it was closed before the request was sent")
         client, answer, left = self._client, _Awaited(sink, self), sum(map(len, body))
         if self._liveness_timer is None:
             self._last_read_s, self._pinged = self.loop.time(), False

@@ -198,7 +198,7 @@ def error_of(response: Response) -> PsError:
 def foreign(response: Response) -> PsError:
     """Return the error for an answer that is not from a paramserver, or was changed on the way."""
     text = bytes(response.body[:80]).decode("utf-8", "replace")
-    hint = "is this address a paramserver, and does the path before it end there?"
+    hint = "is this the address of a paramserver, and does a proxy in front of it leave the path unchanged?"
     return from_document(
         {"status": response.status, "hint": hint, "detail": f"{response.url}: HTTP {response.status}: {text!r}"}
     )

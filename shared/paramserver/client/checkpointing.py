@@ -86,7 +86,7 @@ def restore(
         model_map = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
     elif partitions not in (None, model_map.spec.partitions):
         raise problem(
-            "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions for as long as it lives"
+            "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions, which cannot be changed"
         )
     states = scatter(model_map.layout, found.params, found.slots, found.steps)
     least = versions(model_map.layout, Layout(found.spec), found.versions)
@@ -191,15 +191,15 @@ def _sort_outcomes(
             again.append(i)
             failure = result
         elif result.code == "not_found" and cluster.route(model_map, i) is None:
-            hint = "the shards' own addresses do not answer here: `psctl checkpoint save` writes it on the server"
-            raise problem("not_found", "the cluster's URL does not hand out whole partitions", hint=hint)
+            hint = "the shards' addresses are not reachable from here; `psctl checkpoint save` saves on the server"
+            raise problem("not_found", "whole partitions can be read only from the shards directly", hint=hint)
         else:
             raise result
     if failure is not None:
         yield backoff.pause(failure)
         fresh = yield from cluster.map_of(model_map.name, deadline, newer_than=model_map)
         if fresh.generation != model_map.generation:
-            raise problem("model_replaced", f"model '{model_map.name}' was created anew meanwhile")
+            raise problem("model_replaced", f"model '{model_map.name}' was deleted and created again")
         model_map = fresh
     return again, model_map
 

@@ -65,7 +65,8 @@ class ModelMap:
         spec = ModelSpec.parse(doc["spec"])
         layout = Layout(spec)
         if doc.get("bounds") is not None and tuple(doc["bounds"]) != layout.bounds:
-            raise problem("internal", f"model '{spec.name}' is cut in a way this version of the client does not know")
+            detail = f"model '{spec.name}' is partitioned in a way this client version does not support"
+            raise problem("internal", detail)
         owners: list[str | None] = [None] * spec.partitions
         for p in doc["partitions"]:
             owners[int(p["index"])] = p.get("shard")
@@ -98,9 +99,9 @@ def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     urls = tuple(u if "://" in u else f"http://{u}" for u in (p.strip().rstrip("/") for p in text.split(",")) if u)
     for u in urls:
         if not u.startswith(("http://", "https://")) or " " in u or len(u) < 10:
-            raise problem("malformed", f"'{u}' is not a URL of a cluster", hint=f"something like {DEFAULT_URL}")
+            raise problem("malformed", f"'{u}' is not a valid cluster URL", hint=f"for example {DEFAULT_URL}")
     if not urls:
-        raise problem("malformed", f"'{text}' names no URL", hint=f"something like {DEFAULT_URL}")
+        raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")
     return urls
 
 
@@ -265,7 +266,9 @@ class Cluster:
         if silent and not self._warned:
             self._warned = True
             log.warning(
-                "route.proxied shards=%s via=%s: their own addresses do not answer here", ",".join(silent), self.urls[0]
+                "route.proxied shards=%s via=%s: their own addresses are not reachable from here",
+                ",".join(silent),
+                self.urls[0],
             )
 
     def _forget_unnamed(self) -> None:

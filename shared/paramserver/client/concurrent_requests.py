@@ -140,7 +140,7 @@ class ConcurrentRequests(Interruptible):
 
     @contextmanager
     def using_memory(self, cut: Callable[[], object]) -> Iterator[None]:
-        """See `Interruptible.using_memory`; an interrupt of the thread behind `within` raises CallerInterrupted, too."""
+        """See `Interruptible.using_memory`; an interrupt of the thread behind `within` counts, too."""
         with using_memory(self._within, cut), super().using_memory(cut):
             yield
 

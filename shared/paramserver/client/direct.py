@@ -50,7 +50,7 @@ def socket_exists(address: str) -> bool:
 def unreachable(url: str, reason: str) -> PsError:
     """Return the error for a URL where no node answers, or one whose certificate is not trusted."""
     if "certificate" in reason:
-        hint = "ca= or PARAMSERVER_CA is a file of the authorities to be trusted"
+        hint = "set ca= or PARAMSERVER_CA to a PEM file of the trusted authorities"
         return problem("unreachable", f"{url} is not trusted ({reason})", hint=hint)
     return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
 

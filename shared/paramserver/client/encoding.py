@@ -180,7 +180,8 @@ def ready(
     """
     if isinstance(grads, Encoded):
         if grads.generation != generation:
-            raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
+            detail = f"model '{layout.spec.name}' was deleted and created again"
+            raise problem("model_replaced", detail, hint="pull again")
         if draft is not None:
             draft.encoded(grads)
         return grads
@@ -189,7 +190,8 @@ def ready(
     if codec.whole:
         if draft is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
-            raise problem("invalid_field", f"{codec.text} leaves something out, and only a worker remembers", hint=hint)
+            detail = f"codec {codec.text} is lossy and needs error feedback, which only a worker keeps"
+            raise problem("invalid_field", detail, hint=hint)
         gradient = prepare(layout, grads, ranges, "float32", partitions)
         return _whole(gradient, codec, generation, draft)
     gradient = prepare(layout, grads, ranges, codec.coding, partitions)
@@ -263,5 +265,6 @@ def stored(codec: Codec, data: AnyArray) -> tuple[AnyArray, int]:
 
 
 def _partial(codec: Codec, part: Part) -> PsError:
-    detail = f"{codec.text} takes whole partitions, and of partition {part.partition} this push names only a part"
+    covered = f"this push covers only a part of partition {part.partition}"
+    detail = f"codec {codec.text} encodes whole partitions, but {covered}"
     return problem("invalid_encoding", detail, hint='push every parameter, or use codec="fp16"')

@@ -255,7 +255,7 @@ class Incoming:
         if self.reply is None:
             data = self._feed_head(data)
         if pour(data, self):
-            raise problem("in_doubt", "the answer to a pull holds more than was asked for")
+            raise problem("in_doubt", "the answer to a pull holds more than was requested")
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes, up to the end of one part; empty before the body and after it."""
@@ -293,10 +293,10 @@ class Incoming:
         if not reply.parts and reply.push is not None:
             return  # the commit did not come in time: the push is accepted, and the values are pulled later
         if reply.dtype != self._dtype or sorted([p[0] for p in reply.parts]) != sorted(self._parts):
-            raise problem("in_doubt", "the answer to a pull is not what was asked for")
+            raise problem("in_doubt", "the answer to a pull is not what was requested")
         if reply.lease is not None:
             if len(reply.lease[1]) != len(reply.parts):
-                raise problem("in_doubt", "the answer to a pull lends something else than was asked for")
+                raise problem("in_doubt", "the answer to a pull leases something other than what was requested")
             return
         for partition, _version, _incarnation in reply.parts:
             part = self._parts[partition]

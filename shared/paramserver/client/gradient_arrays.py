@@ -141,7 +141,7 @@ class ArrayMemory:
             self._same_host.log_unused(error)
             if not found.ours:
                 self._pages.make_read_only(found.runs)
-                log.error("gradients.read_only reason=%s: a write to them now would end this process", error)
+                log.error("gradients.read_only reason=%s: writing to the arrays now would crash this process", error)
             return False
         del self._mapped[address]
         if found.ours and not found.pushing:

@@ -138,7 +138,7 @@ def prepare(
     `empty_push`, or `invalid` if several kinds are wrong).
     """
     if dtype is not None and dtype not in ITEMSIZE:
-        raise problem("invalid_dtype", f"dtype '{dtype}' cannot travel", hint=f"one of {', '.join(ITEMSIZE)}")
+        raise problem("invalid_dtype", f"dtype '{dtype}' cannot be sent", hint=f"one of {', '.join(ITEMSIZE)}")
     if isinstance(grads, np.ndarray) or not isinstance(grads, Mapping):
         return _flat(layout, grads, ranges, dtype)
     if not grads:
@@ -181,7 +181,9 @@ def copy_if_aliased(grads: Grads, out: AnyArray) -> Grads:
 
 def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) -> Gradient:
     if ranges:
-        raise problem("invalid_range", "ranges need gradients under names", hint='push({"w": values}, ranges={"w": …})')
+        raise problem(
+            "invalid_range", "ranges need gradients by parameter name", hint='push({"w": values}, ranges={"w": …})'
+        )
     array, bf16 = _array("the flat gradient", grads, (layout.size,))
     selection = select(layout)
     at = selection.offsets
@@ -194,10 +196,11 @@ def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, boo
         array = np.asarray(value)
     except Exception as e:  # whatever a foreign __array__ raises: that of a GPU tensor, or one that requires grad
         hint = "a torch tensor needs .detach().cpu()"
-        raise problem("invalid_dtype", f"'{name}' cannot be made an array: {e}", hint=hint, where=name) from None
+        detail = f"'{name}' cannot be converted to an array: {e}"
+        raise problem("invalid_dtype", detail, hint=hint, where=name) from None
     bf16 = array.dtype.kind == "V" and array.dtype.name == "bfloat16"  # NumPy builds the name on each access
     if not bf16 and array.dtype.kind not in "fiub":
-        raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which is no gradient", where=name)
+        raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which cannot hold a gradient", where=name)
     if array.shape != shape:
         raise problem(
             "invalid_shape", f"'{name}' has shape {list(array.shape)}, the model's is {list(shape)}", where=name

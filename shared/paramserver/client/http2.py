@@ -221,7 +221,7 @@ class Client:
             if kind == wire.HEADERS:
                 self._block, self._block_ends = bytearray(wire.block_in(flags, payload)), bool(flags & wire.END_STREAM)
             elif self._block is None or len(self._block) > _HEADER_BYTES_MAX:
-                raise wire.Http2Error(wire.PROTOCOL_ERROR, "headers without a beginning, or without an end")
+                raise wire.Http2Error(wire.PROTOCOL_ERROR, "CONTINUATION without HEADERS, or header block too large")
             else:
                 self._block += payload
             if flags & wire.END_HEADERS:
@@ -248,13 +248,13 @@ class Client:
             last = wire.word_in(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
             for number, answer in self.open.items():
                 if number > last:
-                    answer.fail(Refused("it takes no more requests on this connection"))
+                    answer.fail(Refused("the shard is closing this connection"))
         elif kind == wire.RST_STREAM and (answer := self.open.get(stream)) is not None:
             answer.request_sent = answer.response_ended = True
             if wire.word_in(payload) == wire.REFUSED_STREAM:
-                answer.fail(Refused("it did not take the request"))
+                answer.fail(Refused("the shard refused the stream"))
             else:
-                answer.fail(ConnectionResetError("it gave the request up"))
+                answer.fail(ConnectionResetError("the shard reset the stream"))
 
     def _set(self, values: dict[int, int]) -> None:
         window = values.get(wire.INITIAL_WINDOW_SIZE, self._new_send_window)

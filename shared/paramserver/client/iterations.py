@@ -23,8 +23,8 @@ from paramserver.errors import PsError, Unavailable, from_document, problem
 
 log = logging.getLogger("paramserver")
 
-PUSHED: Final = "the gradient is pushed: worker.clock() goes on waiting, another step would count it twice"
-DONE: Final = "the iteration is done: worker.pull() brings the values, another step would count its gradient twice"
+PUSHED: Final = "the gradient was pushed; call worker.clock() to keep waiting. Another step would count it twice"
+DONE: Final = "the iteration is done; get the values with worker.pull(). Another step would count its gradient twice"
 
 
 class Iterations:

@@ -238,8 +238,8 @@ class Membership:
                 self.status = "stop"
                 raise problem(
                     "fenced",
-                    f"another worker has joined as '{self.worker}' and takes its place",
-                    hint="give each worker a name of its own, or none",
+                    f"another worker has joined as '{self.worker}' and replaces this one",
+                    hint="give each worker a unique name, or no name",
                 ) from error
         log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
         yield from self._join_again(epoch, deadline)

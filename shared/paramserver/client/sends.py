@@ -135,7 +135,7 @@ class Transfer:
         raise problem(
             "in_doubt",
             f"{refused.detail}; {who}",
-            hint="do not push this gradient again: pull, and go on from there",
+            hint="do not push this gradient again; pull and continue from the current values",
             refused=refused.code,
             partitions=accepted,
         ) from refused
@@ -232,7 +232,7 @@ class Transfer:
         except Unavailable:
             return
         if fresh.generation != self.model_map.generation:
-            raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
+            raise problem("model_replaced", f"model '{fresh.name}' was deleted and created again", hint="pull again")
         self.model_map = fresh
         self._modes.add(fresh.spec.consistency.mode)
 

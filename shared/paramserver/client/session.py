@@ -160,7 +160,7 @@ class Session(Membership):
                 chosen = base if base is not None else self._base
                 return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, commit_wait_s)
             self.numbers.settle(push_id)
-        log.warning("push.dropped worker=%s reason=computed from values that are no more", self.worker)
+        log.warning("push.dropped worker=%s reason=computed from obsolete values", self.worker)
         self._dropped()
         return model_map.layout, None
 

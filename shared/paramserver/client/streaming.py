@@ -25,7 +25,7 @@ from paramserver.errors import InDoubt, Unavailable, combined, problem
 BUCKET_BYTES: Final = 4 << 20
 """Approximate size of one send; it bounds how long a more urgent partition that becomes complete meanwhile waits."""
 
-ANOTHER: Final = "with worker.stream() as push: begins another"
+ANOTHER: Final = "start a new push: with worker.stream() as push: ..."
 
 
 class Run(Protocol):
@@ -102,7 +102,7 @@ class Stream:
         gradient.
         """
         if self._opened:
-            raise problem("conflict", "a stream is one push, and this one was begun before", hint=ANOTHER)
+            raise problem("conflict", "a stream is a single push, and this one has been started already", hint=ANOTHER)
         self._opened = True
         layout, self._terms = yield from self._session.begin(deadline, streamed=True, **self._terms_options())
         self._pieces = Pieces(layout)
@@ -110,8 +110,8 @@ class Stream:
     def put(self, name: str, grad: Any) -> None:
         """See `Pieces.put`."""
         if self._pieces is None or self.over:
-            when = "is over, and this would not be sent" if self.over else "has not begun"
-            raise problem("conflict", f"the block of this stream {when}", hint=ANOTHER)
+            when = "has ended" if self.over else "has not begun"
+            raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
         with self._lock:
             self._pieces.put(name, grad)
 

@@ -312,8 +312,8 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     if origin.generation != model_map.generation:
         raise problem(
             "model_replaced",
-            f"model '{model_map.name}' was created anew since `base` was pulled",
-            hint="pull, and compute the gradient from these values",
+            f"model '{model_map.name}' was deleted and created again after `base` was pulled",
+            hint="pull again and compute the gradient from these values",
             generation=model_map.generation,
         )
     return replace(terms, base=origin.versions)

@@ -42,7 +42,7 @@ def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsEr
     """Return the PsError for a native error; only a failure to connect is certain to have had no effect."""
     causes = _causes(error)
     if isinstance(error, native.BuilderError):
-        return problem("malformed", f"{url} is not a URL that can be asked: {causes[-1]}")
+        return problem("malformed", f"{url} is not a valid URL: {causes[-1]}")
     if isinstance(error, native.ClientClosedError):
         return problem("in_doubt", "this client was closed while it waited")
     if "client error (Connect)" in causes:  # the class cannot tell: any timeout before the answer is a ConnectTimeout
@@ -164,7 +164,7 @@ class BlockingTransport:
     def _one(self, request: Request, within: Interruptible | None = None) -> Outcome:
         if request.to is not None:
             return self._send(request, request.to, within, direct=True)
-        outcome: Outcome = problem("unreachable", "no URL to ask")
+        outcome: Outcome = problem("unreachable", "no URL given")
         for url in self._addresses.order():
             outcome = self._send(request, url, within, direct=False)
             if not self._addresses.record(url, outcome):
@@ -271,7 +271,7 @@ class AsyncTransport:
     async def _one(self, request: Request) -> Outcome:
         if request.to is not None:
             return await self._send(request, request.to, direct=True)
-        outcome: Outcome = problem("unreachable", "no URL to ask")
+        outcome: Outcome = problem("unreachable", "no URL given")
         for url in self._addresses.order():
             outcome = await self._send(request, url, direct=False)
             if not self._addresses.record(url, outcome):

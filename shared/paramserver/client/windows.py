@@ -63,7 +63,7 @@ class Window:
         Raises OSError if a file cannot be mapped, and ValueError if a piece other than the last ends within a page.
         """
         if any(size % PAGE_BYTES for _, size in pieces[:-1]):
-            raise ValueError("buffers that end within a page cannot lie side by side")
+            raise ValueError("only the last buffer may end within a page")
         size = sum(size for _, size in pieces)
         start = _mmap(None, size, _PROT_NONE, _PRIVATE, -1)
         memory = (ctypes.c_char * size).from_address(start)
@@ -75,7 +75,7 @@ class Window:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if os.fstat(file).st_size < piece_bytes:
-                    raise OSError(f"{path} is shorter than it was said to be")
+                    raise OSError(f"{path} is shorter than expected")
                 _mmap(at, piece_bytes, mmap.PROT_READ, flags, file)
             finally:
                 os.close(file)
@@ -131,7 +131,7 @@ class RemappableMemory:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_size < max(_whole_pages(at + size) for _, at, size in runs):
-                raise OSError(f"{path} is shorter than it was said to be")
+                raise OSError(f"{path} is shorter than expected")
             for start, at, size in runs:
                 self._map(start, size, mmap.MAP_SHARED | _MAP_POPULATE, file, at)
         finally:

@@ -61,7 +61,7 @@ class Worker(WorkerView):
 
     def __enter__(self) -> "Worker":
         if self._pid != -1:
-            raise problem("conflict", "a worker can be opened once", hint="model.worker() makes another")
+            raise problem("conflict", "a worker can be opened only once", hint="model.worker() makes another")
         self._pid = os.getpid()
         self._client.run(self._session.join(self._deadline(None)))
         self._thread = threading.Thread(target=self._keep_alive, name=f"heartbeat {self.name}", daemon=True)

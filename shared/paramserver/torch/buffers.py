@@ -187,7 +187,7 @@ class GradientBuffers:
         self.arrange(model_map)
 
     def arrange(self, model_map: ModelMap) -> None:
-        """Group partitions by their current owners; keeps residuals, unless the model was created anew."""
+        """Group partitions by their current owners; keeps residuals, unless the model was deleted and created again."""
         if model_map.generation != self._generation:
             self.selection, self._generation = select(model_map.layout), model_map.generation
             self._owners, self._of = (), {}

@@ -205,7 +205,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             log.warning("model.differs model=%s: another worker created it with other settings", self._model.name)
 
     def _fitting(self) -> ModelMap:
-        """Return the model's map; raises RequestError if the model was created anew and does not fit the module."""
+        """Return the model's map.
+
+        Raises RequestError if the model was deleted and created again, and does not fit the module.
+        """
         model_map = self._map()
         if model_map.generation != self._generation:
             check_fit(self._params, model_map)
