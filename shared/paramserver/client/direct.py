@@ -143,6 +143,8 @@ class DirectTransport(_RequestEncoder):
         with self._lock:
             idle = self._idle[address]
             connection = idle.pop() if idle else None
+            if not idle:
+                del self._idle[address]
         first: Exception | None = None
         if connection is not None:
             try:
@@ -176,9 +178,8 @@ class DirectTransport(_RequestEncoder):
                 return _failure(e, request, address)
             raise
         with self._lock:
-            idle = self._idle[address]
-            if connection.usable and len(idle) < _KEPT_MAX:
-                idle.append(connection)
+            if connection.usable and len(self._idle[address]) < _KEPT_MAX:
+                self._idle[address].append(connection)
             else:
                 connection.close()
         return _response(answer, address)
