@@ -235,9 +235,9 @@ class Client:
                         answer.end()
         elif kind == wire.WINDOW_UPDATE:
             if stream == 0:
-                self._send_window += wire.word_in(payload)
+                self._send_window += wire.word31_in(payload)
             elif (answer := self.open.get(stream)) is not None:
-                answer.send_window += wire.word_in(payload)
+                answer.send_window += wire.word31_in(payload)
         elif kind == wire.SETTINGS and not flags & wire.ACK:
             self._set(wire.settings_in(payload))
             self.unsent += wire.frame(wire.SETTINGS, wire.ACK, 0)
@@ -245,7 +245,7 @@ class Client:
             self.unsent += wire.frame(wire.PING, wire.ACK, 0, bytes(payload))
         elif kind == wire.GOAWAY:
             self.usable = False
-            last = wire.word_in(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
+            last = wire.word31_in(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
             for number, answer in self.open.items():
                 if number > last:
                     answer.fail(Refused("the shard is closing this connection"))
