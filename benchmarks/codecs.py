@@ -26,7 +26,7 @@ import numpy as np
 
 import paramserver as ps
 from paramserver import kernels
-from paramserver.client.encoding import Encoded, Feedback, drafted, ready
+from paramserver.client.encoding import Encoded, Feedback, draft_for, ready
 from paramserver.client.gradients import Content, Scan
 from paramserver.codecs import Codec, check_content
 from paramserver.codecs.stage import unpack
@@ -90,7 +90,7 @@ def measure(text: str, elements: int, repeats: int) -> dict[str, Any]:
     feedback = Feedback()
 
     def encode(memory: Feedback) -> tuple[Content, list[AnyArray]]:
-        with drafted(memory) as draft:
+        with draft_for(memory) as draft:
             content = ready(layout, 1, {"w": gradient}, None, None, codec, draft)
         return content, bodies(content)
 

@@ -73,7 +73,7 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
     seen = timed(lambda: gradient.views(content, Scan(exact=False)), repeats)
     yield Stage("worker: gradient tested for NaN where it lies", "push to several shards", seen, "1 look")
     out = np.ones(elements, np.float32).view(np.uint8)
-    copied = timed(lambda: write(gradient, content, out.data, Scan(exact=False, look=False)), repeats)
+    copied = timed(lambda: write(gradient, content, out.data, Scan(exact=False, scan_unconverted=False)), repeats)
     yield Stage("worker: gradient into a slot", "push, same host", copied, "1 read, 1 write")
 
     parts = [np.ones(layout.partition_size(i), np.float32) for i in range(layout.spec.partitions)]

@@ -126,7 +126,7 @@ class Jobs:
             model = ModelKey(target, int(living["generation"]))
             spec = ModelSpec.parse(living["spec"])
             if partitions not in (None, spec.partitions):
-                raise problem("conflict", f"model '{target}' has {spec.partitions} partitions for as long as it lives")
+                raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             begin = partial(io.StartRestore, model=target)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
         try:

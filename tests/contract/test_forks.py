@@ -115,7 +115,7 @@ def test_what_a_forked_child_shares_between_its_threads_is_its_own(model: Model)
     [
         "_lock",
         "shared._lock",
-        "cluster.present._lock",
+        "cluster.lease_cache._lock",
         "cluster.same_host._lock",
         "cluster.same_host._windows._lock",
         "transport._lock",

@@ -280,15 +280,15 @@ def test_pushes_of_the_same_arrays_at_once_are_exact(cluster: Nodes, client: ps.
 
 def no_memory(patch: pytest.MonkeyPatch, after: int) -> None:
     """So many more mappings can be had by this process."""
-    mapped, left = windows._mapped, [after]
+    mmap, left = windows._mmap, [after]
 
     def scarce(*how: Any) -> int:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOMEM, "cannot map")
-        return mapped(*how)
+        return mmap(*how)
 
-    patch.setattr(windows, "_mapped", scarce)
+    patch.setattr(windows, "_mmap", scarce)
 
 
 def test_a_push_is_applied_though_its_slot_cannot_take_the_arrays_place(

@@ -43,8 +43,8 @@ def model(cluster: Nodes) -> Iterator[Model]:
 def ways(model: Model) -> set[str]:
     """How its partitions are reached: `unix`, `http` or, through another node, None."""
     cluster = model._client.cluster
-    held = cluster._maps[model.name]
-    return {str(cluster.route(held, i)).partition(":")[0] for i in range(held.spec.partitions)}
+    model_map = cluster._maps[model.name]
+    return {str(cluster.route(model_map, i)).partition(":")[0] for i in range(model_map.spec.partitions)}
 
 
 def test_values_are_the_shards_own_memory(model: Model) -> None:
@@ -66,14 +66,14 @@ def test_values_are_the_shards_own_memory(model: Model) -> None:
 def test_what_was_lent_for_a_pull_that_fails_is_given_back(model: Model) -> None:
     """One shard has the version that is waited for and lends it, the other one has not."""
     client = model._client
-    held = client.run(client.cluster.map_of(model.name, client.deadline(None)))
-    there = frozenset(i for i, owner in enumerate(held.owners) if owner == held.owners[0])
+    model_map = client.run(client.cluster.map_of(model.name, client.deadline(None)))
+    there = frozenset(i for i, owner in enumerate(model_map.owners) if owner == model_map.owners[0])
     terms = PushTerms(PushId("c-x", 1, 1))
     grads = {"a": np.zeros(SIZE // 3), "b": np.zeros((2, SIZE // 3))}
     client.run(transfer.push(client.cluster, model.name, client.deadline(None), grads, terms, partitions=there))
     with pytest.raises(ps.ConflictError, match="version"):
         model.pull(copy=False, min_version=1, wait_s=0.05)
-    assert [len(shard.over) for shard in client.cluster.same_host._shards.values()] == [1]
+    assert [len(shard.ended) for shard in client.cluster.same_host._shards.values()] == [1]
 
 
 def test_a_copy_is_the_callers_own(model: Model) -> None:
@@ -201,7 +201,7 @@ def test_a_closed_client_answers_no_pull_by_itself(cluster: Nodes) -> None:
     with ps.connect(cluster.url) as client:
         model = made(client)
         model.pull()
-        assert client.cluster.present._models[model.name].found
+        assert client.cluster.lease_cache._models[model.name].found
     with pytest.raises(ps.ConflictError, match="closed"):
         model.pull()
 
@@ -214,7 +214,7 @@ def test_a_closed_client_leaves_its_slots_to_the_next(cluster: Nodes, model: Mod
             client.model(model.name).push(np.full(SIZE, -1.0, np.float32))
             held = client.cluster.same_host
             found = {f"{s.address}/{s.file}" for shard in held._shards.values() for s in shard.slots}
-        assert not held.returned()
+        assert not held.take_idle()
         return found
 
     # What a killed client of another test held may come back in between, and be lent first.
@@ -236,7 +236,7 @@ def test_a_closed_client_gives_back_what_nobody_reads(cluster: Nodes, model: Mod
         return other
 
     def held(of: ps.Client | ps.AsyncClient) -> tuple[same_host.Leased, ...]:
-        (known,) = [m.found for m in of.cluster.present._models.values()]
+        (known,) = [m.found for m in of.cluster.lease_cache._models.values()]
         assert known is not None
         return known[0].leased
 
@@ -295,8 +295,8 @@ def test_without_a_folder_bytes_travel(cluster: Nodes, model: Model) -> None:
     """When the shards' sockets are gone, the same client goes on over HTTP by itself."""
     model.push(np.full(SIZE, -1.0, np.float32))
     assert ways(model) == {"unix"}
-    held = model._client.cluster._maps[model.name]
-    sockets = [Path(a.removeprefix("unix://")) for v in held.addresses.values() for a in v if a.startswith("unix")]
+    model_map = model._client.cluster._maps[model.name]
+    sockets = [Path(a.removeprefix("unix://")) for v in model_map.addresses.values() for a in v if a.startswith("unix")]
     for path in sockets:
         path.rename(path.with_name("moved"))
     try:
@@ -388,7 +388,7 @@ def test_values_that_a_dead_shard_has_lent_are_not_the_present(tmp_path: Path) -
         model = client.create_model("m", params={"w": (SIZE,)}, optimizer=ps.SGD(lr=1.0))
         model.push(np.full(SIZE, -1.0, np.float32))
         held = model.pull(copy=False)
-        (known,) = [m.found for m in client.cluster.present._models.values()]
+        (known,) = [m.found for m in client.cluster.lease_cache._models.values()]
         assert known is not None
         leased = known[0].leased
         assert client.cluster.same_host.confirmed(leased)
@@ -407,7 +407,7 @@ def test_a_forked_child_leaves_its_parents_leases_alone(model: Model) -> None:
     child = os.fork()
     if not child:
         values.clear()
-        model._client.cluster.present._models.clear()
-        os._exit(sum(len(shard.over) for shard in held._shards.values()))
+        model._client.cluster.lease_cache._models.clear()
+        os._exit(sum(len(shard.ended) for shard in held._shards.values()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (values[0].flat == 1.0).all()

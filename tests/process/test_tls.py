@@ -111,8 +111,8 @@ def test_the_sdk_trains_over_tls(closed: Cluster, authority: Path, monkeypatch: 
         with model.worker() as worker:
             pulled = worker.pushpull({"w": np.ones(300_000, np.float32)})
         assert pulled["w"].tolist() == [-1.0] * 300_000
-        held = client.run(client.cluster.map_of("over-tls", client.deadline(5.0)))
-        ways = {client.cluster.route(held, i) for i in range(4)}
+        model_map = client.run(client.cluster.map_of("over-tls", client.deadline(5.0)))
+        ways = {client.cluster.route(model_map, i) for i in range(4)}
         assert ways == set(closed.shards)
         model.set(consistency=ps.Sync())
         with model.worker() as worker:  # the shards report its clocks, under TLS and with a token like all they say

@@ -24,10 +24,10 @@ def test_the_others_are_learned_from_an_answer() -> None:
     """A client that was given one URL goes on to the other that its answers named when the first is dead."""
     addresses = Addresses([A])
     assert addresses.order() == [A]
-    assert not addresses.heard(A, answer(f"{A},{B}"))
+    assert not addresses.record(A, answer(f"{A},{B}"))
     assert addresses.order() == [A, B]
-    assert addresses.heard(A, problem("unreachable", "refused"))
-    assert not addresses.heard(B, answer(f"{B}"))
+    assert addresses.record(A, problem("unreachable", "refused"))
+    assert not addresses.record(B, answer(f"{B}"))
     assert addresses.order() == [B, A]
 
 
@@ -50,7 +50,7 @@ def test_names_are_believed_of_themselves_only(url: str, header: str, found: tup
 def test_one_that_fell_silent_is_not_asked_first_again() -> None:
     """A request without an answer may have been done, so it is not repeated here; the next one begins elsewhere."""
     addresses = Addresses([A, B])
-    assert not addresses.heard(A, problem("in_doubt", "no answer"))
+    assert not addresses.record(A, problem("in_doubt", "no answer"))
     assert addresses.order() == [B, A]
 
 
@@ -68,13 +68,13 @@ def test_one_that_fell_silent_is_not_asked_first_again() -> None:
 )
 def test_only_a_node_without_a_leader_sends_one_on(outcome: Response, further: bool) -> None:
     """What the leader itself refused, or may have done, is not asked of another at once."""
-    assert Addresses([A, B]).heard(A, outcome) is further
+    assert Addresses([A, B]).record(A, outcome) is further
 
 
 def test_one_that_fell_silent_may_be_forgotten_already() -> None:
     """Another thread has heard meanwhile that it is no scheduler any more."""
     addresses = Addresses([A])
-    addresses.heard(A, answer(f"{A},{B}"))
-    addresses.heard(A, answer(f"{A}"))
-    assert not addresses.heard(B, problem("in_doubt", "no answer"))
+    addresses.record(A, answer(f"{A},{B}"))
+    addresses.record(A, answer(f"{A}"))
+    assert not addresses.record(B, problem("in_doubt", "no answer"))
     assert addresses.order() == [A]

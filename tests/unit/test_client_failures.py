@@ -80,15 +80,15 @@ def test_a_nearer_address_that_was_silent_is_tried_again(
         "document",
         lambda self: plain(self) | {"shards": {"a": {"addresses": [A, near]}, "b": {"addresses": [B]}}},
     )
-    held = drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
-    assert cluster.route(held, 0) == A
+    model_map = drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
+    assert cluster.route(model_map, 0) == A
     shards.answering.add(near)
     now.s += 4.0
     drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
-    assert cluster.route(held, 0) == A
+    assert cluster.route(model_map, 0) == A
     now.s += 2.0
     drive(cluster.map_of("m", Deadline.after(30, now)), shards, now)
-    assert cluster.route(held, 0) == near
+    assert cluster.route(model_map, 0) == near
 
 
 def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, cluster: Cluster) -> None:
@@ -199,7 +199,7 @@ def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
         case "delete":
             return control.delete_model(cluster, "m", deadline)
         case "once":
-            return control.once("/runs", {}, deadline)
+            return control.post_unrepeatable("/runs", {}, deadline)
     return control.send("PATCH", "/models/m", {}, deadline)
 
 
@@ -339,7 +339,7 @@ def test_what_does_something_anew_each_time_is_not_sent_twice(now: Now) -> None:
         return outcomes.pop(0)
 
     with pytest.raises(InDoubt):
-        drive(control.once("/runs", {}, Deadline.after(300.0, now)), answer, now)
+        drive(control.post_unrepeatable("/runs", {}, Deadline.after(300.0, now)), answer, now)
 
     assert [r.path for r in asked] == ["/runs", "/runs"]
     assert asked[0].timeout_s == 300.0

@@ -250,7 +250,7 @@ def test_who_does_not_wait_any_longer_is_told_that_the_gradient_is_pushed(way: s
     node.released = False
     node.script[CLOCK] = [ok({"released": False, "clock": 0, "waiting_for": ["m/w7"], "state": "active"})]
 
-    with pytest.raises(Unavailable, match=r"m/w7.*is pushed.*worker\.clock\(\)") as e:
+    with pytest.raises(Unavailable, match=r"m/w7.*was pushed.*worker\.clock\(\)") as e:
         drive(getattr(its, way)(GRAD, {}, Deadline.after(0.0), 0.0), node)
     drive(its.advance(deadline(), None), node)
 
@@ -263,10 +263,10 @@ def test_an_encoder_with_a_memory_hears_that_its_push_was_accepted(way: str) -> 
     """Also where waiting for the clock fails afterwards; not where the gradient is dropped."""
     node, heard = Shard(), list[tuple[Any, ...]]()
     session, its = iterations(node)
-    held = drive(session.cluster.map_of("m", deadline()), node)
+    model_map = drive(session.cluster.map_of("m", deadline()), node)
 
     def encoded(name: str) -> Encoded:
-        codec, whole = Codec.parse("int8"), select(held.layout)
+        codec, whole = Codec.parse("int8"), select(model_map.layout)
         return Encoded(
             whole, codec, {0: (np.zeros(8, np.uint8), 8)}, 0.0, 1, lambda parts: heard.append((name, *parts))
         )
@@ -294,7 +294,7 @@ def test_a_scheduler_that_falls_silent_after_the_push_does_not_hide_that_it_is_p
     node.released = False
     node.script[CLOCK] = [no("no_leader")]
 
-    with pytest.raises(Unavailable, match=r"is pushed.*worker\.clock\(\)") as e:
+    with pytest.raises(Unavailable, match=r"was pushed.*worker\.clock\(\)") as e:
         drive(its.step(GRAD, {}, Deadline.after(0.0), 0.0), node)
 
     assert e.value.code == "no_leader"
@@ -310,7 +310,7 @@ def test_a_paused_worker_waits_for_no_longer_than_its_caller_would(way: str, mod
     node.script[CLOCK] = [ok({"released": True, "clock": 1, "state": "paused"})]
     drive(session.beat(deadline()), node)
 
-    with pytest.raises(Unavailable, match=r"paused.*is pushed"):
+    with pytest.raises(Unavailable, match=r"paused.*was pushed"):
         drive(getattr(its, way)(GRAD, {}, Deadline.after(2.0, now), 2.0), node, now)
     with pytest.raises(Unavailable, match="paused"):
         drive(its.advance(Deadline.after(2.0, now), 2.0), node, now)
@@ -412,7 +412,7 @@ def test_values_that_cannot_be_had_leave_no_doubt_that_the_gradient_counts(mode:
     with pytest.raises(Unavailable) as raised:
         drive(its.exchange(GRAD, {}, Deadline.after(30.0, now), None), node, now)
 
-    assert "another step would count" in (raised.value.hint or "")
+    assert "Another step would count" in (raised.value.hint or "")
     assert session.clock == 1
 
 

@@ -158,7 +158,7 @@ def test_a_gradient_of_a_model_that_was_created_anew_is_dropped() -> None:
     session = opened(node)
     drive(session.pull(deadline()), node)
     node.generation = 2
-    drive(session.look(deadline()), node)
+    drive(session.refresh_mode(deadline()), node)
 
     assert drive(session.push(GRAD, deadline()), node).state == "dropped"
     drive(session.pull(deadline()), node)

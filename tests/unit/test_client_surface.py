@@ -236,7 +236,7 @@ def test_where_the_cluster_is(url: str | None, env: dict[str, str], urls: tuple[
 @pytest.mark.parametrize("client", [ps.connect, ps.AsyncClient])
 def test_a_url_where_nobody_can_be_is_refused(client: Any, url: str) -> None:
     """It is told from one where nobody answers."""
-    with pytest.raises(ps.RequestError, match="is not a URL of a cluster"):
+    with pytest.raises(ps.RequestError, match="is not a valid cluster URL"):
         client(url)
 
 

@@ -12,7 +12,7 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Deadline, Outcome, Request, Response
 from paramserver.client.cluster import Cluster
-from paramserver.client.shared_arrays import SharedArrays
+from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, InDoubt, RequestError
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
@@ -269,6 +269,21 @@ def test_names_that_can_be_read_once_are_read_once(shards: Shards, now: Now, clu
     assert pull(["w"], {"w": [(3, 5)]}) is first
 
 
+def test_shared_arrays_in_use_are_kept_longest(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A selection that is read again and again stays, however many others are pulled in between."""
+    shared = SharedArrays(cluster)
+    shards.versions = [1] * 4
+
+    def pull(start: int) -> Params:
+        options = {"names": ["w"], "ranges": {"w": [(start, start + 1)]}, "dtype": None, "min_version": 1}
+        return shared.pull("m", options, 0.0, lambda call: drive(call, shards, now), Deadline.after(30, now))
+
+    first = pull(0)
+    for start in range(1, KEPT_MAX + 2):
+        pull(start)
+        assert pull(0) is first
+
+
 def test_numbers_of_numpy_are_numbers(shards: Shards, now: Now, cluster: Cluster) -> None:
     """Weights, versions and times come out of computations."""
     second: Any = np.float32(1)
@@ -451,11 +466,11 @@ def test_what_was_lent_by_some_shards_alone_is_given_back_at_once(shards: Shards
         request.sink.end()
         return Response(200, {"content-type": MEDIA_TYPE})
 
-    call = transfer.exchange(cluster, "m", Deadline.after(30, now), grads(), terms(ends_s=1.0))
+    call = transfer.exchange(cluster, "m", Deadline.after(30, now), grads(), terms(commit_wait_s=1.0))
     done, values = drive(call, one_released, now)
 
     assert (done.released, values) == (False, None)
-    assert cluster.same_host.released(A) == (5,)
+    assert cluster.same_host.take_ended(A) == (5,)
 
 
 def test_base_versions_go_with_each_partition(shards: Shards, now: Now, cluster: Cluster) -> None:

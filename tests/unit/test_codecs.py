@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver import kernels
-from paramserver.client.encoding import Draft, Encoded, Feedback, codec_of, drafted, ready
+from paramserver.client.encoding import Draft, Encoded, Feedback, codec_of, draft_for, ready
 from paramserver.codecs import (
     Codec,
     check_content,
@@ -339,7 +339,7 @@ def layout() -> Layout:
 
 def pushed(feedback: Feedback, grads: dict[str, F32], text: str = "int8", generation: int = 1) -> bytes:
     """The bytes of a push that is accepted."""
-    with drafted(feedback) as draft:
+    with draft_for(feedback) as draft:
         made = ready(layout(), generation, grads, None, None, Codec.parse(text), draft)
     assert isinstance(made, Encoded)
     return b"".join(data.tobytes() for data, _ in made.parts.values())
@@ -367,7 +367,7 @@ def test_a_push_that_was_not_accepted_leaves_the_memory_as_it_was() -> None:
     assert feedback.norm() == left
     assert first != second == pushed(feedback, grads)
 
-    with drafted(feedback) as draft:  # the model was created anew
+    with draft_for(feedback) as draft:  # the model was created anew
         ready(layout(), 2, grads, None, None, Codec.parse("int8"), draft)
         assert feedback.norm() == 0.0
 
@@ -376,7 +376,7 @@ def test_a_push_of_an_earlier_creation_of_the_model_leaves_nothing() -> None:
     """What ends after the model was created anew does not go into the next gradients."""
     feedback, grads = Feedback(), {"w": noise(700), "b": noise(33, 1)}
     pushed(feedback, grads)
-    with drafted(feedback) as draft:
+    with draft_for(feedback) as draft:
         ready(layout(), 1, grads, None, None, Codec.parse("int8"), draft)
         first = pushed(feedback, grads, generation=2)
         left = feedback.norm()
@@ -399,7 +399,7 @@ def test_pushes_under_way_at_once_leave_each_element_out_once(text: str, accepte
     def push(seed: int, accept: bool) -> Iterator[None]:
         given = noise(733, seed)
         try:
-            with drafted(feedback) as draft:
+            with draft_for(feedback) as draft:
                 made = ready(layout(), 1, given, None, None, codec, draft)
                 yield
                 if not accept:
@@ -416,7 +416,7 @@ def test_pushes_under_way_at_once_leave_each_element_out_once(text: str, accepte
     next(first), next(second)
     list(first), list(second)
 
-    with drafted(feedback) as draft:
+    with draft_for(feedback) as draft:
         assert draft is not None
         left = [draft.arrays(1, i, n)[0] for i, n in enumerate(sizes)]
     np.testing.assert_allclose(arrived + np.concatenate([a for a in left if a is not None]), wanted, atol=1e-5)
@@ -454,7 +454,7 @@ def test_codecs_of_whole_partitions_take_nothing_less() -> None:
     codec = Codec.parse("int8")
     with pytest.raises(RequestError, match="whole partitions"):
         pushed(Feedback(), {"b": noise(33)})
-    with pytest.raises(RequestError, match="only a worker remembers"):
+    with pytest.raises(RequestError, match="which only a worker keeps"):
         ready(layout(), 1, {"w": noise(700), "b": noise(33)}, None, None, codec, None)
     with pytest.raises(RequestError, match="'b' holds NaN"):
         pushed(Feedback(), {"w": noise(700), "b": np.full(33, np.nan, np.float32)})

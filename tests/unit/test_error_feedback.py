@@ -71,7 +71,7 @@ class Sender:
         self.wanted += np.where(counts, gradient, 0.0)
         self.seq += 1
         call: Any = transfer.push if way == "push" else transfer.exchange
-        how: Any = {} if way == "push" else {"ends_s": 1.0}
+        how: Any = {} if way == "push" else {"commit_wait_s": 1.0}
         content, codec = self.content(gradient)
         options: Any = {"codec": codec, "feedback": self.memory}
         calling = call(self.cluster, "m", Deadline.after(5, self.now), content, terms(self.seq, **how), **options)

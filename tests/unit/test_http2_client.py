@@ -116,6 +116,21 @@ def test_a_body_goes_as_the_windows_allow(kind: Kind) -> None:
         assert answer.body == b"done"
 
 
+def test_the_reserved_bit_of_a_number_is_ignored() -> None:
+    """In a WINDOW_UPDATE it does not widen a window, and in a GOAWAY it does not turn a refused stream into another."""
+    client, answer, reserved = http2.Client(), http2.Answer(None), 1 << 31
+    stream = client.start_stream([], answer, bodyless=False)
+
+    for number in (0, stream):
+        client.feed(memoryview(wire.word(number, wire.WINDOW_UPDATE, reserved | 5)))
+    allowed = client.allowed(answer, wire.PAYLOAD_BYTES_MAX)
+    window = answer.send_window
+    client.feed(memoryview(wire.goaway(reserved, wire.NO_ERROR)))
+
+    assert (allowed, window) == (wire.PAYLOAD_BYTES_MAX, wire.WINDOW_BYTES + 5)
+    assert isinstance(answer.failed, http2.Refused)
+
+
 @both_clients
 def test_a_window_is_widened_by_what_came_through_it(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream's by its own bytes and the connection's by all of them: more would be an error of ours."""

@@ -41,6 +41,19 @@ def test_a_connection_that_ends_between_requests_is_replaced(kind: Kind) -> None
         assert bodies == [b"1", b"2", b"3", b"1"]
 
 
+def test_an_address_without_a_kept_connection_is_forgotten() -> None:
+    """Restarted shards have new addresses: nothing is kept for the old ones."""
+
+    def leaving(peer: Peer) -> None:
+        stream = peer.until(wire.HEADERS)
+        peer.send(wire.goaway(stream, wire.NO_ERROR) + peer.answer(stream, b"1"))
+
+    with Server(Blocking, leaving) as server:
+        assert isinstance(server.ask(), Response)
+        assert isinstance(server.transport, Blocking)
+        assert not server.transport._idle
+
+
 @both_clients
 def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
     """On a fresh connection nobody can know whether it was done."""

@@ -102,9 +102,9 @@ def test_a_client_looks_at_the_partitions_of_a_call_alone(index: int) -> None:
         drive(transfer.pull(cluster, "m", Deadline.after(30, now), ranges=ranges), shards, now)
 
     call(1)  # the map is fetched, and what follows from it once is made
-    held = cluster._maps["m"]
-    object.__setattr__(held, "owners", looks.sequence(held.owners))
-    held.layout.__dict__["bounds"] = looks.sequence(held.layout.bounds)
+    model_map = cluster._maps["m"]
+    object.__setattr__(model_map, "owners", looks.sequence(model_map.owners))
+    model_map.layout.__dict__["bounds"] = looks.sequence(model_map.layout.bounds)
     call(2)
 
     assert shards.versions[index] == 2

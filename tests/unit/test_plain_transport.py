@@ -46,7 +46,7 @@ def test_what_may_have_been_done_is_not_sent_again() -> None:
     with serving(node) as url:
         transport.send(Request("GET", "/livez"), url)
         with pytest.raises(InDoubt, match="broke before it answered"):
-            asked(transport, url, control.once("/runs", {}, Deadline.after(5.0)))
+            asked(transport, url, control.post_unrepeatable("/runs", {}, Deadline.after(5.0)))
         transport.close()
     assert node.heard == [b"GET /livez", RUN]
 
@@ -75,6 +75,6 @@ def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
         (kept,) = transport._idle[url]
         assert kept.sock is not None
         kept.sock.recv(1, socket.MSG_PEEK)  # returns when the node has hung up
-        assert asked(transport, url, control.once("/runs", {}, Deadline.after(5.0))) == {}
+        assert asked(transport, url, control.post_unrepeatable("/runs", {}, Deadline.after(5.0))) == {}
         transport.close()
     assert heard == [b"GET /livez", RUN]

@@ -18,7 +18,7 @@ import pytest
 from paramserver import limits
 from paramserver.client.board import BoardView
 from paramserver.client.same_host import Leased, SameHost
-from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, Room, Window, Windows, private, writable
+from paramserver.client.windows import KEPT_MAX, PAGE_BYTES, RemappableMemory, Window, Windows, private, writable
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.types import F32
@@ -357,12 +357,12 @@ def test_windows_are_kept_for_the_next_turn(folder: SharedFolder, versions: Buff
 
 
 def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
-    """Whoever reads a room while its pages are changed finds its contents at every moment."""
+    """Whoever reads the memory while its pages are changed finds its contents at every moment."""
     size, path = 64 * PAGE_BYTES, tmp_path / "slot"
     path.write_bytes(bytes([7]) * size)
     memory, runs, over, found = private(size), [(0, 0, size)], threading.Event(), set[int]()
-    room, values = Room(memory), np.frombuffer(memory, np.uint8)
-    room.show(str(path), runs)
+    pages, values = RemappableMemory(memory), np.frombuffer(memory, np.uint8)
+    pages.map_file(str(path), runs)
 
     def read() -> None:
         while not over.is_set():
@@ -371,9 +371,9 @@ def test_pages_of_a_file_become_private_unseen(tmp_path: Path) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(2000):
-        room.keep(runs)
-        room.show(str(path), runs)
-    room.keep(runs)
+        pages.make_private(runs)
+        pages.map_file(str(path), runs)
+    pages.make_private(runs)
     over.set()
     reader.join()
     assert found == {7}
@@ -481,14 +481,14 @@ def test_nothing_is_held_of_shards_that_have_ended(tmp_path: Path) -> None:
         with open(folder / "lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             address = f"unix://{folder}/requests"
-            slot = same_host.lent(address, "b1", 4 * COUNT)
+            slot = same_host.map_slot(address, "b1", 4 * COUNT)
             assert slot is not None
             same_host.keep(slot)
             del slot
             leased = [Leased(address, 1, ((0, "b2", 4 * COUNT),))]
             assert same_host.hold(leased).values() is not None
             assert not same_host.confirmed(leased)
-            assert same_host.released(address) == (1,)
+            assert same_host.take_ended(address) == (1,)
             found.append(held())
     assert len(set(found)) == 1
 
@@ -522,7 +522,7 @@ def test_leases_that_are_over_are_told_once_by_whoever_asks_first() -> None:
     def ask() -> None:
         try:
             for _ in range(3000):
-                told.extend(same_host.released(address))
+                told.extend(same_host.take_ended(address))
         except Exception as e:
             wrong.append(e)
 
@@ -533,11 +533,11 @@ def test_leases_that_are_over_are_told_once_by_whoever_asks_first() -> None:
         for thread in threads:
             thread.start()
         for number in range(3000):
-            same_host.done([Leased(address, number, ())])
+            same_host.end_leases([Leased(address, number, ())])
         for thread in threads:
             thread.join()
     finally:
         sys.setswitchinterval(before)
-    told.extend(same_host.released(address))
+    told.extend(same_host.take_ended(address))
     assert not wrong
     assert sorted(told) == list(range(3000))

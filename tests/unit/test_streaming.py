@@ -189,9 +189,9 @@ def test_a_stream_is_one_push() -> None:
         push.put("w", GRAD["w"])
     filled(push, GRAD["w"])
 
-    with pytest.raises(ConflictError, match="is over"):
+    with pytest.raises(ConflictError, match="has ended"):
         push.put("w", GRAD["w"])
-    with pytest.raises(ConflictError, match="begun before"):
+    with pytest.raises(ConflictError, match="started already"):
         push.__enter__()
     assert len(node.pushes) == 1
 

@@ -34,7 +34,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 SHAPES = {"w": (40, 30), "b": (7,), "deep.v": (300,)}
 
 
-def held(owners: tuple[str, ...] = ("a", "b", "a", "b")) -> ModelMap:
+def model_map(owners: tuple[str, ...] = ("a", "b", "a", "b")) -> ModelMap:
     """A model of four partitions."""
     spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 4})
     return ModelMap("m", 1, 0, 0, 1, spec, Layout(spec), owners, {}, {})
@@ -71,12 +71,12 @@ def test_bytes_are_the_golden_ones(device: str) -> None:
 def test_buffers_send_what_the_plain_client_sends(text: str, device: str) -> None:
     """Over steps, a push that was not kept and partitions that move, every partition has the same bytes."""
     codec, memory = Codec.parse(text), Feedback()
-    model = held()
+    model = model_map()
     made = buffers.GradientBuffers(model, codec, torch.device(device))
     for step in range(5):
         grads = gradients(step)
         if step == 3:
-            model = held(("a", "a", "c", "b"))
+            model = model_map(("a", "a", "c", "b"))
         made.arrange(model)
 
         ours = made.encode({n: torch.from_numpy(g).to(device) for n, g in grads.items()})
@@ -156,7 +156,7 @@ def test_a_push_that_one_shard_alone_takes_is_sent_once_there(
 @pytest.mark.parametrize("text", ["int8", "topk:0.1"])
 def test_a_shard_may_take_a_part_of_what_it_owns(text: str, device: str) -> None:
     """Partitions that lie in one buffer are remembered each by itself; what was not accepted stays as it was."""
-    made = buffers.GradientBuffers(held(("a",) * 4), Codec.parse(text), torch.device(device))
+    made = buffers.GradientBuffers(model_map(("a",) * 4), Codec.parse(text), torch.device(device))
     for seed in range(2):
         made.encode({n: torch.from_numpy(g).to(device) for n, g in gradients(seed).items()})
         made.keep(range(4))
@@ -191,9 +191,9 @@ def test_a_model_that_was_created_anew_is_encoded_for(text: str) -> None:
     codec, cpu = Codec.parse(text), torch.device("cpu")
     spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": s} for n, s in SHAPES.items()}, "partitions": 2})
     anew = ModelMap("m", 3, 0, 0, 1, spec, Layout(spec), ("a", "b"), {}, {})
-    made = buffers.GradientBuffers(held(), codec, cpu)
+    made = buffers.GradientBuffers(model_map(), codec, cpu)
     grads = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
-    for model in (replace(held(), generation=2), anew, replace(held(), generation=4)):
+    for model in (replace(model_map(), generation=2), anew, replace(model_map(), generation=4)):
         made.encode(grads)
         made.keep(range(4))
         made.arrange(model)
@@ -206,7 +206,7 @@ def test_a_model_that_was_created_anew_is_encoded_for(text: str) -> None:
 
 def test_on_the_cpu_gradients_lie_where_they_are_pushed_from() -> None:
     """Whatever dtype they come in; what has none in a step counts as zero then, and not as it was."""
-    arrays = GradientArrays(held().layout, SameHost())
+    arrays = GradientArrays(model_map().layout, SameHost())
     made = buffers.HostGradients(arrays)
     first = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
     assert made.encode(first) is arrays
@@ -220,7 +220,7 @@ def test_on_the_cpu_gradients_lie_where_they_are_pushed_from() -> None:
 @pytest.mark.parametrize("text", ["fp32", "fp16", "int8", "topk"])
 def test_a_gradient_that_is_not_finite_is_refused_by_name(text: str) -> None:
     """NaN and infinity are found in the same pass and named; so is what a dtype cannot hold."""
-    made = buffers.GradientBuffers(held(), Codec.parse(text), torch.device("cpu"))
+    made = buffers.GradientBuffers(model_map(), Codec.parse(text), torch.device("cpu"))
     for bad in (np.nan, np.inf):
         grads = {n: torch.from_numpy(g) for n, g in gradients(0).items()}
         grads["b"] = torch.full((7,), bad)
@@ -274,8 +274,8 @@ def test_every_difference_is_listed() -> None:
     module = {"w": torch.zeros(40, 31), "b": torch.zeros(7), "new": torch.zeros(2)}
 
     with pytest.raises(RequestError) as e:
-        fitting.check_fit(module, held())
+        fitting.check_fit(module, model_map())
 
     said = {x["where"]: x["code"] for x in e.value.errors}
     assert said == {"w": "invalid_shape", "new": "unknown_parameter", "deep.v": "unknown_parameter"}
-    fitting.check_fit({n: torch.zeros(s) for n, s in SHAPES.items()}, replace(held()))
+    fitting.check_fit({n: torch.zeros(s) for n, s in SHAPES.items()}, replace(model_map()))

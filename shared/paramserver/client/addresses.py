@@ -32,7 +32,7 @@ class Addresses:
         urls = [self._first, *self.given, *self._named]
         return list(dict.fromkeys(u for u in urls if u))
 
-    def heard(self, url: str, outcome: Outcome) -> bool:
+    def record(self, url: str, outcome: Outcome) -> bool:
         """Record the outcome of a request to `url`; return whether to try the next URL.
 
         True if the URL was unreachable or its node knew no leader; False if the request may have been executed.
@@ -59,13 +59,11 @@ class Addresses:
 def _checked(url: str) -> str:
     try:
         parts = urlsplit(url)
-        wrong = "" if parts.hostname and parts.port != 0 else "it names no host, or port 0"
+        wrong = "" if parts.hostname and parts.port != 0 else "it has no host, or port 0"
     except ValueError as e:
         wrong = str(e)
     if wrong:
-        raise problem(
-            "malformed", f"'{url}' is not a URL of a cluster: {wrong}", hint="something like http://host:8700"
-        )
+        raise problem("malformed", f"'{url}' is not a valid cluster URL: {wrong}", hint="for example http://host:8700")
     return url
 
 

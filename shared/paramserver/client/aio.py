@@ -154,7 +154,7 @@ class AsyncClient:
     ) -> dict[str, Any]:
         """See `Client.create_run`."""
         body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
-        return dict(await self.run(control.once("/runs", body, self.deadline(timeout))))
+        return dict(await self.run(control.post_unrepeatable("/runs", body, self.deadline(timeout))))
 
     async def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the runs that the cluster keeps, newest first."""
@@ -350,7 +350,7 @@ class AsyncModel:
         return await self._client.run(call)
 
     async def _once(self, noun: str, body: Any, timeout: float | None) -> Any:
-        call = control.once(model_path(self.name, noun), body, self._client.deadline(timeout))
+        call = control.post_unrepeatable(model_path(self.name, noun), body, self._client.deadline(timeout))
         return await self._client.run(call)
 
     async def _send(self, noun: str, body: Any, timeout: float | None) -> Any:

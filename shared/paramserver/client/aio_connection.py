@@ -31,10 +31,10 @@ class _Awaited(Answer):
         self._connection = connection
         self.future = connection.loop.create_future()
 
-    def over(self) -> None:
+    def on_end(self) -> None:
         """Wake the task, even if it is still sending."""
-        super().over()
-        self._connection.moved.set()
+        super().on_end()
+        self._connection.may_continue.set()
         if not self.future.done():
             self.future.set_result(None)
 
@@ -44,20 +44,20 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self.loop: Final = asyncio.get_running_loop()
-        self.moved: Final = asyncio.Event()
+        self.may_continue: Final = asyncio.Event()
         """Set when a sending task should check whether it can continue."""
         self._client = Client()
-        self._room = memoryview(bytearray(_READ_BYTES))
-        self._place: memoryview | None = None
-        """Destination of the current read, in a body's own memory; None: `_room`."""
+        self._read_buffer = memoryview(bytearray(_READ_BYTES))
+        self._sink_buffer: memoryview | None = None
+        """Destination of the current read, in a body's own memory; None: `_read_buffer`."""
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._writable = True
         self._flushes = False
         """Whether a flush is scheduled for the end of this turn of the event loop."""
-        self._heard_s = 0.0
+        self._last_read_s = 0.0
         self._pinged = False
-        self._watch: asyncio.TimerHandle | None = None
+        self._liveness_timer: asyncio.TimerHandle | None = None
 
     @property
     def usable(self) -> bool:
@@ -93,12 +93,12 @@ class AsyncConnection(asyncio.BufferedProtocol):
         sink raises.
         """
         if self._transport is None or self._transport.is_closing():
-            raise Refused("closed before it was asked")
+            raise Refused("it was closed before the request was sent")
         client, answer, left = self._client, _Awaited(sink, self), sum(map(len, body))
-        if self._watch is None:
-            self._heard_s, self._pinged = self.loop.time(), False
-            self._watch = self.loop.call_later(http2.SILENCE_S, self._look)
-        stream = client.begin(headers, answer, bodyless=not left)
+        if self._liveness_timer is None:
+            self._last_read_s, self._pinged = self.loop.time(), False
+            self._liveness_timer = self.loop.call_later(http2.SILENCE_S, self._check_liveness)
+        stream = client.start_stream(headers, answer, bodyless=not left)
         ends = self.loop.call_later(timeout_s, answer.fail, TimeoutError())
         try:
             for piece in body:
@@ -106,10 +106,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
                 while at < len(piece) and not answer.ended:
                     n = client.allowed(answer, min(len(piece) - at, _PIECE_BYTES_MAX))
                     if n <= 0 or not self._writable:
-                        await self._until_moved()
+                        await self._wait_to_continue()
                         continue
                     left -= n
-                    client.body(stream, n, ends=not left)
+                    client.start_data_frame(stream, n, ends=not left)
                     client.unsent += piece[at : at + n]
                     at += n
                     if len(client.unsent) >= _PIECE_BYTES_MAX:
@@ -137,8 +137,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
         """Fail the requests in flight, and wake the tasks that wait in `closed`."""
         self._client.usable = False
         self._fail(ConnectionResetError("closed before it answered" if exc is None else str(exc)))
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._liveness_timer is not None:
+            self._liveness_timer.cancel()
         self._lost.set()
 
     def pause_writing(self) -> None:
@@ -148,34 +148,34 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Continue sending: the write buffer has drained."""
         self._writable = True
-        self.moved.set()
+        self.may_continue.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the memory for the next read: a body's own if it is known, else `_room`."""
-        self._place = self._client.place()
-        return self._room if self._place is None else self._place
+        """Return the memory for the next read: a body's own if it is known, else `_read_buffer`."""
+        self._sink_buffer = self._client.sink_buffer()
+        return self._read_buffer if self._sink_buffer is None else self._sink_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process the bytes that were read."""
-        place, self._place = self._place, None
-        self._heard_s, self._pinged = self.loop.time(), False
+        sink_buffer, self._sink_buffer = self._sink_buffer, None
+        self._last_read_s, self._pinged = self.loop.time(), False
         try:
-            if place is None:
-                self._client.feed(self._room[:nbytes])
+            if sink_buffer is None:
+                self._client.feed(self._read_buffer[:nbytes])
             else:
-                self._client.filled(place[:nbytes])
+                self._client.sink_buffer_filled(sink_buffer[:nbytes])
         except (OSError, ValueError) as e:  # not valid HTTP/2
             self._fail(e)
             self.hang_up()
-        self.moved.set()
+        self.may_continue.set()
         self._flush_soon()
 
     # Sending
 
-    async def _until_moved(self) -> None:
+    async def _wait_to_continue(self) -> None:
         self._flush()
-        self.moved.clear()
-        await self.moved.wait()
+        self.may_continue.clear()
+        await self.may_continue.wait()
 
     def _flush_soon(self) -> None:
         if self._client.unsent and not self._flushes:
@@ -184,18 +184,18 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     def _flush(self) -> None:
         self._flushes = False
-        said, self._client.unsent = self._client.unsent, b""
-        if said and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(said)
+        data, self._client.unsent = self._client.unsent, b""
+        if data and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
 
     # Liveness: a stalled shard keeps its socket open
 
-    def _look(self) -> None:
+    def _check_liveness(self) -> None:
         """Ping the shard if it is silent while requests are in flight; hang up if it does not answer that either."""
-        self._watch = None
+        self._liveness_timer = None
         if not self._client.open:
             return
-        silent_s = self.loop.time() - self._heard_s
+        silent_s = self.loop.time() - self._last_read_s
         if silent_s >= http2.SILENCE_S:
             if self._pinged:
                 self._fail(TimeoutError())
@@ -205,7 +205,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
             self._client.ping()
             self._flush_soon()
             silent_s = 0.0
-        self._watch = self.loop.call_later(http2.SILENCE_S - silent_s, self._look)
+        self._liveness_timer = self.loop.call_later(http2.SILENCE_S - silent_s, self._check_liveness)
 
     def _fail(self, error: Exception) -> None:
         for answer in self._client.open.values():

@@ -56,7 +56,7 @@ class AsyncWorker(WorkerView):
 
     async def __aenter__(self) -> "AsyncWorker":
         if self._heartbeat is not None:
-            raise problem("conflict", "a worker can be opened once", hint="model.worker() makes another")
+            raise problem("conflict", "a worker can be opened only once", hint="model.worker() makes another")
         self._pid = os.getpid()
         await self._client.run(self._session.join(self._deadline(None)))
         self._heartbeat = asyncio.create_task(self._keep_alive(), name=f"heartbeat {self.name}")

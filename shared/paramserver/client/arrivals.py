@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paramserver.client.frames import Incoming, leased_by
-from paramserver.client.same_host import Held, Leased, SameHost
+from paramserver.client.same_host import Leased, LeasedValues, SameHost
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Selection
 from paramserver.types import AnyArray
@@ -16,7 +16,7 @@ class Arrivals:
     def __init__(self, same_host: SameHost, layout: Layout) -> None:
         self._layout = layout
         self._same_host = same_host
-        self.held: Held | None = None
+        self.leased_values: LeasedValues | None = None
         """The leased values, if every part of the pull was leased; set by `gather`."""
         self._leased: list[Leased] = []
         self._lent: dict[int, Leased | None] = {}
@@ -31,20 +31,20 @@ class Arrivals:
             self._lent[partition] = lease
         return sink.reply
 
-    def forgo(self, sinks: Sequence[Incoming], groups: Sequence[tuple[str | None, list[Part]]]) -> None:
+    def release_unread(self, sinks: Sequence[Incoming], groups: Sequence[tuple[str | None, list[Part]]]) -> None:
         """Release the leases in answers that are discarded because another one was a refusal."""
         came = [(sink.reply, to) for sink, (to, _) in zip(sinks, groups, strict=True) if sink.reply is not None]
         found = [leased_by(reply, to, self._layout) for reply, to in came]
-        self._same_host.done([lease for lease in found if lease is not None])
+        self._same_host.end_leases([lease for lease in found if lease is not None])
 
     @property
     def lenders(self) -> set[str]:
         """The addresses of the shards that leased values."""
         return {lease.address for lease in self._leased}
 
-    def drop(self) -> None:
+    def release_all(self) -> None:
         """Release all leases, because the values are not wanted."""
-        self._same_host.done(self._leased)
+        self._same_host.end_leases(self._leased)
 
     def gather(self, selection: Selection, flat: AnyArray, *, view: bool) -> AnyArray | None:
         """Copy the leased values into `flat` and return it; None if they cannot be mapped.
@@ -53,12 +53,12 @@ class Arrivals:
         """
         if not self._leased:
             return flat
-        held = self._same_host.hold(_used(self._leased, self._lent))
-        values = held.values()
+        leased_values = self._same_host.hold(_used(self._leased, self._lent))
+        values = leased_values.values()
         if values is None:
             return None
         if all(self._lent.get(part.partition) is not None for part in selection.parts):
-            self.held = held
+            self.leased_values = leased_values
             if view:
                 return values
             flat[...] = values

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from paramserver.errors import PsError, from_document, problem
-from paramserver.wire.sink import Sink as Place
+from paramserver.wire.sink import Sink as BodySink
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ TIMEOUT_S_MAX: Final = 1_000_000_000
 """About thirty years, which the native client's timers can still represent."""
 
 
-class Sink(Place, Protocol):
+class Sink(BodySink, Protocol):
     """Destination for the body of a 200 response, which otherwise goes into `Response.body`."""
 
     def begin(self) -> None:
@@ -198,7 +198,7 @@ def error_of(response: Response) -> PsError:
 def foreign(response: Response) -> PsError:
     """Return the error for an answer that is not from a paramserver, or was changed on the way."""
     text = bytes(response.body[:80]).decode("utf-8", "replace")
-    hint = "is this address a paramserver, and does the path before it end there?"
+    hint = "is this the address of a paramserver, and does a proxy in front of it leave the path unchanged?"
     return from_document(
         {"status": response.status, "hint": hint, "detail": f"{response.url}: HTTP {response.status}: {text!r}"}
     )

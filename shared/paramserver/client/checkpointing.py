@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_bytes, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
 from paramserver.client.control import create_model, listed
-from paramserver.client.retry import Backoff, judged, passes
+from paramserver.client.retry import Backoff, is_temporary, to_result
 from paramserver.core.layout import Layout
 from paramserver.core.shard_io import PartitionState
 from paramserver.errors import NotFoundError, PsError, StaleMapError, problem
@@ -34,30 +34,30 @@ def save(cluster: Cluster, model: str, path: str, deadline: Deadline, *, overwri
     from paramserver import checkpoint
     from paramserver.core.assembly import gather
 
-    held = yield from cluster.map_now(model, deadline)
+    model_map = yield from cluster.fetch_map(model, deadline)
     cut: int | None = None  # None: the current state; if the model moves on meanwhile, read its newest cut
     while True:
-        states = yield from _states(cluster, held, cut, deadline)
+        states = yield from _states(cluster, model_map, cut, deadline)
         clocks = {frame.clock for frame, _ in states}
-        if held.spec.consistency.mode != "sync" or len(clocks) == 1:
+        if model_map.spec.consistency.mode != "sync" or len(clocks) == 1:
             break
-        held = yield from cluster.map_of(model, deadline, newer_than=held)
-        cut = held.document.get("cut")
+        model_map = yield from cluster.map_of(model, deadline, newer_than=model_map)
+        cut = model_map.document.get("cut")
         if deadline.left_s() < 0.2:
             hint = "a longer timeout=, or model.save() on the server"
             raise problem("unavailable", "the partitions could not be read at one clock in time", hint=hint)
         yield Pause(0.1)
     workers = yield from listed(model_path(model, "workers"), deadline)
-    params, slots, steps = gather(held.layout, [state for _, state in states])
+    params, slots, steps = gather(model_map.layout, [state for _, state in states])
     return checkpoint.write(
         os.fspath(path),
-        held.spec.document(),
+        model_map.spec.document(),
         params,
         slots,
         steps,
         [frame.version for frame, _ in states],
         {str(w["worker"]): w["kept"] for w in workers if w.get("kept") is not None},
-        {"clock": max(clocks), "timeline": held.timeline},
+        {"clock": max(clocks), "timeline": model_map.timeline},
         overwrite=overwrite,
     )
 
@@ -81,38 +81,41 @@ def restore(
         p["init"] = {"kind": "zeros"}  # the real values are set below
     if partitions is not None:
         document["partitions"] = partitions
-    held = (yield from _there(cluster, document["name"], deadline)) if exist_ok else None
-    if held is None:
-        held = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
-    elif partitions not in (None, held.spec.partitions):
-        raise problem("conflict", f"model '{held.name}' has {held.spec.partitions} partitions for as long as it lives")
-    states = scatter(held.layout, found.params, found.slots, found.steps)
-    least = versions(held.layout, Layout(found.spec), found.versions)
+    model_map = (yield from _existing_map(cluster, document["name"], deadline)) if exist_ok else None
+    if model_map is None:
+        model_map = yield from create_model(cluster, document, {}, deadline, exist_ok=exist_ok)
+    elif partitions not in (None, model_map.spec.partitions):
+        raise problem(
+            "conflict", f"model '{model_map.name}' has {model_map.spec.partitions} partitions, which cannot be changed"
+        )
+    states = scatter(model_map.layout, found.params, found.slots, found.steps)
+    least = versions(model_map.layout, Layout(found.spec), found.versions)
     pending = list(range(len(states)))
     backoff = Backoff(deadline)
     while pending:
         now, later = pending[:AT_ONCE], pending[AT_ONCE:]
-        requests = [_set_request(cluster, held, i, states[i], least[i], deadline) for i in now]
-        again, held = yield from _settled(cluster, held, now, (yield requests), backoff, deadline, {})
+        requests = [_set_request(cluster, model_map, i, states[i], least[i], deadline) for i in now]
+        outcomes = yield requests
+        again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, {})
         pending = again + later
-    return (yield from _told(cluster, held, found, deadline))
+    return (yield from _report_restored(cluster, model_map, found, deadline))
 
 
-def _told(cluster: Cluster, held: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
+def _report_restored(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadline: Deadline) -> Call[ModelMap]:
     """Tell the scheduler that every partition is set, and the workers' states; return the model's map after that."""
-    path = f"/internal{model_path(held.name, 'restored')}"
-    bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(held.name))]
-    bodies.append({"timeline": held.timeline, "version": found.version})
+    path = f"/internal{model_path(model_map.name, 'restored')}"
+    bodies: list[dict[str, Any]] = [{"workers": states} for states in _pieces(found.states_in(model_map.name))]
+    bodies.append({"timeline": model_map.timeline, "version": found.version})
     document: Any = None
     try:
         for body in bodies:
-            request = json_request("POST", path, {"generation": held.generation, **body}, timeout_s=ATTEMPT_S)
+            request = json_request("POST", path, {"generation": model_map.generation, **body}, timeout_s=ATTEMPT_S)
             document = yield from control(request, deadline)
     except NotFoundError as e:
         if e.code != "not_found":
             raise
-        return held  # an older scheduler, which lacks this route
-    return (yield from cluster.learn(document, deadline))
+        return model_map  # an older scheduler, which lacks this route
+    return (yield from cluster.store_document(document, deadline))
 
 
 def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -130,20 +133,20 @@ def _pieces(states: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield piece
 
 
-def _there(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
+def _existing_map(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMap | None]:
     """Return the current map of the model; None if there is no such model."""
     try:
-        return (yield from cluster.map_now(model, deadline))
+        return (yield from cluster.fetch_map(model, deadline))
     except NotFoundError:
         return None
 
 
 def _states(
-    cluster: Cluster, held: ModelMap, cut: int | None, deadline: Deadline
+    cluster: Cluster, model_map: ModelMap, cut: int | None, deadline: Deadline
 ) -> Call[list[tuple[StateFrame, PartitionState]]]:
     """Fetch the whole state of every partition, in order of index."""
     found: dict[int, Response] = {}
-    pending = list(range(held.spec.partitions))
+    pending = list(range(model_map.spec.partitions))
     backoff = Backoff(deadline)
     query = f"?cut={cut}&version={cut}" if cut is not None else ""
     while pending:
@@ -151,25 +154,26 @@ def _states(
         requests = [
             Request(
                 "GET",
-                f"/internal/state/{held.name}/{i}{query}",
+                f"/internal/state/{model_map.name}/{i}{query}",
                 headers={"accept": MEDIA_TYPE},
-                to=cluster.route(held, i),
+                to=cluster.route(model_map, i),
                 timeout_s=max(deadline.left_s(), 0.001),
             )
             for i in now
         ]
-        again, held = yield from _settled(cluster, held, now, (yield requests), backoff, deadline, found)
+        outcomes = yield requests
+        again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, found)
         pending = again + later
     out: list[tuple[StateFrame, PartitionState]] = []
-    for i in range(held.spec.partitions):
+    for i in range(model_map.spec.partitions):
         frame, offset = decode_header(found[i].body, StateFrame)
         out.append((frame, frame.read(memoryview(found[i].body)[offset:])))
     return out
 
 
-def _settled(
+def _sort_outcomes(
     cluster: Cluster,
-    held: ModelMap,
+    model_map: ModelMap,
     sent: Sequence[int],
     outcomes: Sequence[Any],
     backoff: Backoff,
@@ -180,32 +184,32 @@ def _settled(
     again: list[int] = []
     failure: PsError | None = None
     for i, outcome in zip(sent, outcomes, strict=True):
-        result = judged(outcome)
+        result = to_result(outcome)
         if isinstance(result, Response):
             into[i] = result
-        elif isinstance(result, StaleMapError) or passes(result):
+        elif isinstance(result, StaleMapError) or is_temporary(result):
             again.append(i)
             failure = result
-        elif result.code == "not_found" and cluster.route(held, i) is None:
-            hint = "the shards' own addresses do not answer here: `psctl checkpoint save` writes it on the server"
-            raise problem("not_found", "the cluster's URL does not hand out whole partitions", hint=hint)
+        elif result.code == "not_found" and cluster.route(model_map, i) is None:
+            hint = "the shards' addresses are not reachable from here; `psctl checkpoint save` saves on the server"
+            raise problem("not_found", "whole partitions can be read only from the shards directly", hint=hint)
         else:
             raise result
     if failure is not None:
         yield backoff.pause(failure)
-        fresh = yield from cluster.map_of(held.name, deadline, newer_than=held)
-        if fresh.generation != held.generation:
-            raise problem("model_replaced", f"model '{held.name}' was created anew meanwhile")
-        held = fresh
-    return again, held
+        fresh = yield from cluster.map_of(model_map.name, deadline, newer_than=model_map)
+        if fresh.generation != model_map.generation:
+            raise problem("model_replaced", f"model '{model_map.name}' was deleted and created again")
+        model_map = fresh
+    return again, model_map
 
 
 def _set_request(
-    cluster: Cluster, held: ModelMap, index: int, state: PartitionState, version: int, deadline: Deadline
+    cluster: Cluster, model_map: ModelMap, index: int, state: PartitionState, version: int, deadline: Deadline
 ) -> Request:
-    frame, arrays = restore_frame(held.name, held.generation, index, state, version)
+    frame, arrays = restore_frame(model_map.name, model_map.generation, index, state, version)
     head = encode_header(frame)
     body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
-    request = Request("POST", f"/internal/set/{held.name}", body.data, headers, cluster.route(held, index))
+    request = Request("POST", f"/internal/set/{model_map.name}", body.data, headers, cluster.route(model_map, index))
     return replace(request, timeout_s=max(deadline.left_s(), 0.001))

@@ -163,7 +163,7 @@ class Client:
     ) -> dict[str, Any]:
         """Start a training run of a model with workers of the pool; return the run's document."""
         body = control.run_document(model, entry, name, args, workers, stop, evaluate_every, checkpoint_every)
-        return dict(self.run(control.once("/runs", body, self.deadline(timeout))))
+        return dict(self.run(control.post_unrepeatable("/runs", body, self.deadline(timeout))))
 
     def runs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the runs that the cluster keeps, newest first."""

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.client.gradient_arrays import GradientArrays, give_back
-from paramserver.client.present import Present
+from paramserver.client.lease_cache import LeaseCache
 from paramserver.client.retry import Backoff, deliver
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
@@ -65,7 +65,8 @@ class ModelMap:
         spec = ModelSpec.parse(doc["spec"])
         layout = Layout(spec)
         if doc.get("bounds") is not None and tuple(doc["bounds"]) != layout.bounds:
-            raise problem("internal", f"model '{spec.name}' is cut in a way this version of the client does not know")
+            detail = f"model '{spec.name}' is partitioned in a way this client version does not support"
+            raise problem("internal", detail)
         owners: list[str | None] = [None] * spec.partitions
         for p in doc["partitions"]:
             owners[int(p["index"])] = p.get("shard")
@@ -98,9 +99,9 @@ def urls_of(url: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     urls = tuple(u if "://" in u else f"http://{u}" for u in (p.strip().rstrip("/") for p in text.split(",")) if u)
     for u in urls:
         if not u.startswith(("http://", "https://")) or " " in u or len(u) < 10:
-            raise problem("malformed", f"'{u}' is not a URL of a cluster", hint=f"something like {DEFAULT_URL}")
+            raise problem("malformed", f"'{u}' is not a valid cluster URL", hint=f"for example {DEFAULT_URL}")
     if not urls:
-        raise problem("malformed", f"'{text}' names no URL", hint=f"something like {DEFAULT_URL}")
+        raise problem("malformed", f"'{text}' contains no URL", hint=f"for example {DEFAULT_URL}")
     return urls
 
 
@@ -115,35 +116,35 @@ class Cluster:
     def __init__(self, urls: tuple[str, ...]) -> None:
         self.urls = urls
         self.same_host = SameHost()
-        self.present = Present(self.same_host)
+        self.lease_cache = LeaseCache(self.same_host)
         self._maps: dict[str, ModelMap] = {}
         self._known: dict[str, _Address] = {}
         self._look_again: tuple[float, ...] = ()
-        self._told = False
+        self._warned = False
 
     def map_of(self, model: str, deadline: Deadline, *, newer_than: ModelMap | None = None) -> Call[ModelMap]:
         """Return the model's map: the cached one unless that is `newer_than` itself, else a fetched one.
 
         Raises NotFoundError (`unknown_model`), or the error that kept the cluster from answering in time.
         """
-        held = self._maps.get(model)
+        model_map = self._maps.get(model)
         again = self._look_again  # another thread may remove the first delay meanwhile
         if again and again[0] <= deadline.clock():
             self._look_again = again[1:]
-            held = None
-        if held is not None and held is not newer_than:
-            if self._due(held, deadline.clock()):
-                yield from self._probe(held, deadline)
-            return held
+            model_map = None
+        if model_map is not None and model_map is not newer_than:
+            if self._due(model_map, deadline.clock()):
+                yield from self._probe(model_map, deadline)
+            return model_map
         response = yield from deliver(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
-        return (yield from self.learn(json_of(response), deadline))
+        return (yield from self.store_document(json_of(response), deadline))
 
-    def map_now(self, model: str, deadline: Deadline) -> Call[ModelMap]:
+    def fetch_map(self, model: str, deadline: Deadline) -> Call[ModelMap]:
         """Return the model's map as the scheduler has it now; raises like `map_of`."""
-        held = yield from self.map_of(model, deadline)
-        return (yield from self.map_of(model, deadline, newer_than=held))
+        model_map = yield from self.map_of(model, deadline)
+        return (yield from self.map_of(model, deadline, newer_than=model_map))
 
-    def learn(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:
+    def store_document(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:
         """Store the map in a model document, probe its addresses if due, and return it."""
         try:
             fresh = self._encrypted(ModelMap.from_document(doc))
@@ -163,25 +164,25 @@ class Cluster:
 
     def leave(self) -> Call[None]:
         """Return slots and leases to shards on this machine; those not returned expire by themselves."""
-        self.present.drop()
+        self.lease_cache.drop()
         give_back(self.same_host)
-        slots = self.same_host.returned()
-        told = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
-        told += [r for address in self.same_host.lenders() if (r := self._release(address)) is not None]
-        if told:
-            yield told
+        slots = self.same_host.take_idle()
+        requests = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]
+        requests += [r for address in self.same_host.lenders() if (r := self._release(address)) is not None]
+        if requests:
+            yield requests
 
     def _release(self, address: str) -> Request | None:
         """Return a pull of one element that tells the shard which leases are released; None if it owns no partition."""
-        for held in list(self._maps.values()):
-            for partition, owner in enumerate(held.owners):
-                if address in held.addresses.get(owner or "", ()):
+        for model_map in list(self._maps.values()):
+            for partition, owner in enumerate(model_map.owners):
+                if address in model_map.addresses.get(owner or "", ()):
                     frame = PullFrame(
-                        model=held.name,
-                        generation=held.generation,
-                        map_epoch=held.map_epoch,
+                        model=model_map.name,
+                        generation=model_map.generation,
+                        map_epoch=model_map.map_epoch,
                         parts=[(partition, [(0, 1)])],
-                        release=self.same_host.released(address),
+                        release=self.same_host.take_ended(address),
                     )
                     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
                     return Request("POST", "/pull", encode_header(frame), headers, address, timeout_s=LEAVE_S)
@@ -189,23 +190,23 @@ class Cluster:
 
     def gradients(self, model: str, deadline: Deadline) -> Call[GradientArrays]:
         """Return arrays to compute gradients of that model in."""
-        held = yield from self.map_of(model, deadline)
-        return GradientArrays(held.layout, self.same_host)
+        model_map = yield from self.map_of(model, deadline)
+        return GradientArrays(model_map.layout, self.same_host)
 
     def generation(self, model: str) -> int | None:
         """Return the model generation of the cached map; None without one."""
-        held = self._maps.get(model)
-        return None if held is None else held.generation
+        model_map = self._maps.get(model)
+        return None if model_map is None else model_map.generation
 
     def forget(self, model: str) -> None:
         """Drop the cached map of the model."""
         self._maps.pop(model, None)
 
-    def route(self, held: ModelMap, partition: int) -> str | None:
+    def route(self, model_map: ModelMap, partition: int) -> str | None:
         """Return an address of the partition's owner, if possible one with shared memory; None if none answers here."""
-        owner = held.owners[partition]
+        owner = model_map.owners[partition]
         found = None
-        for address in held.addresses.get(owner or "", ()):
+        for address in model_map.addresses.get(owner or "", ()):
             known = self._known.get(address)
             if known is not None and known.answers:
                 if is_same_host(address):
@@ -223,14 +224,14 @@ class Cluster:
             self._known[address] = _Address(answers=False, tries=len(_TRY_AGAIN_S), again_at=None)
             self._look_again = tuple(now + s for s in _LOOK_AGAIN_S)
 
-    def _due(self, held: ModelMap, now: float) -> bool:
+    def _due(self, model_map: ModelMap, now: float) -> bool:
         """Whether some address is due for a probe.
 
         New ones are; silent ones are when their delay is over, if none of their shard answers or they are on this
         machine.
         """
-        for owner in held.in_use:
-            addresses = held.addresses.get(owner, ())
+        for owner in model_map.in_use:
+            addresses = model_map.addresses.get(owner, ())
             for address in addresses:
                 s = self._known.get(address)
                 if s is None:
@@ -241,12 +242,12 @@ class Cluster:
                     return True
         return False
 
-    def _probe(self, held: ModelMap, deadline: Deadline) -> Call[None]:
+    def _probe(self, model_map: ModelMap, deadline: Deadline) -> Call[None]:
         """Probe, concurrently, the owners' addresses that are new or due for another try."""
         now = deadline.clock()
         found: dict[str, str] = {}
-        for owner in held.in_use:
-            for address in held.addresses.get(owner, ()):
+        for owner in model_map.in_use:
+            for address in model_map.addresses.get(owner, ()):
                 known = self._known.get(address)
                 if known is None or (not known.answers and known.again_at is not None and known.again_at <= now):
                     found[address] = owner
@@ -261,21 +262,23 @@ class Cluster:
             tries = before.tries if before else 0
             again_at = None if answers or tries >= len(_TRY_AGAIN_S) else deadline.clock() + _TRY_AGAIN_S[tries]
             self._known[address] = _Address(answers, tries + 1, again_at)
-        silent = [s for s in held.in_use if not self._direct(held, s)]
-        if silent and not self._told:
-            self._told = True
+        silent = [s for s in model_map.in_use if not self._direct(model_map, s)]
+        if silent and not self._warned:
+            self._warned = True
             log.warning(
-                "route.proxied shards=%s via=%s: their own addresses do not answer here", ",".join(silent), self.urls[0]
+                "route.proxied shards=%s via=%s: their own addresses are not reachable from here",
+                ",".join(silent),
+                self.urls[0],
             )
 
     def _forget_unnamed(self) -> None:
         """Forget the addresses that no map names any more: their processes have ended."""
-        named = {a for held in list(self._maps.values()) for some in held.addresses.values() for a in some}
+        named = {a for model_map in list(self._maps.values()) for some in model_map.addresses.values() for a in some}
         for address in [a for a in list(self._known) if a not in named]:
             self._known.pop(address, None)
 
-    def _direct(self, held: ModelMap, shard: str) -> bool:
-        return any((k := self._known.get(a)) is not None and k.answers for a in held.addresses.get(shard, ()))
+    def _direct(self, model_map: ModelMap, shard: str) -> bool:
+        return any((k := self._known.get(a)) is not None and k.answers for a in model_map.addresses.get(shard, ()))
 
 
 def control(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:

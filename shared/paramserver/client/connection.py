@@ -45,15 +45,15 @@ class Connection:
             sys.platform == "linux" and type(connected) is socket.socket and connected.family != socket.AF_UNIX
         )
         """Whether SO_RCVLOWAT can delay reads until enough is there; not under TLS, where the size is unknown."""
-        self._awaited = 1
+        self._low_watermark = 1
         """Bytes that must have arrived before the next read (SO_RCVLOWAT)."""
         self._slow = False
         """Whether bytes arrive slowly: from then on, until the next request, each read takes whatever has arrived."""
         self._client = Client()
-        self._room = memoryview(bytearray(_READ_BYTES))
+        self._read_buffer = memoryview(bytearray(_READ_BYTES))
         self._give_up_at = 0.0
         self._pinged = False
-        self._waits_s = -1.0
+        self._timeout_s = -1.0
         """The socket's current timeout, in seconds."""
         # Closes the socket of a client that was dropped without close().  Not __del__: if the client is in a reference
         # cycle, the socket may be collected first, with a ResourceWarning.
@@ -83,7 +83,7 @@ class Connection:
         self._wait_at_most(min(http2.SILENCE_S, timeout_s))
         self._pinged = self._slow = False
         answer, left = Answer(sink), sum(map(len, body))
-        stream = self._client.begin(headers, answer, bodyless=not left)
+        stream = self._client.start_stream(headers, answer, bodyless=not left)
         try:
             self._send(stream, answer, body, left)
             while not answer.ended:
@@ -109,7 +109,7 @@ class Connection:
                     self._read()
                     continue
                 left -= n
-                client.body(stream, n, ends=not left)
+                client.start_data_frame(stream, n, ends=not left)
                 if left and len(client.unsent) + n <= PAYLOAD_BYTES_MAX:
                     client.unsent += piece[:n]  # sent with what follows
                 else:
@@ -125,19 +125,19 @@ class Connection:
         if payload is not None and len(payload) <= PAYLOAD_BYTES_MAX:
             first, payload = first + payload, None
         if payload is None or not self._gathers:
-            self._all(memoryview(first))
+            self._send_all(memoryview(first))
         else:
-            sent = self._patiently(self.socket.sendmsg, (first, payload))
-            self._all(memoryview(first)[sent:])
+            sent = self._send_some(self.socket.sendmsg, (first, payload))
+            self._send_all(memoryview(first)[sent:])
             payload = payload[max(0, sent - len(first)) :]
         if payload is not None:
-            self._all(payload)
+            self._send_all(payload)
 
-    def _all(self, data: memoryview) -> None:
+    def _send_all(self, data: memoryview) -> None:
         while data:
-            data = data[self._patiently(self.socket.send, data) :]
+            data = data[self._send_some(self.socket.send, data) :]
 
-    def _patiently(self, send: Callable[[T], int], what: T) -> int:
+    def _send_some(self, send: Callable[[T], int], what: T) -> int:
         """Call `send` and return the number of bytes sent; one socket timeout is tolerated.
 
         Raises TimeoutError at the request's deadline, and when a second timeout follows (with a ping unanswered, at the
@@ -161,17 +161,17 @@ class Connection:
         if left_s < http2.SILENCE_S:
             self._wait_at_most(left_s)
         client = self._client
-        place = client.place()
+        sink_buffer = client.sink_buffer()
         try:
-            self._await(1 if place is None or self._slow else min(len(place), WAITED_BYTES))
-            if place is None:
-                n = self.socket.recv_into(self._room)
+            self._set_low_watermark(1 if sink_buffer is None or self._slow else min(len(sink_buffer), WAITED_BYTES))
+            if sink_buffer is None:
+                n = self.socket.recv_into(self._read_buffer)
             elif self._gathers:  # the bytes after it are the next frame's header
-                n = self.socket.recvmsg_into((place, self._room[:HEAD_BYTES]))[0]
+                n = self.socket.recvmsg_into((sink_buffer, self._read_buffer[:HEAD_BYTES]))[0]
             else:
-                n = self.socket.recv_into(place)
+                n = self.socket.recv_into(sink_buffer)
         except TimeoutError:
-            if self._awaited > 1:
+            if self._low_watermark > 1:
                 self._slow = True
                 return
             if self._pinged:
@@ -183,25 +183,25 @@ class Connection:
         if n == 0:
             raise ConnectionResetError("closed before it answered")
         self._pinged = False
-        if place is not None:
-            there = min(n, len(place))
-            client.filled(place[:there])
-            n -= there
+        if sink_buffer is not None:
+            in_sink = min(n, len(sink_buffer))
+            client.sink_buffer_filled(sink_buffer[:in_sink])
+            n -= in_sink
         if n:
-            client.feed(self._room[:n])
+            client.feed(self._read_buffer[:n])
         if client.unsent:
             self._flush()
 
     def _wait_at_most(self, seconds: float) -> None:
-        if seconds != self._waits_s:
+        if seconds != self._timeout_s:
             self.socket.settimeout(seconds)
-            self._waits_s = seconds
+            self._timeout_s = seconds
 
-    def _await(self, size: int) -> None:
+    def _set_low_watermark(self, size: int) -> None:
         """Have the next read wait for `size` bytes (SO_RCVLOWAT).
 
         They will come: a DATA frame that has begun is within the flow-control window.
         """
-        if size != self._awaited and self._can_wait:
+        if size != self._low_watermark and self._can_wait:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
-            self._awaited = size
+            self._low_watermark = size

@@ -11,7 +11,7 @@ import numpy as np
 from paramserver import limits
 from paramserver.client.calls import ATTEMPT_S, Call, Deadline, Pause, Request, json_of, json_request
 from paramserver.client.cluster import Cluster, ModelMap, control, model_path
-from paramserver.client.retry import Backoff, deliver, judged, passes
+from paramserver.client.retry import Backoff, deliver, is_temporary, to_result
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
 from paramserver.core.selection import unknown
@@ -44,9 +44,9 @@ def create_model(
     maybe_mine = False
     while True:
         (outcome,) = yield [deadline.bound(json_request("POST", "/models", body))]
-        result = judged(outcome)
+        result = to_result(outcome)
         if isinstance(result, PsError):
-            if not passes(result):
+            if not is_temporary(result):
                 raise result
             maybe_mine = maybe_mine or isinstance(result, InDoubt)
             yield backoff.pause(result)
@@ -61,7 +61,7 @@ def create_model(
             return (yield from wait_ready(cluster, body["name"], deadline))
         if doc.get("state", "ready") == "ready":
             cluster.forget(str(body["name"]))
-            return (yield from cluster.learn(doc, deadline))
+            return (yield from cluster.store_document(doc, deadline))
         # Another client is uploading.  If it gives up, the token goes to the next client that asks.
         maybe_mine = True
         if deadline.left_s() <= 0.2:
@@ -74,7 +74,7 @@ def wait_ready(cluster: Cluster, model: str, deadline: Deadline) -> Call[ModelMa
     while True:
         doc = yield from control(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
         if doc.get("state", "ready") == "ready":
-            return (yield from cluster.learn(doc, deadline))
+            return (yield from cluster.store_document(doc, deadline))
         if deadline.left_s() <= 0.05:
             raise problem("initializing", f"the first values of model '{model}' are not complete")
         yield Pause(0.05)
@@ -98,11 +98,11 @@ def put_value(model: str, name: str, values: AnyArray, deadline: Deadline, token
 
 def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: Deadline) -> Call[None]:
     """Assign new values to parameters; shapes and numbers are checked before anything is sent."""
-    held = yield from cluster.map_of(model, deadline)
-    errors = unknown(held.layout, [name for name in values if name not in held.layout.by_name])
+    model_map = yield from cluster.map_of(model, deadline)
+    errors = unknown(model_map.layout, [name for name in values if name not in model_map.layout.by_name])
     arrays: dict[str, AnyArray] = {}
     for name, value in values.items():
-        spec = held.layout.by_name.get(name)
+        spec = model_map.layout.by_name.get(name)
         if spec is None:
             continue
         try:
@@ -122,7 +122,7 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
 def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[Mapping[str, Any]]:
     """Change settings; return the updated document of the model."""
     doc = yield from control(json_request("PATCH", model_path(model), patch), deadline)
-    yield from cluster.learn(doc, deadline)
+    yield from cluster.store_document(doc, deadline)
     found: Mapping[str, Any] = doc
     return found
 
@@ -133,10 +133,10 @@ def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]
     cluster.forget(model)
     while True:
         (outcome,) = yield [deadline.bound(json_request("DELETE", model_path(model)))]
-        result = judged(outcome)
+        result = to_result(outcome)
         if not isinstance(result, PsError) or (backoff.in_doubt and result.code == "unknown_model"):
             return
-        if not passes(result):
+        if not is_temporary(result):
             raise result
         yield backoff.pause(result)
 
@@ -151,7 +151,7 @@ def send(method: str, path: str, body: Any, deadline: Deadline) -> Call[Any]:
     return (yield from control(json_request(method, path, body), deadline))
 
 
-def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
+def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:
     """Send a slow POST that is not idempotent (a checkpoint, a run); return the JSON value of the answer.
 
     It is not sent again if it may have been executed: raises InDoubt then.
@@ -159,10 +159,10 @@ def once(path: str, body: Any, deadline: Deadline) -> Call[Any]:
     backoff = Backoff(deadline)
     while True:
         (outcome,) = yield [deadline.bound(json_request("POST", path, body))]
-        result = judged(outcome)
+        result = to_result(outcome)
         if not isinstance(result, PsError):
             return json_of(result)
-        if not passes(result):
+        if not is_temporary(result):
             raise result
         if isinstance(result, InDoubt):
             raise backoff.final(result)

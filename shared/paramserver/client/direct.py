@@ -17,11 +17,11 @@ from urllib.parse import unquote, urlsplit
 
 from paramserver.client.aio_connection import AsyncConnection
 from paramserver.client.calls import Deadline, Outcome, Request, Response
+from paramserver.client.concurrent_requests import Interruptible, using_memory
 from paramserver.client.connection import Connection
 from paramserver.client.credentials import Credentials
 from paramserver.client.forks import call_in_forked_child
 from paramserver.client.http2 import Answer, Refused
-from paramserver.client.together import Interruptible, touching
 from paramserver.errors import PsError, problem
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
@@ -42,7 +42,7 @@ def path_of(address: str) -> str:
     return unquote(address.removeprefix(SCHEME))
 
 
-def here(address: str) -> bool:
+def socket_exists(address: str) -> bool:
     """Whether the socket of this address exists on this machine; shards of other machines advertise theirs, too."""
     return hasattr(socket, "AF_UNIX") and os.path.exists(path_of(address))
 
@@ -50,7 +50,7 @@ def here(address: str) -> bool:
 def unreachable(url: str, reason: str) -> PsError:
     """Return the error for a URL where no node answers, or one whose certificate is not trusted."""
     if "certificate" in reason:
-        hint = "ca= or PARAMSERVER_CA is a file of the authorities to be trusted"
+        hint = "set ca= or PARAMSERVER_CA to a PEM file of the trusted authorities"
         return problem("unreachable", f"{url} is not trusted ({reason})", hint=hint)
     return problem("unreachable", f"cannot reach {url} ({reason}): is a cluster up? 'psctl up' starts one")
 
@@ -60,7 +60,7 @@ def changes_nothing(request: Request) -> bool:
     return request.method == "GET" or request.path in _CHANGES_NOTHING
 
 
-class _Messages:
+class _RequestEncoder:
     """The encoding of requests, common to both transports."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -100,10 +100,10 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     return problem("in_doubt", f"{address} did not answer in HTTP ({error})")
 
 
-def _gone(error: OSError, request: Request, address: str, first: Exception | None) -> PsError:
+def _connect_error(error: OSError, request: Request, address: str, first: Exception | None) -> PsError:
     """Return the outcome of a request when connecting failed; `first`: how it failed before, on a kept connection."""
     if changes_nothing(request) or first is None or isinstance(first, Refused):
-        return _nobody(error, address)
+        return _unreachable_error(error, address)
     return _failure(first, request, address)  # the shard may have received it before it died
 
 
@@ -112,7 +112,7 @@ def _left_s(deadline: Deadline) -> float:
     return max(deadline.left_s(), 0.001)
 
 
-def _nobody(error: OSError, address: str) -> PsError:
+def _unreachable_error(error: OSError, address: str) -> PsError:
     if isinstance(error, TimeoutError):
         reason = "timed out"
     elif isinstance(error, ConnectionRefusedError):
@@ -122,7 +122,7 @@ def _nobody(error: OSError, address: str) -> PsError:
     return unreachable(address, reason.lower())
 
 
-class DirectTransport(_Messages):
+class DirectTransport(_RequestEncoder):
     """The blocking transport: one request at a time per connection; safe to share between threads, and after a fork."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -137,12 +137,14 @@ class DirectTransport(_Messages):
     def send(self, request: Request, address: str, within: Interruptible | None = None) -> Outcome:
         """Send one request to the shard at that address, and return the outcome.
 
-        Raises GivenUp if the call that it belongs to (`within`) has been interrupted.
+        Raises CallerInterrupted if the call that it belongs to (`within`) has been interrupted.
         """
         deadline = Deadline(time.monotonic() + request.timeout_s)
         with self._lock:
             idle = self._idle[address]
             connection = idle.pop() if idle else None
+            if not idle:
+                del self._idle[address]
         first: Exception | None = None
         if connection is not None:
             try:
@@ -151,12 +153,12 @@ class DirectTransport(_Messages):
                 first = e
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
-        self._forget_gone()
+        self._forget_closed()
         try:
             connection = Connection(self._connected(address, min(CONNECT_S, _left_s(deadline))))
         except OSError as e:
-            self._let_go(address)
-            return _gone(e, request, address, first)
+            self._close_idle(address)
+            return _connect_error(e, request, address, first)
         try:
             return self._attempt(connection, request, address, _left_s(deadline), within)
         except _BROKEN as e:
@@ -168,7 +170,7 @@ class DirectTransport(_Messages):
         """Return the outcome on that connection; raises an error of `_BROKEN` if the connection has ended."""
         body = self._body(request)
         try:
-            with touching(within, connection.cut):
+            with using_memory(within, connection.cut):
                 answer = connection.ask(self._headers(request, address, body), body, request.sink, timeout_s)
         except BaseException as e:
             connection.close()
@@ -176,9 +178,8 @@ class DirectTransport(_Messages):
                 return _failure(e, request, address)
             raise
         with self._lock:
-            idle = self._idle[address]
-            if connection.usable and len(idle) < _KEPT_MAX:
-                idle.append(connection)
+            if connection.usable and len(self._idle[address]) < _KEPT_MAX:
+                self._idle[address].append(connection)
             else:
                 connection.close()
         return _response(answer, address)
@@ -204,19 +205,19 @@ class DirectTransport(_Messages):
             connected.close()
             raise
 
-    def _let_go(self, address: str) -> None:
+    def _close_idle(self, address: str) -> None:
         """Close the idle connections to an address that is down, so that no later request tries them one by one."""
         with self._lock:
             idle = self._idle.pop(address, [])
         for connection in idle:
             connection.close()
 
-    def _forget_gone(self) -> None:
+    def _forget_closed(self) -> None:
         """Close idle connections to Unix sockets that are gone: no later request would find them broken."""
         with self._lock:
-            gone = [address for address in self._idle if address.startswith(SCHEME) and not here(address)]
+            gone = [address for address in self._idle if address.startswith(SCHEME) and not socket_exists(address)]
         for address in gone:
-            self._let_go(address)
+            self._close_idle(address)
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -226,7 +227,7 @@ class DirectTransport(_Messages):
             self._idle.clear()
 
 
-class AsyncDirectTransport(_Messages):
+class AsyncDirectTransport(_RequestEncoder):
     """The transport for an event loop: many concurrent requests per connection."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -257,7 +258,7 @@ class AsyncDirectTransport(_Messages):
         try:
             another = await self._another(address, kept, min(CONNECT_S, _left_s(deadline)))
         except OSError as e:
-            return _gone(e, request, address, first)
+            return _connect_error(e, request, address, first)
         try:
             return _response(await another.ask(headers, body, request.sink, _left_s(deadline)), address)
         except (PsError, OSError, ValueError) as e:
@@ -273,11 +274,11 @@ class AsyncDirectTransport(_Messages):
             if (kept := self._kept(address, tried)) is not None:
                 return kept
             connection = await self._connected(address)
-            self._forget_gone()
+            self._forget_closed()
             self._connections[address] = [connection, *(c for c in self._connections[address] if not c.is_closed)]
             return connection
 
-    def _forget_gone(self) -> None:
+    def _forget_closed(self) -> None:
         """Drop the entries of addresses without an open or pending connection."""
         for address in [a for a, some in self._connections.items() if all(c.is_closed for c in some)]:
             del self._connections[address]

@@ -26,35 +26,35 @@ class Feedback:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._generation = 0
-        self._left: dict[int, F32] = {}
-        self._spare: dict[int, F32] = {}
+        self._residuals: dict[int, F32] = {}
+        self._buffers: dict[int, F32] = {}
 
     def take(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
         """Remove and return (the partition's residual, if any; a buffer for the residual of the new push)."""
         with self._lock:
             if generation > self._generation:
-                self._generation, self._left, self._spare = generation, {}, {}
+                self._generation, self._residuals, self._buffers = generation, {}, {}
             ours = generation == self._generation
-            left = self._left.pop(partition, None) if ours else None
-            room = self._spare.pop(partition, None) if ours else None
-        return left, np.empty(size, np.float32) if room is None else room
+            residual = self._residuals.pop(partition, None) if ours else None
+            buffer = self._buffers.pop(partition, None) if ours else None
+        return residual, np.empty(size, np.float32) if buffer is None else buffer
 
-    def add(self, generation: int, partition: int, left: F32, room: F32 | None) -> None:
-        """Add `left` to the partition's residual; `room` is a buffer no longer in use, kept for reuse."""
+    def add(self, generation: int, partition: int, residual: F32, buffer: F32 | None) -> None:
+        """Add to the partition's residual; `buffer` is one no longer in use, kept for reuse."""
         with self._lock:
             if generation != self._generation:
                 return
-            other = self._left.setdefault(partition, left)
-            if other is not left:
-                other += left
-                room = left
-            if room is not None:
-                self._spare[partition] = room
+            other = self._residuals.setdefault(partition, residual)
+            if other is not residual:
+                other += residual
+                buffer = residual
+            if buffer is not None:
+                self._buffers[partition] = buffer
 
     def norm(self) -> float:
         """Return the 2-norm of all residuals."""
         with self._lock:
-            return hypot(*(float(np.linalg.norm(a)) for a in self._left.values()))
+            return hypot(*(float(np.linalg.norm(a)) for a in self._residuals.values()))
 
 
 class Draft:
@@ -67,7 +67,7 @@ class Draft:
     def __init__(self, feedback: Feedback) -> None:
         self._feedback = feedback
         self._parts: dict[int, tuple[int, F32 | None, F32]] = {}
-        self._theirs: set[int] = set()
+        self._encoder_parts: set[int] = set()
         self._kept: Callable[[Collection[int]], None] | None = None
 
     def __enter__(self) -> "Draft":
@@ -81,38 +81,38 @@ class Draft:
 
     def arrays(self, generation: int, partition: int, size: int) -> tuple[F32 | None, F32]:
         """Return (the partition's residual so far, if any; where to write its new one), float32 of that size."""
-        residual, left = self._feedback.take(generation, partition, size)
-        self._parts[partition] = (generation, residual, left)
-        return residual, left
+        residual, new_residual = self._feedback.take(generation, partition, size)
+        self._parts[partition] = (generation, residual, new_residual)
+        return residual, new_residual
 
     def encoded(self, gradient: "Encoded") -> None:
         """Note that the push sends `gradient`: if its encoder keeps its own residuals, tell it what is accepted."""
-        self._theirs, self._kept = set(gradient.parts), gradient.kept
+        self._encoder_parts, self._kept = set(gradient.parts), gradient.kept
 
     def accepted(self, parts: Collection[int]) -> None:
         """Keep the new residuals of these partitions, where the push was accepted; it may still fail on others."""
         for partition in parts:
             if (taken := self._parts.pop(partition, None)) is not None:
-                generation, residual, left = taken
-                self._feedback.add(generation, partition, left, residual)
-        theirs = self._theirs.intersection(parts)
-        if theirs and self._kept is not None:
-            self._theirs -= theirs
-            self._kept(theirs)
+                generation, residual, new_residual = taken
+                self._feedback.add(generation, partition, new_residual, residual)
+        encoder_parts = self._encoder_parts.intersection(parts)
+        if encoder_parts and self._kept is not None:
+            self._encoder_parts -= encoder_parts
+            self._kept(encoder_parts)
 
     def keep(self) -> None:
         """Keep all new residuals: the push was accepted."""
-        self.accepted([*self._parts, *self._theirs])
+        self.accepted([*self._parts, *self._encoder_parts])
 
     def give_back(self) -> None:
         """Put the old residuals back: the push was not accepted, or starts over."""
-        for partition, (generation, residual, left) in self._parts.items():
+        for partition, (generation, residual, new_residual) in self._parts.items():
             if residual is not None:
-                self._feedback.add(generation, partition, residual, left)
-        self._parts, self._theirs, self._kept = {}, set(), None
+                self._feedback.add(generation, partition, residual, new_residual)
+        self._parts, self._encoder_parts, self._kept = {}, set(), None
 
 
-def drafted(feedback: Feedback | None) -> AbstractContextManager[Draft | None]:
+def draft_for(feedback: Feedback | None) -> AbstractContextManager[Draft | None]:
     """Return the draft of one push, None without feedback; it is kept if the block succeeds, else given back."""
     return _NOTHING if feedback is None else Draft(feedback)
 
@@ -180,7 +180,8 @@ def ready(
     """
     if isinstance(grads, Encoded):
         if grads.generation != generation:
-            raise problem("model_replaced", f"model '{layout.spec.name}' was created anew meanwhile", hint="pull again")
+            detail = f"model '{layout.spec.name}' was deleted and created again"
+            raise problem("model_replaced", detail, hint="pull again")
         if draft is not None:
             draft.encoded(grads)
         return grads
@@ -189,7 +190,8 @@ def ready(
     if codec.per_partition:
         if draft is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
-            raise problem("invalid_field", f"{codec.text} leaves something out, and only a worker remembers", hint=hint)
+            detail = f"codec {codec.text} is lossy and needs error feedback, which only a worker keeps"
+            raise problem("invalid_field", detail, hint=hint)
         gradient = prepare(layout, grads, ranges, "float32", partitions)
         return _whole(gradient, codec, generation, draft)
     gradient = prepare(layout, grads, ranges, codec.coding, partitions)
@@ -215,15 +217,15 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
     norms: list[float] = []
     scan = Scan(exact=False)  # only to find NaN and infinity: the norm is that of the encoded values
     for part in gradient.selection.parts:
-        values = as_it_lies = _as_it_lies(gradient, part)
+        values = in_place = _part_in_place(gradient, part)
         if values is None:
             values = np.empty(part.stop - part.start, np.float32)
             write(gradient, [part], values.data.cast("B"), scan)
-        if scan.bad and as_it_lies is None:
+        if scan.bad and in_place is None:
             continue
-        residual, left = draft.arrays(generation, part.partition, values.size)
-        data, norm = encode_partition(codec, values, residual, left)
-        if as_it_lies is not None and not isfinite(norm) and not np.isfinite(values).all():
+        residual, new_residual = draft.arrays(generation, part.partition, values.size)
+        data, norm = encode_partition(codec, values, residual, new_residual)
+        if in_place is not None and not isfinite(norm) and not np.isfinite(values).all():
             scan.found_bad(gradient.selection.params[part.pieces[0].param].name)
         if scan.bad:
             continue
@@ -233,7 +235,7 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
     return Encoded(gradient.selection, codec, out, hypot(*norms), generation)
 
 
-def _as_it_lies(gradient: Gradient, part: Part) -> F32 | None:
+def _part_in_place(gradient: Gradient, part: Part) -> F32 | None:
     """Return the part in place if it is contiguous float32 in the caller's array (the encoder checks it), else None."""
     if len(part.pieces) != 1:
         return None
@@ -263,5 +265,6 @@ def stored(codec: Codec, data: AnyArray) -> tuple[AnyArray, int]:
 
 
 def _partial(codec: Codec, part: Part) -> PsError:
-    detail = f"{codec.text} takes whole partitions, and of partition {part.partition} this push names only a part"
+    covered = f"this push covers only a part of partition {part.partition}"
+    detail = f"codec {codec.text} encodes whole partitions, but {covered}"
     return problem("invalid_encoding", detail, hint='push every parameter, or use codec="fp16"')

@@ -49,7 +49,7 @@ class PushTerms(Struct, frozen=True):
     timeline: int | None = None
     base: Any = None
     """partition -> (version, incarnation) of the values that the gradient was computed from, or None."""
-    ends_s: float | None = None
+    commit_wait_s: float | None = None
     """sync: seconds that the shards wait for the commit, if the push ends its worker's iteration; None: it does not."""
 
 
@@ -72,10 +72,10 @@ class Outgoing:
     def __init__(self, gradient: Content, terms: PushTerms, same_host: SameHost, *, mapped: bool = False) -> None:
         """`mapped`: ask shards on this machine to lend the values that the push makes, as they will be pulled next."""
         self._mapped = mapped
-        self._ends_s = terms.ends_s
+        self._commit_wait_s = terms.commit_wait_s
         self._gradient, self._terms, self._same_host = gradient, terms, same_host
         self._norm = gradient.norm if isinstance(gradient, Encoded) else None
-        self.place: Final = gradient.place if isinstance(gradient, Gradient) else None
+        self.memory: Final = gradient.memory if isinstance(gradient, Gradient) else None
         """The gradient's memory, if slots can be mapped over it; else None."""
 
     def slot_bytes(self, to: str | None, parts: Sequence[Part]) -> int:
@@ -83,13 +83,13 @@ class Outgoing:
         size = self._gradient.body_bytes(parts) if is_same_host(to) else 0
         return size if SLOT_BYTES_MIN <= size else 0
 
-    def lies_in(self, to: str, parts: Sequence[Part]) -> Slot | None:
+    def slot_holding(self, to: str, parts: Sequence[Part]) -> Slot | None:
         """Return the slot of that shard in which these parts already are, if any."""
-        return None if self.place is None else self.place.slot(to, parts)
+        return None if self.memory is None else self.memory.slot(to, parts)
 
     def requests(
         self,
-        held: ModelMap,
+        model_map: ModelMap,
         groups: Sequence[tuple[str | None, Sequence[Part]]],
         slots: Mapping[str | None, Slot],
         pull: PullTerms | None,
@@ -100,19 +100,19 @@ class Outgoing:
         The first call must cover the whole gradient.  With `pull` they are pushpulls, whose sinks are added later.
         A gradient for a single shard is not always scanned, because that shard refuses NaN as a whole: see `explain`.
         """
-        clips = held.spec.optimizer.clip_norm is not None
-        scan = Scan(exact=clips, look=clips or len(groups) > 1)
+        clips = model_map.spec.optimizer.clip_norm is not None
+        scan = Scan(exact=clips, scan_unconverted=clips or len(groups) > 1)
         drafts: list[tuple[str | None, PushFrame, bytes, AnyArray | None, Sequence[memoryview]]] = []
         # Only one complete attempt may end the iteration: parts of two attempts cannot be added up to one push.
-        ends_s, self._ends_s = self._ends_s, None
-        ends = None if ends_s is None else (len(groups), ends_s)
+        commit_wait_s, self._commit_wait_s = self._commit_wait_s, None
+        ends = None if commit_wait_s is None else (len(groups), commit_wait_s)
         for to, parts in groups:
             slot = slots.get(to)
-            header = self._frame(held, to, parts, pull, wait_s, ends, slot)
+            header = self._frame(model_map, to, parts, pull, wait_s, ends, slot)
             size = self._gradient.body_bytes(parts)
             if slot is not None:
                 # A gradient already in its slot is only scanned, or written onto itself where `views` cannot scan it.
-                if not slot.lies or (scan.look and self._gradient.views(parts, scan) is None):
+                if not slot.mapped or (scan.scan_unconverted and self._gradient.views(parts, scan) is None):
                     self._gradient.write(parts, slot.memory[:size].data, scan)
             prefix, body = encode_header(header), None
             views = None if slot is not None else self._gradient.views(parts, scan)
@@ -143,7 +143,7 @@ class Outgoing:
 
     def _frame(
         self,
-        held: ModelMap,
+        model_map: ModelMap,
         to: str | None,
         parts: Sequence[Part],
         pull: PullTerms | None,
@@ -153,9 +153,9 @@ class Outgoing:
     ) -> PushFrame:
         base, ident = self._terms.base or {}, self._terms.push_id
         return PushFrame(
-            model=held.name,
-            generation=held.generation,
-            map_epoch=held.map_epoch if to is not None else None,
+            model=model_map.name,
+            generation=model_map.generation,
+            map_epoch=model_map.map_epoch if to is not None else None,
             timeline=self._terms.timeline,
             worker=ident.worker,
             epoch=ident.epoch,
@@ -164,7 +164,7 @@ class Outgoing:
             parts=[PushPart(p.partition, base.get(p.partition), p.ranges) for p in parts],
             dtype=self._gradient.dtype,
             weight=self._terms.weight,
-            norm=None if held.spec.optimizer.clip_norm is None else 0.0,  # placeholder until the norm is known
+            norm=None if model_map.spec.optimizer.clip_norm is None else 0.0,  # placeholder until the norm is known
             ack=self._terms.ack,
             pull=None
             if pull is None
@@ -178,7 +178,7 @@ class Outgoing:
             ),
             encoding=self._gradient.codec.text if isinstance(self._gradient, Encoded) else None,
             sizes=self._gradient.sizes(parts) if isinstance(self._gradient, Encoded) else (),
-            release=self._same_host.released(to),
+            release=self._same_host.take_ended(to),
             slot=None if slot is None else slot.file,
             mapped=self._mapped and is_same_host(to),
             ends=ends,
@@ -190,7 +190,7 @@ def _mapped(to: str | None, terms: PullTerms) -> bool:
 
 
 def pull_request(
-    held: ModelMap,
+    model_map: ModelMap,
     to: str | None,
     parts: Sequence[Part],
     terms: PullTerms,
@@ -200,9 +200,9 @@ def pull_request(
 ) -> Request:
     """Return one pull request, to one shard or, if `to` is None, to the URLs the client was given."""
     frame = PullFrame(
-        model=held.name,
-        generation=held.generation,
-        map_epoch=held.map_epoch if to is not None else None,
+        model=model_map.name,
+        generation=model_map.generation,
+        map_epoch=model_map.map_epoch if to is not None else None,
         timeline=terms.timeline,
         parts=[(p.partition, p.ranges) for p in parts],
         min_version=terms.min_version,
@@ -210,7 +210,7 @@ def pull_request(
         wait_s=wait_s,
         dtype=terms.dtype,
         mapped=_mapped(to, terms),
-        release=same_host.released(to),
+        release=same_host.take_ended(to),
     )
     return Request("POST", "/pull", encode_header(frame), _HEADERS, to, sink)
 
@@ -255,7 +255,7 @@ class Incoming:
         if self.reply is None:
             data = self._feed_head(data)
         if pour(data, self):
-            raise problem("in_doubt", "the answer to a pull holds more than was asked for")
+            raise problem("in_doubt", "the answer to a pull holds more than was requested")
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes, up to the end of one part; empty before the body and after it."""
@@ -293,10 +293,10 @@ class Incoming:
         if not reply.parts and reply.push is not None:
             return  # the commit did not come in time: the push is accepted, and the values are pulled later
         if reply.dtype != self._dtype or sorted([p[0] for p in reply.parts]) != sorted(self._parts):
-            raise problem("in_doubt", "the answer to a pull is not what was asked for")
+            raise problem("in_doubt", "the answer to a pull is not what was requested")
         if reply.lease is not None:
             if len(reply.lease[1]) != len(reply.parts):
-                raise problem("in_doubt", "the answer to a pull lends something else than was asked for")
+                raise problem("in_doubt", "the answer to a pull leases something other than what was requested")
             return
         for partition, _version, _incarnation in reply.parts:
             part = self._parts[partition]

@@ -19,7 +19,7 @@ import numpy as np
 from paramserver.client.arrays import NamedArrays
 from paramserver.client.forks import call_in_forked_child
 from paramserver.client.same_host import SameHost, Slot
-from paramserver.client.windows import PAGE_BYTES, POSSIBLE, Room, Run, private
+from paramserver.client.windows import PAGE_BYTES, POSSIBLE, RemappableMemory, Run, private
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, select
 
@@ -40,7 +40,7 @@ class GradientArrays(NamedArrays):
 
     def __init__(self, layout: Layout, same_host: SameHost) -> None:
         memory = private(layout.size * _ITEM)
-        self.place: Final = Place(memory, same_host)
+        self.place: Final = ArrayMemory(memory, same_host)
         super().__init__(select(layout), np.frombuffer(memory, np.float32))
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class _Mapped:
     """Whether the slot is this client's, not the shard's."""
 
 
-class Place:
+class ArrayMemory:
     """The memory that gradients are computed in, and which of its pages are slots; safe between threads.
 
     It lives as long as the memory, which any view of the arrays keeps alive: if a slot went to another push while it
@@ -68,12 +68,12 @@ class Place:
     """
 
     def __init__(self, memory: mmap.mmap, same_host: SameHost) -> None:
-        self._room = Room(memory)
+        self._pages = RemappableMemory(memory)
         self._size = len(memory)
         self._same_host = same_host
         self._lock = threading.RLock()
         self._mapped: dict[str, _Mapped] = {}
-        _PLACES.add(weakref.ref(self, _PLACES.discard))
+        _MEMORIES.add(weakref.ref(self, _MEMORIES.discard))
         call_in_forked_child(self._forget)
         weakref.finalize(memory, self._end).atexit = False
 
@@ -84,12 +84,12 @@ class Place:
             if found is None or found.pushing:
                 return None
             if found.parts != _spans(parts) or not self._same_host.fresh(found.slot):
-                self._give_up(address)
+                self._make_private(address)
                 return None
             found.pushing = True
             return found.slot
 
-    def settled(self, slot: Slot, parts: Sequence[Part], *, ours: bool) -> None:
+    def push_ended(self, slot: Slot, parts: Sequence[Part], *, ours: bool) -> None:
         """End a push in that slot; `ours`: the slot is this client's again.  Never raises for lack of memory."""
         with self._lock:
             if ours:
@@ -98,50 +98,50 @@ class Place:
             if found is not None and found.slot is slot:
                 found.pushing, found.ours = False, ours
                 if not ours:
-                    self._give_up(slot.address)
+                    self._make_private(slot.address)
             elif ours:
-                self._take(slot, parts)
+                self._map_slot(slot, parts)
 
-    def _take(self, slot: Slot, parts: Sequence[Part]) -> None:
+    def _map_slot(self, slot: Slot, parts: Sequence[Part]) -> None:
         """Map the slot, which holds exactly these parts, over the arrays; if that is impossible, it becomes idle.
 
         Of concurrent pushes only the first one's slots are mapped; the others' are used like those of any gradient.
         """
         runs = _runs(parts, self._size)
-        if runs is None or slot.address in self._mapped or not self._make_way(runs):
+        if runs is None or slot.address in self._mapped or not self._clear_overlaps(runs):
             self._same_host.idle(slot)
             return
         self._mapped[slot.address] = _Mapped(slot, runs, _spans(parts))
         try:
-            self._room.show(slot.path, runs)
-            slot.lies = True
+            self._pages.map_file(slot.path, runs)
+            slot.mapped = True
         except OSError as error:
-            self._same_host.tell(error)
-            self._give_up(slot.address)  # a part of it may be mapped
+            self._same_host.log_unused(error)
+            self._make_private(slot.address)  # a part of it may be mapped
 
-    def _make_way(self, runs: Sequence[Run]) -> bool:
+    def _clear_overlaps(self, runs: Sequence[Run]) -> bool:
         others = [address for address, other in self._mapped.items() if _overlap(other.runs, runs)]
         if any(self._mapped[address].pushing for address in others):
             return False
-        return all([self._give_up(address) for address in others])
+        return all([self._make_private(address) for address in others])
 
-    def _give_up(self, address: str) -> bool:
+    def _make_private(self, address: str) -> bool:
         """Replace the slot by private memory with the same contents; the slot becomes idle if no push uses it.
 
         If there is no memory for that, return False: the arrays stay in the slot, no push uses it, and the next push
         tries again.  Until then the arrays are read-only if the shard may be reading the slot.
         """
         found = self._mapped[address]
-        found.slot.lies, found.parts = False, ()
+        found.slot.mapped, found.parts = False, ()
         if not found.ours:
             found.slot.memory = np.empty(0, np.uint8)  # drops the other mapping: only that in the arrays is needed
         try:
-            self._room.keep(found.runs)
+            self._pages.make_private(found.runs)
         except OSError as error:
-            self._same_host.tell(error)
+            self._same_host.log_unused(error)
             if not found.ours:
-                self._room.guard(found.runs)
-                log.error("gradients.read_only reason=%s: a write to them now would end this process", error)
+                self._pages.make_read_only(found.runs)
+                log.error("gradients.read_only reason=%s: writing to the arrays now would crash this process", error)
             return False
         del self._mapped[address]
         if found.ours and not found.pushing:
@@ -152,26 +152,26 @@ class Place:
         """Release the slots when no array is left.  Takes no lock: a finalizer may interrupt any code of any thread."""
         for found in self._mapped.values():
             if found.ours and not found.pushing:
-                self._same_host.dropped(found.slot)
+                self._same_host.idle_from_finalizer(found.slot)
 
     def give_back(self, same_host: SameHost) -> None:
         """Replace the slots, if they are that client's, by private memory; those that no push uses become idle."""
-        memory = self._room.held()
+        memory = self._pages.memory()
         if same_host is not self._same_host or memory is None:
             return
         with self._lock:
             for address in list(self._mapped):
-                self._give_up(address)
+                self._make_private(address)
 
     def _forget(self) -> None:
         """Replace the slots by zeros in a forked child: they are the parent's, which may be writing to them."""
         self._lock = threading.RLock()
-        memory = self._room.held()
+        memory = self._pages.memory()
         for found in self._mapped.values() if memory is not None else ():
             try:
-                self._room.clear(found.runs)
+                self._pages.clear(found.runs)
             except OSError:
-                self._room.guard(found.runs)
+                self._pages.make_read_only(found.runs)
         self._mapped.clear()
 
 
@@ -203,9 +203,12 @@ def _overlap(these: Sequence[Run], those: Sequence[Run]) -> bool:
 
 def give_back(same_host: SameHost) -> None:
     """Move all gradient arrays of that client from slots to private memory, so that it can return the slots."""
-    for place in [place for found in tuple(_PLACES) if (place := found()) is not None]:
-        place.give_back(same_host)
+    for memory in [memory for found in tuple(_MEMORIES) if (memory := found()) is not None]:
+        memory.give_back(same_host)
 
 
-_PLACES: Final[set["weakref.ref[Place]"]] = set()
-"""All places of this process.  Unlike a WeakSet, it can be copied while another thread adds to it."""
+_MEMORIES: Final[set["weakref.ref[ArrayMemory]"]] = set()
+"""The memory of all gradient arrays of this process.
+
+Unlike a WeakSet, this set can be copied while another thread adds to it.
+"""

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserver.client.arrays import bf16_bits_to_f32
-from paramserver.client.gradient_arrays import GradientArrays, Place
+from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
 from paramserver.client.values import not_held
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
@@ -60,7 +60,7 @@ class Gradient(Struct, frozen=True):
     """Which of the sources hold bfloat16 bits."""
     dtype: DType
     """Wire dtype."""
-    place: Place | None = None
+    memory: ArrayMemory | None = None
     """Its memory, if slots can be mapped over it and it is sent unconverted; else None."""
 
     def body_bytes(self, parts: Sequence[Part]) -> int:
@@ -82,7 +82,7 @@ class Gradient(Struct, frozen=True):
             source, stop = self.sources[piece.param], piece.source + piece.length
             if source.dtype != _WIRE["float32"]:
                 return None
-            if scan.look:
+            if scan.scan_unconverted:
                 squares += _squares(source[piece.source : stop])
             if (piece.param, piece.source) == (param, end):
                 out[-1] = source[stop - piece.length - out[-1].size : stop]
@@ -138,7 +138,7 @@ def prepare(
     `empty_push`, or `invalid` if several kinds are wrong).
     """
     if dtype is not None and dtype not in ITEMSIZE:
-        raise problem("invalid_dtype", f"dtype '{dtype}' cannot travel", hint=f"one of {', '.join(ITEMSIZE)}")
+        raise problem("invalid_dtype", f"dtype '{dtype}' cannot be sent", hint=f"one of {', '.join(ITEMSIZE)}")
     if isinstance(grads, np.ndarray) or not isinstance(grads, Mapping):
         return _flat(layout, grads, ranges, dtype)
     if not grads:
@@ -160,14 +160,14 @@ def prepare(
         raise combined(errors)
     if partitions is not None:
         selection = replace(selection, parts=tuple(p for p in selection.parts if p.partition in partitions))
-    gradient = _made(selection, arrays, dtype)
+    gradient = _gradient_of(selection, arrays, dtype)
     whole = partitions is None and not ranges and gradient.dtype == "float32"
     if isinstance(grads, GradientArrays) and whole and list(grads) == list(layout.by_name):
-        return replace(gradient, place=grads.place)  # laid out like the model's flat vector
+        return replace(gradient, memory=grads.place)  # laid out like the model's flat vector
     return gradient
 
 
-def apart(grads: Grads, out: AnyArray) -> Grads:
+def copy_if_aliased(grads: Grads, out: AnyArray) -> Grads:
     """Return the gradients, with those copied that share memory with `out`.
 
     Values arrive in `out` while some shard's part of the gradient may still have to be sent again.
@@ -175,17 +175,19 @@ def apart(grads: Grads, out: AnyArray) -> Grads:
     if isinstance(grads, np.ndarray):
         return grads.copy() if np.may_share_memory(grads, out) else grads
     if isinstance(grads, Mapping) and not isinstance(grads, GradientArrays):
-        return {n: apart(a, out) if isinstance(a, np.ndarray) else a for n, a in grads.items()}
+        return {n: copy_if_aliased(a, out) if isinstance(a, np.ndarray) else a for n, a in grads.items()}
     return grads
 
 
 def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) -> Gradient:
     if ranges:
-        raise problem("invalid_range", "ranges need gradients under names", hint='push({"w": values}, ranges={"w": …})')
+        raise problem(
+            "invalid_range", "ranges need gradients by parameter name", hint='push({"w": values}, ranges={"w": …})'
+        )
     array, bf16 = _array("the flat gradient", grads, (layout.size,))
     selection = select(layout)
     at = selection.offsets
-    return _made(selection, [(array[at[i] : at[i + 1]], bf16) for i in range(len(selection.params))], dtype)
+    return _gradient_of(selection, [(array[at[i] : at[i + 1]], bf16) for i in range(len(selection.params))], dtype)
 
 
 def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, bool]:
@@ -194,10 +196,11 @@ def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, boo
         array = np.asarray(value)
     except Exception as e:  # whatever a foreign __array__ raises: that of a GPU tensor, or one that requires grad
         hint = "a torch tensor needs .detach().cpu()"
-        raise problem("invalid_dtype", f"'{name}' cannot be made an array: {e}", hint=hint, where=name) from None
+        detail = f"'{name}' cannot be converted to an array: {e}"
+        raise problem("invalid_dtype", detail, hint=hint, where=name) from None
     bf16 = array.dtype.kind == "V" and array.dtype.name == "bfloat16"  # NumPy builds the name on each access
     if not bf16 and array.dtype.kind not in "fiub":
-        raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which is no gradient", where=name)
+        raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which cannot hold a gradient", where=name)
     if array.shape != shape:
         raise problem(
             "invalid_shape", f"'{name}' has shape {list(array.shape)}, the model's is {list(shape)}", where=name
@@ -206,7 +209,7 @@ def _array(name: str, value: Any, shape: tuple[int, ...]) -> tuple[AnyArray, boo
     return (flat.view(np.uint16), True) if bf16 else (flat, False)
 
 
-def _made(selection: Selection, arrays: Sequence[tuple[AnyArray, bool]], dtype: str | None) -> Gradient:
+def _gradient_of(selection: Selection, arrays: Sequence[tuple[AnyArray, bool]], dtype: str | None) -> Gradient:
     kinds = {"bfloat16" if bf16 else _NARROW.get(a.dtype, "float32") for a, bf16 in arrays}
     chosen: Any = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
     return Gradient(selection, tuple([a for a, _ in arrays]), tuple([b for _, b in arrays]), chosen)
@@ -218,7 +221,7 @@ class Scan:
 
     exact: bool = True
     """Whether squares are summed in float64 throughout, as clipping needs; else in float32 within a block."""
-    look: bool = True
+    scan_unconverted: bool = True
     """Whether float32 that is sent unconverted is scanned too."""
     squares: float = 0.0
     """Sum of the squares of the elements, before they are rounded to two bytes."""
@@ -243,7 +246,7 @@ class Scan:
 def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Scan) -> None:
     """Write the elements of `parts` end to end into `body`, scanning them."""
     out = np.frombuffer(body, dtype=_WIRE[gradient.dtype])
-    fast, at = _of_f32(gradient, scan), 0
+    fast, at = _float32_encoder(gradient, scan), 0
     for part in parts:
         for piece in part.pieces:
             source = gradient.sources[piece.param][piece.source : piece.source + piece.length]
@@ -260,10 +263,10 @@ def write(gradient: Gradient, parts: Sequence[Part], body: memoryview, scan: Sca
     assert at == out.size
 
 
-def _of_f32(gradient: Gradient, scan: Scan) -> Encoder | None:
+def _float32_encoder(gradient: Gradient, scan: Scan) -> Encoder | None:
     """Return the fast path for float32 sources, if any; where its result is not finite, they are checked again."""
     if gradient.dtype == "float32" and not scan.exact:
-        return _squares if scan.look else _unseen
+        return _squares if scan.scan_unconverted else _copy_unscanned
     return encoder(gradient.dtype, gradient.selection.size)
 
 
@@ -279,7 +282,7 @@ def _squares(source: AnyArray, out: AnyArray | None = None) -> float:
     return total
 
 
-def _unseen(source: AnyArray, out: AnyArray) -> float:
+def _copy_unscanned(source: AnyArray, out: AnyArray) -> float:
     """Copy without scanning; the 0 returned counts as finite."""
     out[...] = source
     return 0.0

@@ -49,11 +49,11 @@ class Answer:
         self.ended = False
         self.failed: Exception | None = None
         """Why it ended, if it failed: an OSError, or what the sink raised."""
-        self.credit = 0
+        self.send_window = 0
         """Send window of the stream: bytes of the request's body that may be sent now."""
         self.received = 0
         """Bytes of the stream's receive window used since the last window update."""
-        self.asked = self.heard = False
+        self.request_sent = self.response_ended = False
         """Whether the request has been sent completely, and whether the shard has ended its side of the stream."""
         self._sink = sink
         self._to_sink = False
@@ -71,14 +71,14 @@ class Answer:
         """Return the sink's memory for the next bytes of the body; empty if there is none."""
         return self._sink.room() if self._to_sink and self._sink is not None else _NOWHERE
 
-    def feed(self, data: memoryview, *, there: bool) -> None:
-        """Take the next bytes of the body; `there`: they are already in the memory that `room` returned."""
+    def feed(self, data: memoryview, *, in_place: bool) -> None:
+        """Take the next bytes of the body; `in_place`: they are already in the memory that `room` returned."""
         if not self._to_sink:
             self.body += data
             return
         assert self._sink is not None
         try:
-            if there:
+            if in_place:
                 self._sink.filled(len(data))
             else:
                 self._sink.feed(data)
@@ -93,20 +93,20 @@ class Answer:
                 self._sink.end()
             except PsError as e:
                 self.failed = e
-        self.over()
+        self.on_end()
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error, unless it has already ended."""
         if not self.ended:
             self.failed = error
-            self.over()
+            self.on_end()
 
-    def over(self) -> None:
+    def on_end(self) -> None:
         """Mark the answer as ended.  A driver overrides this to wake the task that waits for it."""
         self.ended = True
 
 
-def _said(headers: Sequence[Header]) -> tuple[int, Mapping[str, str]]:
+def _status_and_headers(headers: Sequence[Header]) -> tuple[int, Mapping[str, str]]:
     """Return the status (0 if there is none, as in trailers) and the headers."""
     texts = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     return int(texts.pop(":status", "0")), texts
@@ -124,11 +124,11 @@ class Client:
         self.open: dict[int, Answer] = {}
         """stream -> its answer."""
         self._scanner = wire.Scanner(FRAME_BYTES, _HEADER_BYTES_MAX)
-        self._decoder = wire.HeaderDecoder(_HEADER_BYTES_MAX, _said)
+        self._decoder = wire.HeaderDecoder(_HEADER_BYTES_MAX, _status_and_headers)
         self._block: bytearray | None = None
         self._block_ends = False
         self._newest = -1
-        self._credit = self._new_credit = wire.WINDOW_BYTES
+        self._send_window = self._new_send_window = wire.WINDOW_BYTES
         """Send windows, in bytes: the connection's, and that of a new stream."""
         self._frame_bytes = wire.PAYLOAD_BYTES_MAX
         self._received = 0
@@ -136,12 +136,12 @@ class Client:
 
     # Sending
 
-    def begin(self, headers: Sequence[Header], answer: Answer, *, bodyless: bool) -> int:
+    def start_stream(self, headers: Sequence[Header], answer: Answer, *, bodyless: bool) -> int:
         """Begin a request and return its stream; `answer` receives the response."""
         self._newest = stream = self._newest + 2
         if stream > wire.WINDOW_MAX - 2:
             self.usable = False
-        answer.credit, answer.asked = self._new_credit, bodyless
+        answer.send_window, answer.request_sent = self._new_send_window, bodyless
         self.open[stream] = answer
         flags = wire.END_HEADERS | wire.END_STREAM if bodyless else wire.END_HEADERS
         self.unsent += wire.frame(wire.HEADERS, flags, stream, wire.encoded(headers))
@@ -149,15 +149,15 @@ class Client:
 
     def allowed(self, answer: Answer, size: int) -> int:
         """Return how many of `size` bytes of the request's body fit into a DATA frame and the send windows now."""
-        return min(size, self._frame_bytes, self._credit, answer.credit)
+        return min(size, self._frame_bytes, self._send_window, answer.send_window)
 
-    def body(self, stream: int, size: int, *, ends: bool) -> None:
+    def start_data_frame(self, stream: int, size: int, *, ends: bool) -> None:
         """Append the head of a DATA frame; the driver must send `size` bytes of the body after `unsent`."""
         self.unsent += wire.head(size, wire.DATA, wire.END_STREAM if ends else 0, stream)
-        self._credit -= size
+        self._send_window -= size
         answer = self.open[stream]
-        answer.credit -= size
-        answer.asked = ends
+        answer.send_window -= size
+        answer.request_sent = ends
 
     def ping(self) -> None:
         """Send a PING, to find out whether the shard is alive."""
@@ -166,23 +166,23 @@ class Client:
     def close(self, stream: int) -> None:
         """Forget the stream; reset it (RST_STREAM) if the request or the answer is not complete."""
         answer = self.open.pop(stream)
-        if not (answer.asked and answer.heard):
+        if not (answer.request_sent and answer.response_ended):
             self.unsent += wire.word(stream, wire.RST_STREAM, wire.CANCEL)
 
     # Receiving
 
-    def place(self) -> memoryview | None:
-        """Return the memory for the next read if enough of a body is due (`DIRECT_BYTES_MIN`), else None."""
+    def sink_buffer(self) -> memoryview | None:
+        """Return the sink's memory for the next read if enough of a body is due (`DIRECT_BYTES_MIN`), else None."""
         due = self._scanner.due
         if due < DIRECT_BYTES_MIN or (answer := self.open.get(self._scanner.due_stream)) is None or answer.ended:
             return None
         room = answer.room()
         return room[:due] if len(room) >= DIRECT_BYTES_MIN else None
 
-    def filled(self, data: memoryview) -> None:
-        """Process bytes that were read into the memory that `place` returned."""
+    def sink_buffer_filled(self, data: memoryview) -> None:
+        """Process bytes that were read into the memory that `sink_buffer` returned."""
         stream = self._scanner.due_stream
-        self._data(self._scanner.passed(len(data)), stream, data, len(data), there=True)
+        self._data(self._scanner.passed(len(data)), stream, data, len(data), in_place=True)
 
     def feed(self, data: memoryview) -> None:
         """Process the next bytes.  Raises OSError if they are not valid HTTP/2."""
@@ -195,7 +195,7 @@ class Client:
         except wire.Http2Error as e:
             raise OSError(str(e)) from None
 
-    def _data(self, flags: int, stream: int, data: memoryview, cost: int, *, there: bool = False) -> None:
+    def _data(self, flags: int, stream: int, data: memoryview, cost: int, *, in_place: bool = False) -> None:
         self._received += cost
         if self._received > WINDOW_BYTES // 2:
             self.unsent += wire.word(0, wire.WINDOW_UPDATE, self._received)
@@ -204,7 +204,7 @@ class Client:
         if answer is None:
             return
         if flags & wire.END_STREAM:
-            answer.heard = True
+            answer.response_ended = True
         if answer.ended:
             return
         answer.received += cost
@@ -212,7 +212,7 @@ class Client:
             self.unsent += wire.word(stream, wire.WINDOW_UPDATE, answer.received)
             answer.received = 0
         if data:
-            answer.feed(data, there=there)
+            answer.feed(data, in_place=in_place)
         if flags & wire.END_STREAM and not answer.ended:
             answer.end()
 
@@ -221,23 +221,23 @@ class Client:
             if kind == wire.HEADERS:
                 self._block, self._block_ends = bytearray(wire.block_in(flags, payload)), bool(flags & wire.END_STREAM)
             elif self._block is None or len(self._block) > _HEADER_BYTES_MAX:
-                raise wire.Http2Error(wire.PROTOCOL_ERROR, "headers without a beginning, or without an end")
+                raise wire.Http2Error(wire.PROTOCOL_ERROR, "CONTINUATION without HEADERS, or header block too large")
             else:
                 self._block += payload
             if flags & wire.END_HEADERS:
                 block, self._block = bytes(self._block), None
-                status, said = self._decoder.decode(block)
+                status, headers = self._decoder.decode(block)
                 answer = self.open.get(stream)
                 if answer is not None and not answer.ended:
-                    answer.begin(status, said)
+                    answer.begin(status, headers)
                     if self._block_ends:
-                        answer.heard = True
+                        answer.response_ended = True
                         answer.end()
         elif kind == wire.WINDOW_UPDATE:
             if stream == 0:
-                self._credit += wire.word_in(payload)
+                self._send_window += wire.word31_in(payload)
             elif (answer := self.open.get(stream)) is not None:
-                answer.credit += wire.word_in(payload)
+                answer.send_window += wire.word31_in(payload)
         elif kind == wire.SETTINGS and not flags & wire.ACK:
             self._set(wire.settings_in(payload))
             self.unsent += wire.frame(wire.SETTINGS, wire.ACK, 0)
@@ -245,21 +245,21 @@ class Client:
             self.unsent += wire.frame(wire.PING, wire.ACK, 0, bytes(payload))
         elif kind == wire.GOAWAY:
             self.usable = False
-            last = wire.word_in(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
+            last = wire.word31_in(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
             for number, answer in self.open.items():
                 if number > last:
-                    answer.fail(Refused("it takes no more requests on this connection"))
+                    answer.fail(Refused("the shard is closing this connection"))
         elif kind == wire.RST_STREAM and (answer := self.open.get(stream)) is not None:
-            answer.asked = answer.heard = True
+            answer.request_sent = answer.response_ended = True
             if wire.word_in(payload) == wire.REFUSED_STREAM:
-                answer.fail(Refused("it did not take the request"))
+                answer.fail(Refused("the shard refused the stream"))
             else:
-                answer.fail(ConnectionResetError("it gave the request up"))
+                answer.fail(ConnectionResetError("the shard reset the stream"))
 
     def _set(self, values: dict[int, int]) -> None:
-        window = values.get(wire.INITIAL_WINDOW_SIZE, self._new_credit)
+        window = values.get(wire.INITIAL_WINDOW_SIZE, self._new_send_window)
         for answer in self.open.values():
-            answer.credit += window - self._new_credit
-        self._new_credit = window
+            answer.send_window += window - self._new_send_window
+        self._new_send_window = window
         self._frame_bytes = min(FRAME_BYTES, values.get(wire.MAX_FRAME_SIZE, self._frame_bytes))
         self.streams_max = values.get(wire.MAX_CONCURRENT_STREAMS, self.streams_max)

@@ -23,8 +23,8 @@ from paramserver.errors import PsError, Unavailable, from_document, problem
 
 log = logging.getLogger("paramserver")
 
-PUSHED: Final = "the gradient is pushed: worker.clock() goes on waiting, another step would count it twice"
-DONE: Final = "the iteration is done: worker.pull() brings the values, another step would count its gradient twice"
+PUSHED: Final = "the gradient was pushed; call worker.clock() to keep waiting. Another step would count it twice"
+DONE: Final = "the iteration is done; get the values with worker.pull(). Another step would count its gradient twice"
 
 
 class Iterations:
@@ -41,7 +41,7 @@ class Iterations:
         saying that the run is paused.
         """
         s = self._session
-        yield from s.mend(deadline)
+        yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
         if s.mode == "sync" and s.pushed is not None and s.pushed != (epoch, timeline):
             # The heartbeat has followed a rollback or joined again: what was pushed for this clock is gone.
@@ -68,19 +68,19 @@ class Iterations:
                 whom = ", ".join(str(w) for w in doc.get("waiting_for", ())) or "a commit"
                 raise problem("unavailable", f"clock {done} was not released in {patience_s:g} s: waiting for {whom}")
         until = deadline if patience_s is not None else None
-        yield from s.go_on(done, epoch, timeline, committed, until=until)
+        yield from s.continue_at(done, epoch, timeline, committed, until=until)
         return s.clock
 
     def step(
         self, grads: Grads, metrics: Mapping[str, Any], deadline: Deadline, patience_s: float | None, **options: Any
     ) -> Call[Pushed]:
         """Push, report the metrics and the clock; if the gradient was dropped, the clock does not advance."""
-        s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
-        yield from s.mend(deadline)
+        s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
+        yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        done = yield from s.push(grads, deadline, ends_s=self._ends_s(deadline, patience_s), **options)
+        done = yield from s.push(grads, deadline, commit_wait_s=self._commit_wait_s(deadline, patience_s), **options)
         if done.state != "dropped":
-            s.reports.note(s.clock, told)
+            s.reports.note(s.clock, numbers)
             released = (clock + 1, epoch, timeline) if done.released else None
             yield from self._finish(deadline, patience_s, released, began_s)
         return done
@@ -97,24 +97,25 @@ class Iterations:
         **options: Any,
     ) -> Call[Params]:
         """Like `step`, but return the values for the next iteration, if possible from the same round trip."""
-        s, told, began_s = self._session, numbers_of(metrics), deadline.clock()
+        s, numbers, began_s = self._session, numbers_of(metrics), deadline.clock()
         if view and out is not None:
             raise problem("invalid_field", "out= and copy=False exclude each other")
         if s.mode == "ssp":  # the values are pulled once the clock is released: the other workers are far enough then
             yield from s.check_out(out, deadline)
-            done = yield from self.step(grads, told, deadline, patience_s, **options)
+            done = yield from self.step(grads, numbers, deadline, patience_s, **options)
             return (yield from self._pull(deadline, patience_s, out, view, done=done.state != "dropped"))
-        yield from s.mend(deadline)
+        yield from s.rejoin_if_torn(deadline)
         epoch, timeline, clock = s.numbers.epoch, s.timeline, s.clock
-        found = yield from self._exchange(grads, deadline, self._ends_s(deadline, patience_s), out, view, **options)
+        commit_wait_s = self._commit_wait_s(deadline, patience_s)
+        found = yield from self._exchange(grads, deadline, commit_wait_s, out, view, **options)
         if found is not None:
             pushed, values = found
-            s.reports.note(s.clock, told)
+            s.reports.note(s.clock, numbers)
             released = pushed.released or s.mode not in ("ssp", "sync")
             over = (clock + 1, epoch, timeline) if released else None
             yield from self._finish(deadline, patience_s, over, began_s)
             if released and values is not None and (s.numbers.epoch, s.timeline) == (epoch, timeline):
-                s.goes_on_from(values, epoch, timeline)
+                s.record_pulled(values, epoch, timeline)
                 return values.frozen() if view else values
         return (yield from self._pull(deadline, patience_s, out, view, done=found is not None))
 
@@ -148,7 +149,7 @@ class Iterations:
                 yield from self.advance(deadline, patience_s, began_s)
             else:
                 until = deadline if patience_s is not None else None
-                yield from self._session.go_on(*released, until=until)
+                yield from self._session.continue_at(*released, until=until)
         except Unavailable as e:
             raise _hinting(e, PUSHED) from e
 
@@ -156,7 +157,7 @@ class Iterations:
         self,
         grads: Grads,
         deadline: Deadline,
-        ends_s: float | None,
+        commit_wait_s: float | None,
         out: Params | None,
         view: bool,
         *,
@@ -166,19 +167,19 @@ class Iterations:
     ) -> Call[tuple[Pushed, Params | None] | None]:
         s = self._session
         options: dict[str, Any] = {"out": out, "view": view, "dtype": dtype, "codec": codec_of(codec, dtype, s.codec)}
-        _, agreed = yield from s.begin(deadline, ends_s=ends_s, **terms)
+        _, agreed = yield from s.begin(deadline, commit_wait_s=commit_wait_s, **terms)
         if agreed is None:
             return None
         exchanging = transfer.exchange(s.cluster, s.model, deadline, grads, agreed, feedback=s.feedback, **options)
         try:
-            found = yield from s.settled(exchanging, agreed, deadline)
+            found = yield from s.run_push(exchanging, agreed, deadline)
         finally:
             s.numbers.settle(agreed.push_id)
         if found is not None:
             yield from s.check_mode(found[0], deadline)
         return found
 
-    def _ends_s(self, deadline: Deadline, patience_s: float | None) -> float | None:
+    def _commit_wait_s(self, deadline: Deadline, patience_s: float | None) -> float | None:
         """How long shards may hold the answer to the last push until the commit arrives; None outside sync mode."""
         if self._session.mode != "sync":
             return None

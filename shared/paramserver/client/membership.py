@@ -51,7 +51,7 @@ class Membership:
         self._joining = False
         self._join_in_doubt = False
         """Whether an attempt of the last join may have been done without our knowing: a higher epoch may be our own."""
-        self._looked_at = 0.0
+        self._mode_fetched_at = 0.0
         self._base: Mapping[int, tuple[int, int]] | None = None
         """partition -> (version, incarnation) of the values that gradients are currently computed from."""
         self._min_clock = 0
@@ -81,8 +81,8 @@ class Membership:
 
     def join(self, deadline: Deadline) -> Call[None]:
         """Become a worker of the model, or become one again under the same id."""
-        held = yield from self.cluster.map_of(self.model, deadline)
-        self.mode = held.spec.consistency.mode
+        model_map = yield from self.cluster.map_of(self.model, deadline)
+        self.mode = model_map.spec.consistency.mode
         body: dict[str, Any] = {}
         name = self.worker or self._name
         if name:
@@ -144,37 +144,37 @@ class Membership:
             yield from self._follow(e, epoch, timeline, deadline)
             return
         if state is not None:
-            self.reports.told(state)
-        self._heed(doc)
+            self.reports.mark_sent(state)
+        self._adopt(doc)
         now = deadline.clock()
-        if now - self._looked_at > MAP_AGE_S:
-            self._looked_at = now
-            yield from self.look(deadline)
+        if now - self._mode_fetched_at > MAP_AGE_S:
+            self._mode_fetched_at = now
+            yield from self.refresh_mode(deadline)
 
-    def _beat(self, body: Mapping[str, Any], said: dict[str, Any], deadline: Deadline) -> Call[Any]:
+    def _beat(self, body: Mapping[str, Any], fields: dict[str, Any], deadline: Deadline) -> Call[Any]:
         """Send a heartbeat and return its answer.
 
-        A part of `said` that the scheduler refuses is left out and the rest sent again, because the lease must be kept.
+        One of `fields` that the scheduler refuses is left out and the rest sent again, because the lease must be kept.
         """
         wrong: dict[str, PsError] = {}
         while True:
             try:
-                doc = yield from control(_request("PUT", self._path(), {**body, **said}), deadline)
+                doc = yield from control(_request("PUT", self._path(), {**body, **fields}), deadline)
                 break
             except PsError as e:
-                if not said or not refused(e):
+                if not fields or not refused(e):
                     raise
                 where = str(e.members.get("where", "")).partition(".")[0]
-                part = where if where in said else next(iter(said))
-                del said[part]
+                part = where if where in fields else next(iter(fields))
+                del fields[part]
                 wrong[part] = e
         for part, why in wrong.items():
             self.reports.left_out(self.worker, part, why)
         return doc
 
-    def look(self, deadline: Deadline) -> Call[None]:
+    def refresh_mode(self, deadline: Deadline) -> Call[None]:
         """Fetch the model's document and adopt its mode, which may have changed."""
-        fresh = yield from self.cluster.map_now(self.model, deadline)
+        fresh = yield from self.cluster.fetch_map(self.model, deadline)
         self.mode = fresh.spec.consistency.mode
 
     def report(self, metrics: Mapping[str, Any], deadline: Deadline) -> Call[None]:
@@ -204,7 +204,7 @@ class Membership:
                 raise
             yield from self._follow(e, epoch, timeline, Deadline(now + self.silence_s, clock))
             return None
-        self._heed(doc)
+        self._adopt(doc)
         return doc
 
     def _follows(self, error: PsError) -> bool:
@@ -238,8 +238,8 @@ class Membership:
                 self.status = "stop"
                 raise problem(
                     "fenced",
-                    f"another worker has joined as '{self.worker}' and takes its place",
-                    hint="give each worker a name of its own, or none",
+                    f"another worker has joined as '{self.worker}' and replaces this one",
+                    hint="give each worker a unique name, or no name",
                 ) from error
         log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
         yield from self._join_again(epoch, deadline)
@@ -259,7 +259,7 @@ class Membership:
         finally:
             self._joining = False
 
-    def _heed(self, doc: Mapping[str, Any]) -> None:
+    def _adopt(self, doc: Mapping[str, Any]) -> None:
         """Adopt the status and the pending evaluation that an answer of the scheduler names."""
         status = doc.get("state")
         if status in ("active", "paused", "draining", "stop") and status != self.status:

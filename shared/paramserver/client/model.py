@@ -249,7 +249,7 @@ class Model:
         """Have the cluster write a checkpoint below its own state directory; return its document."""
         path = model_path(self.name, "checkpoints")
         body = {} if name is None else {"name": name}
-        return dict(self._client.run(control.once(path, body, self._client.deadline(timeout))))
+        return dict(self._client.run(control.post_unrepeatable(path, body, self._client.deadline(timeout))))
 
     def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of this model that the cluster keeps."""
@@ -259,7 +259,7 @@ class Model:
         """Restore a checkpoint that the cluster keeps, given by its name, `latest` or `best`."""
         path = model_path(self.name, "restore")
         body = {"checkpoint": checkpoint}
-        self._client.run(control.once(path, body, self._client.deadline(timeout)))
+        self._client.run(control.post_unrepeatable(path, body, self._client.deadline(timeout)))
 
     def _listed(self, noun: str, timeout: float | None) -> list[dict[str, Any]]:
         return self._client.run(control.listed(model_path(self.name, noun), self._client.deadline(timeout)))

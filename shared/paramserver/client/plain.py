@@ -13,10 +13,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from paramserver.client.calls import Outcome, Request, Response
+from paramserver.client.concurrent_requests import Interruptible, using_memory
 from paramserver.client.connection import cut
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import changes_nothing, unreachable
-from paramserver.client.together import Interruptible, touching
 from paramserver.errors import PsError, problem
 
 _KEPT_MAX: Final = 8
@@ -45,7 +45,7 @@ class PlainTransport:
     def send(self, request: Request, url: str, within: Interruptible | None = None) -> Outcome:
         """Send one request to the node at `url` and return its outcome.
 
-        Raises GivenUp if the call it belongs to (`within`) has been interrupted.
+        Raises CallerInterrupted if the call it belongs to (`within`) has been interrupted.
         """
         ended = problem("in_doubt", f"the connection to {url} broke before it answered")
         if (kept := self._kept(url)) is not None:
@@ -79,7 +79,7 @@ class PlainTransport:
         connected = connection.sock
         connected.settimeout(request.timeout_s)
         try:
-            with touching(within, partial(cut, connected)):
+            with using_memory(within, partial(cut, connected)):
                 headers, path = {**self._headers, **request.headers}, urlsplit(url).path + request.path
                 connection.request(request.method, path, body=request.whole, headers=headers)
                 response = connection.getresponse()

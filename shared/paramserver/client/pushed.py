@@ -38,7 +38,7 @@ DROPPED: Final = Pushed("dropped", 0, False, 0, 0)
 def summed(replies: Sequence[PushReply | Pushed]) -> Pushed:
     """Combine the replies to the parts of one push."""
     if not replies:
-        raise problem("internal", "the answer to a pushpull does not say what became of the push")
+        raise problem("internal", "the answer to a pushpull lacks the result of the push")
     states = {r.state for r in replies}
     state: Any = next((s for s in ("staged", "buffered") if s in states), "applied")
     return Pushed(

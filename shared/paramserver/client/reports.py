@@ -24,7 +24,7 @@ POINTS_PER_BEAT: Final = 4
 POINTS_MAX: Final = 16 * POINTS_PER_BEAT
 """Points kept for the next heartbeat; beyond that, every other one is dropped."""
 
-Noted: TypeAlias = tuple[int, dict[str, float]]
+MetricPoint: TypeAlias = tuple[int, dict[str, float]]
 """(clock at which metrics were reported, metrics)."""
 
 
@@ -35,8 +35,8 @@ class Reports:
         self.state: dict[str, Any] = {}
         """The worker's own JSON values, saved in checkpoints and given to the next worker of this name."""
         self._lock = threading.Lock()
-        self._points: list[Noted] = []
-        self._told = b""
+        self._points: list[MetricPoint] = []
+        self._sent = b""
         self._warned: set[str] = set()
 
     def note(self, clock: int, values: dict[str, float]) -> None:
@@ -47,12 +47,14 @@ class Reports:
                 if len(self._points) > POINTS_MAX:
                     del self._points[::2]
 
-    def put_back(self, points: list[Noted]) -> None:
+    def put_back(self, points: list[MetricPoint]) -> None:
         """Put unsent points back, before those that were added since."""
         with self._lock:
             self._points[:0] = points
 
-    def pass_on(self, model: str, worker: str, points: list[Noted], deadline: Deadline, but: int = 0) -> Call[None]:
+    def pass_on(
+        self, model: str, worker: str, points: list[MetricPoint], deadline: Deadline, but: int = 0
+    ) -> Call[None]:
         """Send `points`, oldest first, except the last `but`; sent and refused points are removed from the list.
 
         A refusal is only logged, because the code that reported the metrics no longer waits for an answer.
@@ -66,7 +68,7 @@ class Reports:
                 self.left_out(worker, "metrics", e)
             del points[0]
 
-    def take(self) -> list[Noted]:
+    def take(self) -> list[MetricPoint]:
         """Take the points to be sent now, oldest first, at most `POINTS_PER_BEAT`."""
         with self._lock:
             points, self._points = self._points, []
@@ -77,7 +79,7 @@ class Reports:
         """Return the state as JSON; None if it has not changed since it was last sent, or cannot be sent."""
         try:
             state = json_bytes(self.state)
-            if state == self._told or not (self.state or self._told):
+            if state == self._sent or not (self.state or self._sent):
                 return None
             check_document(json.loads(state), "state")
         except RuntimeError:  # another thread is changing one of the dicts
@@ -87,16 +89,16 @@ class Reports:
             return None
         return state
 
-    def told(self, state: bytes) -> None:
+    def mark_sent(self, state: bytes) -> None:
         """Record that the scheduler has this state, or has refused it: it is not sent again until it changes."""
-        self._told = state
+        self._sent = state
 
     def joined(self, state: Any) -> None:
         """Begin after a join; `state` is that of the previous worker of this name, if this one takes it over."""
         if isinstance(state, dict):
             self.state.update(state)
         # The state that the scheduler has is not sent back: it could overwrite one that a restore has set meanwhile.
-        self._told = json_bytes(state) if state and self.state == state else b""
+        self._sent = json_bytes(state) if state and self.state == state else b""
 
     def left_out(self, worker: str, what: str, why: PsError) -> None:
         """Log, once each, that the scheduler does not get the worker's `state` or `metrics`."""
@@ -129,17 +131,17 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return check_metrics(values)
 
 
-def document(state: bytes | None, points: list[Noted]) -> dict[str, Any]:
+def document(state: bytes | None, points: list[MetricPoint]) -> dict[str, Any]:
     """Return the part of a heartbeat's body with the state and the newest metrics."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if state is not None:
-        said["state"] = json.loads(state)
+        fields["state"] = json.loads(state)
     if points:
-        said["metrics"] = points[-1][1]
-    return said
+        fields["metrics"] = points[-1][1]
+    return fields
 
 
-def send(model: str, worker: str, point: Noted, deadline: Deadline) -> Call[None]:
+def send(model: str, worker: str, point: MetricPoint, deadline: Deadline) -> Call[None]:
     """Send the metrics of one clock."""
     clock, values = point
     body = {"metrics": values, "worker": worker, "clock": clock}

@@ -73,7 +73,7 @@ class Backoff:
         return problem(error.code, detail, hint=hint, retry_after_s=error.retry_after_s, **error.members)
 
 
-def passes(error: PsError) -> bool:
+def is_temporary(error: PsError) -> bool:
     """Whether the failure is temporary: the same request may succeed a little later."""
     return isinstance(error, Unavailable)
 
@@ -87,7 +87,7 @@ def may_be_done(error: PsError) -> bool:
     return isinstance(error, InDoubt) or "push" in error.members
 
 
-def judged(outcome: Outcome) -> Response | PsError:
+def to_result(outcome: Outcome) -> Response | PsError:
     """Return a 2xx response as it is, and anything else as its error."""
     if isinstance(outcome, Response) and outcome.status >= 300:
         return error_of(outcome)
@@ -103,9 +103,9 @@ def deliver(request: Request, deadline: Deadline, backoff: Backoff | None = None
     while True:
         attempt = replace(request, timeout_s=min(request.timeout_s, max(deadline.left_s(), 0.001)))
         (outcome,) = yield [attempt]
-        result = judged(outcome)
+        result = to_result(outcome)
         if isinstance(result, Response):
             return result
-        if not passes(result):
+        if not is_temporary(result):
             raise result
         yield backoff.pause(result)

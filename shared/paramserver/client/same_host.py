@@ -56,7 +56,7 @@ class Slot:
     memory: AnyArray
     """1-D uint8, writable."""
     used_at: float
-    lies: bool = False
+    mapped: bool = False
     """Whether its pages are mapped into the arrays that gradients are computed in (see `gradient_arrays`)."""
 
     @property
@@ -68,7 +68,7 @@ class Slot:
 @dataclass(slots=True)
 class _Shard:
     slots: list[Slot] = field(default_factory=list)
-    over: deque[int] = field(default_factory=deque)
+    ended: deque[int] = field(default_factory=deque)
     board: BoardView | None = None
 
 
@@ -86,7 +86,7 @@ class SameHost:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told = False
+        self._logged = False
         self._begin()
         call_in_forked_child(self._begin)
 
@@ -96,23 +96,23 @@ class SameHost:
         self._windows = Windows()
         self._dropped: deque[Slot] = deque()
 
-    def released(self, address: str | None) -> tuple[int, ...]:
+    def take_ended(self, address: str | None) -> tuple[int, ...]:
         """Take the numbers of the shard's ended leases, to report them with the next request."""
         shard = self._shards.get(address or "")
         out: list[int] = []
         with suppress(IndexError):  # another thread may have taken the last one
             while shard is not None:
-                out.append(shard.over.popleft())
+                out.append(shard.ended.popleft())
         return tuple(out)
 
     def lenders(self) -> list[str]:
         """Addresses of the shards with ended leases that are not yet reported."""
-        return [address for address, shard in list(self._shards.items()) if shard.over]
+        return [address for address, shard in list(self._shards.items()) if shard.ended]
 
     def slot(self, address: str, size_bytes: int) -> Slot | None:
         """Take an idle slot of at least that size; None if there is none."""
         with self._lock:
-            self._pick_up()
+            self._collect_dropped()
             idle = self._shard(address).slots
             idle[:] = [s for s in idle if self.fresh(s)]
             found = next((s for s in idle if s.memory.size >= size_bytes), None)
@@ -120,12 +120,12 @@ class SameHost:
                 idle.remove(found)
             return found
 
-    def lent(self, address: str, file: str, size_bytes: int) -> Slot | None:
+    def map_slot(self, address: str, file: str, size_bytes: int) -> Slot | None:
         """Map a slot that the shard has lent; None if it cannot be mapped here."""
         try:
             memory = writable(_path(address, file), size_bytes)
         except (OSError, ValueError) as error:
-            self.tell(error)
+            self.log_unused(error)
             return None
         return Slot(address, file, memory, self._clock())
 
@@ -147,43 +147,43 @@ class SameHost:
         with self._lock:
             self._put(slot)
 
-    def dropped(self, slot: Slot) -> None:
+    def idle_from_finalizer(self, slot: Slot) -> None:
         """Like `idle`, for finalizers: takes no lock, because they may run in the middle of this object's methods."""
         self._dropped.append(slot)
 
-    def _pick_up(self) -> None:
+    def _collect_dropped(self) -> None:
         with suppress(IndexError):
             while True:
                 self._put(self._dropped.popleft())
 
     def _put(self, slot: Slot) -> None:
-        slot.lies = False
+        slot.mapped = False
         idle = self._shard(slot.address).slots
         idle.append(slot)
         del idle[:-_SLOTS_KEPT]
 
-    def returned(self) -> list[Slot]:
+    def take_idle(self) -> list[Slot]:
         """Take all idle slots, to return them to their shards."""
         with self._lock:
-            self._pick_up()
+            self._collect_dropped()
             slots = [s for shard in self._shards.values() for s in shard.slots]
             for shard in self._shards.values():
                 shard.slots = []
         return slots
 
-    def hold(self, leased: Sequence[Leased]) -> "Held":
+    def hold(self, leased: Sequence[Leased]) -> "LeasedValues":
         """Combine leases into one object whose values are in the order of the partitions."""
         for lease in leased:
             self._shard(lease.address)
         pieces = sorted(
             (partition, _path(lease.address, file), size) for lease in leased for partition, file, size in lease.pieces
         )
-        return Held(self, self._windows, leased, [(path, size) for _, path, size in pieces])
+        return LeasedValues(self, self._windows, leased, [(path, size) for _, path, size in pieces])
 
-    def done(self, leased: Sequence[Leased]) -> None:
+    def end_leases(self, leased: Sequence[Leased]) -> None:
         """End these leases.  Takes no lock, because finalizers call it, too."""
         for lease in leased:
-            self._shards.setdefault(lease.address, _Shard()).over.append(lease.number)
+            self._shards.setdefault(lease.address, _Shard()).ended.append(lease.number)
 
     def confirmed(self, leased: Sequence[Leased]) -> bool:
         """Whether a pull, at this moment, would be answered with exactly the values of these leases."""
@@ -198,25 +198,25 @@ class SameHost:
     def _shard(self, address: str) -> _Shard:
         found = self._shards.get(address)
         if found is None:
-            self._bury()
+            self._forget_dead_shards()
             found = self._shards.setdefault(address, _Shard())
         return found
 
-    def _bury(self) -> None:
+    def _forget_dead_shards(self) -> None:
         """Forget the shards whose process has ended; a restarted shard has another address."""
         for address, shard in list(self._shards.items()):
             if not (shard.board or BoardView(_folder(address))).lives():
                 self._shards.pop(address, None)
                 self._windows.forget(_folder(address))
 
-    def tell(self, error: Exception) -> None:
+    def log_unused(self, error: Exception) -> None:
         """Log once why memory is not shared."""
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             log.info("shared_memory.unused reason=%s: values travel over HTTP", error)
 
 
-class Held:
+class LeasedValues:
     """Leased values of all partitions of a pull, in order.
 
     The leases end when this object and all arrays from `values` are gone, in the process that took them.
@@ -236,15 +236,15 @@ class Held:
         try:
             values = self._windows.of(self._pieces).values()
         except (OSError, ValueError) as error:
-            self._same_host.tell(error)
+            self._same_host.log_unused(error)
             return None
-        weakref.finalize(values, _let_go, self).atexit = False
+        weakref.finalize(values, _keep_alive, self).atexit = False
         return values
 
     def __del__(self) -> None:
         if self._pid == os.getpid():
-            self._same_host.done(self.leased)
+            self._same_host.end_leases(self.leased)
 
 
-def _let_go(held: Held) -> None:
-    """Do nothing: as the finalizer of an array, this only keeps `held` alive for as long as the array."""
+def _keep_alive(leased_values: LeasedValues) -> None:
+    """Do nothing: as the finalizer of an array, this only keeps `leased_values` alive for as long as the array."""

@@ -17,7 +17,7 @@ from paramserver.client.calls import Call, Deadline, Outcome, Response, error_of
 from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Draft
 from paramserver.client.frames import Incoming, Outgoing, PullTerms
-from paramserver.client.retry import Backoff, judged, may_be_done, passes
+from paramserver.client.retry import Backoff, is_temporary, may_be_done, to_result
 from paramserver.client.same_host import Leased, Slot
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
@@ -33,33 +33,33 @@ class Transfer:
     def __init__(
         self,
         cluster: Cluster,
-        held: ModelMap,
+        model_map: ModelMap,
         selection: Selection,
         deadline: Deadline,
         draft: Draft | None = None,
         *,
         reads: bool = False,
     ) -> None:
-        self.cluster, self.held, self.selection, self.deadline = cluster, held, selection, deadline
+        self.cluster, self.model_map, self.selection, self.deadline = cluster, model_map, selection, deadline
         self._backoff = Backoff(deadline, reads=reads)
         self._moved = 0
-        self._taken: list[int] = []
+        self._accepted: list[int] = []
         """Partitions that have accepted their part of a push."""
         self._states: list[Callable[[], str]] = []
         """One function per good response, which reads the state of the push (`Pushed.state`) from it."""
-        self._modes = {held.spec.consistency.mode}
+        self._modes = {model_map.spec.consistency.mode}
         """All modes that the model is known to have been in during this call."""
         # In sync a push counts on all partitions or on none, so the draft cannot settle parts one by one.
-        self._draft = draft if draft is not None and held.spec.consistency.mode != "sync" else None
+        self._draft = draft if draft is not None and model_map.spec.consistency.mode != "sync" else None
 
     def groups(self, parts: list[Part]) -> list[tuple[str | None, list[Part]]]:
         """Group parts by route: a shard's address, or None for the URLs that the client was given."""
         out: dict[str | None, list[Part]] = {}
         for part in parts:
-            out.setdefault(self.cluster.route(self.held, part.partition), []).append(part)
+            out.setdefault(self.cluster.route(self.model_map, part.partition), []).append(part)
         return list(out.items())
 
-    def settle(
+    def process_outcomes(
         self,
         groups: list[tuple[str | None, list[Part]]],
         outcomes: list[Outcome],
@@ -77,11 +77,11 @@ class Transfer:
         stale = False
         refused: PsError | None = None
         for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
-            result = judged(outcome)
+            result = to_result(outcome)
             if isinstance(result, Response):
                 good.append((i, result))
                 if state is not None:
-                    self._taken += [p.partition for p in parts]
+                    self._accepted += [p.partition for p in parts]
                     self._states.append(partial(state, i, result))
                 if self._draft is not None:
                     self._draft.accepted([p.partition for p in parts])
@@ -92,7 +92,7 @@ class Transfer:
                 failures.append(result)
             elif result.code == "slot_gone":
                 continue  # retried at once with another slot
-            elif passes(result):
+            elif is_temporary(result):
                 stale = stale or (to is not None and isinstance(result, Unreachable | InDoubt))
                 if to is not None and isinstance(result, Unreachable):
                     self.cluster.lost(to, self.deadline.clock())
@@ -102,13 +102,13 @@ class Transfer:
         if refused is not None:
             gone = refused.code in ("model_replaced", "unknown_model")
             if gone:
-                self.cluster.forget(self.held.name)
+                self.cluster.forget(self.model_map.name)
             if outgoing is not None:
                 outgoing.explain(refused)
                 if not gone:
                     self._raise_in_part(refused)
             raise refused
-        if self._taken or any(map(may_be_done, failures)):
+        if self._accepted or any(map(may_be_done, failures)):
             self._backoff.in_doubt = True
         if failures:
             moved_once = all(isinstance(f, StaleMapError) for f in failures) and self._moved == 0
@@ -126,18 +126,18 @@ class Transfer:
         Pushed again, the gradient would count twice there.  If the push is only staged, it counts on all partitions or
         on none: then the refusal itself is raised, with the `partitions` that have accepted their parts.
         """
-        taken = sorted({*self._taken, *refused.members.get("partitions", ())})
-        if not (taken or self._backoff.in_doubt):
+        accepted = sorted({*self._accepted, *refused.members.get("partitions", ())})
+        if not (accepted or self._backoff.in_doubt):
             return
         if self._modes == {"sync"} and all(state() == "staged" for state in self._states):
-            raise refused.plus(partitions=taken)
-        who = f"partitions {taken} have the push" if taken else "an earlier attempt may be applied"
+            raise refused.plus(partitions=accepted)
+        who = f"partitions {accepted} have the push" if accepted else "an earlier attempt may be applied"
         raise problem(
             "in_doubt",
             f"{refused.detail}; {who}",
-            hint="do not push this gradient again: pull, and go on from there",
+            hint="do not push this gradient again; pull and continue from the current values",
             refused=refused.code,
-            partitions=taken,
+            partitions=accepted,
         ) from refused
 
     def _slots(
@@ -149,7 +149,7 @@ class Transfer:
             size = outgoing.slot_bytes(to, parts)
             if to is None or not size:
                 continue
-            slot = outgoing.lies_in(to, parts) or self.cluster.same_host.slot(to, size)
+            slot = outgoing.slot_holding(to, parts) or self.cluster.same_host.slot(to, size)
             if slot is None:
                 wanted.append((to, size))
             else:
@@ -159,7 +159,7 @@ class Transfer:
             outcomes = yield [self.deadline.bound(r) for r in asked]
             for (to, size), outcome in zip(wanted, outcomes, strict=True):
                 if isinstance(outcome, Response) and outcome.status == 200:
-                    slot = self.cluster.same_host.lent(to, str(json_of(outcome)["slot"]), size)
+                    slot = self.cluster.same_host.map_slot(to, str(json_of(outcome)["slot"]), size)
                     if slot is not None:
                         found[to] = slot
 
@@ -178,7 +178,7 @@ class Transfer:
         begun, outcomes = False, []
         try:
             yield from self._slots(outgoing, groups, slots)  # if this is interrupted, `slots` has those found so far
-            bare = outgoing.requests(self.held, groups, slots, pull, 0.0)
+            bare = outgoing.requests(self.model_map, groups, slots, pull, 0.0)
             requests = [self.deadline.bound(r, s) for r, s in zip_longest(bare, sinks)]
             begun = True
             outcomes = yield requests
@@ -188,8 +188,8 @@ class Transfer:
                 if (slot := slots.get(to)) is None:
                     continue
                 ours = not begun or (bool(outcomes) and _is_over(outcomes[i], sinks[i] if sinks else None))
-                if outgoing.place is not None and (begun or slot.lies):  # otherwise its contents may be incomplete
-                    outgoing.place.settled(slot, parts, ours=ours)
+                if outgoing.memory is not None and (begun or slot.mapped):  # otherwise its contents may be incomplete
+                    outgoing.memory.push_ended(slot, parts, ours=ours)
                 elif ours:
                     self.cluster.same_host.keep(slot)
 
@@ -204,12 +204,12 @@ class Transfer:
 
         sync: the values include at least `clock` commits.
         """
-        held = self.cluster.same_host.hold(leased)  # if it is not kept below, its leases end
+        values = self.cluster.same_host.hold(leased)  # if it is not kept below, its leases end
         versions = {p: (v, i) for r in replies for p, v, i, _ in r.parts}
         timelines = {r.timeline for r in replies}
-        if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.held.spec.partitions:
-            origin = origin_of(self.held.name, self.held.generation, timelines.pop(), versions)
-            self.cluster.present.pushed(origin, held, clock)
+        if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.model_map.spec.partitions:
+            origin = origin_of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
+            self.cluster.lease_cache.pushed(origin, values, clock)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
         """Return the replies of the newest timeline, and the parts to pull again because theirs was older.
@@ -228,12 +228,12 @@ class Transfer:
         """Adopt a newer map if a scheduler answers soon; without one, the shards still serve."""
         soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
         try:
-            fresh = yield from self.cluster.map_of(self.held.name, soon, newer_than=self.held)
+            fresh = yield from self.cluster.map_of(self.model_map.name, soon, newer_than=self.model_map)
         except Unavailable:
             return
-        if fresh.generation != self.held.generation:
-            raise problem("model_replaced", f"model '{fresh.name}' was created anew meanwhile", hint="pull again")
-        self.held = fresh
+        if fresh.generation != self.model_map.generation:
+            raise problem("model_replaced", f"model '{fresh.name}' was deleted and created again", hint="pull again")
+        self.model_map = fresh
         self._modes.add(fresh.spec.consistency.mode)
 
 

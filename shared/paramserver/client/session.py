@@ -47,7 +47,7 @@ class Session(Membership):
         self.pushed: tuple[int, int] | None = None
         """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: none of its pushes counts."""
         self._torn = 0
-        """sync: the epoch in which a push may have reached some shards but not all; see `mend`."""
+        """sync: the epoch in which a push may have reached some shards but not all; see `rejoin_if_torn`."""
 
     # -------------------------------------------------------------------------------------------- values
 
@@ -91,7 +91,7 @@ class Session(Membership):
                     raise
                 yield from self._follow(e, epoch, timeline, deadline)
                 continue
-            self.goes_on_from(p, epoch, timeline)
+            self.record_pulled(p, epoch, timeline)
             return p
 
     def check_out(self, out: Params | None, deadline: Deadline) -> Call[None]:
@@ -99,7 +99,7 @@ class Session(Membership):
         if out is not None:
             transfer.check_out((yield from self.cluster.map_of(self.model, deadline)), out)
 
-    def goes_on_from(self, values: Params, epoch: int, timeline: int) -> None:
+    def record_pulled(self, values: Params, epoch: int, timeline: int) -> None:
         """Record that gradients are computed from these values from now on."""
         generation = values.origin.generation
         same = self._pulled is not None and self._pulled[2] == generation
@@ -117,14 +117,14 @@ class Session(Membership):
         dtype: str | None = None,
         ack: str | None = None,
         codec: str | None = None,
-        ends_s: float | None = None,
+        commit_wait_s: float | None = None,
     ) -> Call[Pushed]:
         """Push a gradient for the current clock.
 
         The result is `dropped` if a rollback, a new epoch or a new creation of the model has made the gradient
-        obsolete.  `ends_s`: this is the last push of the clock; see `PushTerms`.
+        obsolete.  `commit_wait_s`: this is the last push of the clock; see `PushTerms`.
         """
-        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack, ends_s=ends_s)
+        _, terms = yield from self.begin(deadline, base=base, weight=weight, ack=ack, commit_wait_s=commit_wait_s)
         if terms is None:
             return DROPPED
         try:
@@ -140,29 +140,29 @@ class Session(Membership):
         weight: float = 1.0,
         ack: str | None = None,
         streamed: bool = False,
-        ends_s: float | None = None,
+        commit_wait_s: float | None = None,
     ) -> Call[tuple[Layout, PushTerms | None]]:
         """Return the model's layout, and the terms of a push for the current clock, whose push id the caller settles.
 
-        The terms are None if the gradient is obsolete (see `_outlived`).  Raises RequestError (`invalid_field`) for a
-        `streamed` push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
+        The terms are None if the gradient is obsolete (see `_is_obsolete`).  Raises RequestError (`invalid_field`) for
+        a `streamed` push, which is sent in pieces, if the optimizer clips by the norm of the whole gradient.
         """
-        yield from self.mend(deadline)
-        held = yield from self.cluster.map_of(self.model, deadline)
-        if streamed and held.spec.optimizer.clip_norm is not None:
+        yield from self.rejoin_if_torn(deadline)
+        model_map = yield from self.cluster.map_of(self.model, deadline)
+        if streamed and model_map.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
             raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
-        if not self._outlived(self.numbers.epoch, self.timeline, held.generation):
+        if not self._is_obsolete(self.numbers.epoch, self.timeline, model_map.generation):
             push_id = yield from self.numbers.take(deadline)
             with self._lock:  # the heartbeat may have followed a rollback while we waited for a push id
                 timeline, clock = self.timeline, self.clock
-            if not self._outlived(push_id.epoch, timeline, held.generation):
+            if not self._is_obsolete(push_id.epoch, timeline, model_map.generation):
                 chosen = base if base is not None else self._base
-                return held.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, ends_s)
+                return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, commit_wait_s)
             self.numbers.settle(push_id)
-        log.warning("push.dropped worker=%s reason=computed from values that are no more", self.worker)
+        log.warning("push.dropped worker=%s reason=computed from obsolete values", self.worker)
         self._dropped()
-        return held.layout, None
+        return model_map.layout, None
 
     def deliver(
         self,
@@ -179,13 +179,13 @@ class Session(Membership):
         how = codec_of(codec, dtype, self.codec)
         options: dict[str, Any] = {"ranges": ranges, "dtype": dtype, "codec": how, "feedback": self.feedback}
         pushing = transfer.push(self.cluster, self.model, deadline, grads, terms, partitions=partitions, **options)
-        done = yield from self.settled(pushing, terms, deadline)
+        done = yield from self.run_push(pushing, terms, deadline)
         if done is None:
             return DROPPED
         yield from self.check_mode(done, deadline)
         return done
 
-    def settled(self, pushing: Call[T], terms: PushTerms, deadline: Deadline) -> Call[T | None]:
+    def run_push(self, pushing: Call[T], terms: PushTerms, deadline: Deadline) -> Call[T | None]:
         """Run the call and return its result; None if the push was dropped, as in `push`."""
         epoch, timeline = terms.push_id.epoch, terms.timeline or 0
         try:
@@ -193,24 +193,24 @@ class Session(Membership):
         except PsError as e:
             if not self._follows(e):
                 if isinstance(e, InDoubt) or "partitions" in e.members:
-                    self.tear(terms)
+                    self.mark_torn(terms)
                 raise
             log.warning("push.dropped worker=%s reason=%s", self.worker, e.code)
             yield from self._follow(e, epoch, timeline, deadline)
             self._dropped()
             return None
         except BaseException:  # an interrupt: some shards may have received their parts
-            self.tear(terms)
+            self.mark_torn(terms)
             raise
         self.pushed = (epoch, timeline)
         return done
 
-    def tear(self, terms: PushTerms) -> None:
+    def mark_torn(self, terms: PushTerms) -> None:
         """Record that only some shards may have the push: in sync its iteration must not end with it."""
         if self.mode == "sync":
             self._torn = terms.push_id.epoch
 
-    def mend(self, deadline: Deadline) -> Call[None]:
+    def rejoin_if_torn(self, deadline: Deadline) -> Call[None]:
         """Join under a new epoch if a push of this one is torn.
 
         What is staged under an ended epoch is in no commit, so a synchronous push counts on all partitions or on none,
@@ -236,7 +236,7 @@ class Session(Membership):
         """Fetch the model's mode if the state of a push does not fit the mode we know."""
         if (done.state == "staged") != (self.mode == "sync"):
             try:
-                yield from self.look(deadline)  # the mode was changed a moment ago
+                yield from self.refresh_mode(deadline)  # the mode was changed a moment ago
             except Unavailable as e:  # the push was accepted all the same; the heartbeat tries again
                 log.info("worker.mode_unknown worker=%s error=%s", self.worker, e.code)
 
@@ -249,7 +249,7 @@ class Session(Membership):
 
     # -------------------------------------------------------------------------------------------- clocks
 
-    def go_on(
+    def continue_at(
         self, clock: int, epoch: int, timeline: int, min_clock: int = 0, *, until: Deadline | None = None
     ) -> Call[None]:
         """Go on to `clock` once the worker is not paused, if its epoch and timeline are still these.
@@ -261,22 +261,22 @@ class Session(Membership):
         with self._lock:
             self.pushed = None
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self._at(clock)
+                self._set_clock(clock)
                 self._min_clock = max(self._min_clock, min_clock)
 
     def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
         """Adopt the clock that the model reached while this worker held nobody up, unless epoch or timeline changed."""
         with self._lock:
             if self.mode in ("sync", "ssp") and (self.numbers.epoch, self.timeline) == (epoch, timeline):
-                self._at(max(self.clock, clock))
+                self._set_clock(max(self.clock, clock))
 
-    def _at(self, clock: int) -> None:
+    def _set_clock(self, clock: int) -> None:
         """Set the clock.  If it skips any, the others have gone on without this worker, and `since` starts anew."""
         if clock > self.clock + 1:
             self.since = clock
         self.clock = clock
 
-    def _outlived(self, epoch: int, timeline: int, generation: int) -> bool:
+    def _is_obsolete(self, epoch: int, timeline: int, generation: int) -> bool:
         """Whether the gradient at hand is obsolete.
 
         It is if, since its values were pulled, the model was rolled back or created again or, in sync, the worker

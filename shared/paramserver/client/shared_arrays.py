@@ -14,7 +14,7 @@ from paramserver.core.fields import whole_number
 from paramserver.core.selection import listed
 
 KEPT_MAX: Final = 8
-"""Pulls that are kept; the one stored least recently is evicted first."""
+"""Pulls that are kept; the least recently used one is evicted first."""
 
 
 class SharedArrays:
@@ -64,7 +64,10 @@ class SharedArrays:
             if found is not None and found.origin.generation != self._cluster.generation(model):
                 del self._kept[key]  # the model has been deleted or created again
                 found = None
-        return found if found is not None and found.version >= options["min_version"] else None
+            if found is None or found.version < options["min_version"]:
+                return None
+            self._kept.move_to_end(key)
+            return found
 
     def keep(self, model: str, options: dict[str, Any], fresh: Params) -> Params:
         """Make these arrays read-only, and share them from now on."""

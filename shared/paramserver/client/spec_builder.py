@@ -127,7 +127,7 @@ def _param(name: str, value: ParamLike, uploads: dict[str, AnyArray]) -> dict[st
         out["init"] = {"kind": init} if isinstance(init, str) else _document(f"params.{name}.init", init)
     else:
         if p.init is not None:
-            raise problem("invalid_field", f"params.{name}: an array and init= are two sets of first values")
+            raise problem("invalid_field", f"params.{name}: give either an array or init=, not both")
         array = values_of(name, p.value)
         native = "bfloat16" if array.dtype.name == "bfloat16" else array.dtype.name
         out["shape"] = list(array.shape)

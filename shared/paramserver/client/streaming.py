@@ -14,10 +14,10 @@ from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
 from paramserver.client.calls import Call, Deadline
+from paramserver.client.concurrent_requests import CallerInterrupted, Interruptible
 from paramserver.client.frames import PushTerms
 from paramserver.client.pushed import DROPPED, Pushed, summed
 from paramserver.client.session import Session
-from paramserver.client.together import GivenUp, Interruptible
 from paramserver.core.layout import Layout
 from paramserver.core.selection import unknown
 from paramserver.errors import InDoubt, Unavailable, combined, problem
@@ -25,7 +25,7 @@ from paramserver.errors import InDoubt, Unavailable, combined, problem
 BUCKET_BYTES: Final = 4 << 20
 """Approximate size of one send; it bounds how long a more urgent partition that becomes complete meanwhile waits."""
 
-ANOTHER: Final = "with worker.stream() as push: begins another"
+ANOTHER: Final = "start a new push: with worker.stream() as push: ..."
 
 
 class Run(Protocol):
@@ -102,7 +102,7 @@ class Stream:
         gradient.
         """
         if self._opened:
-            raise problem("conflict", "a stream is one push, and this one was begun before", hint=ANOTHER)
+            raise problem("conflict", "a stream is a single push, and this one has been started already", hint=ANOTHER)
         self._opened = True
         layout, self._terms = yield from self._session.begin(deadline, streamed=True, **self._terms_options())
         self._pieces = Pieces(layout)
@@ -110,8 +110,8 @@ class Stream:
     def put(self, name: str, grad: Any) -> None:
         """See `Pieces.put`."""
         if self._pieces is None or self.over:
-            when = "is over, and this would not be sent" if self.over else "has not begun"
-            raise problem("conflict", f"the block of this stream {when}", hint=ANOTHER)
+            when = "has ended" if self.over else "has not begun"
+            raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
         with self._lock:
             self._pieces.put(name, grad)
 
@@ -154,7 +154,7 @@ class Stream:
         """Send nothing more, because the block has failed or the push was dropped."""
         if self._terms is not None:
             if self._sent:
-                self._session.tear(self._terms)
+                self._session.mark_torn(self._terms)
             self._session.numbers.settle(self._terms.push_id)
             self._terms = None
 
@@ -176,7 +176,7 @@ class PushStream:
     def __init__(self, run: Run, deadline: Callable[[], Deadline], session: Session, **options: Any) -> None:
         self._run, self._deadline = run, deadline
         self._stream = Stream(session, options)
-        self._more = SimpleQueue[None]()  # not a semaphore: see `together`
+        self._more = SimpleQueue[None]()  # not a semaphore: see `concurrent_requests`
         self._reading = Interruptible()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="push stream", daemon=True)
@@ -218,7 +218,7 @@ class PushStream:
         """Stop sending and let the thread end; when this returns, it reads no gradient any more."""
         self._stream.over = True
         self._more.put(None)
-        self._reading.give_up()
+        self._reading.revoke()
         self._stream.give_up()
 
     def _send(self) -> None:
@@ -229,7 +229,7 @@ class PushStream:
                 over = self._stream.over  # if set, nothing is put after this, and the sends below are the last
                 while self._run(self._stream.send(self._deadline()), self._reading):
                     pass
-        except GivenUp:
+        except CallerInterrupted:
             pass
         except BaseException as e:  # __exit__ raises it in the block's thread
             self._error = e

@@ -65,5 +65,5 @@ class TaskRequests:
         except PsError as e:
             if e.code not in ("fenced", "unknown_worker", "unknown_task"):
                 raise
-            log.warning("task.lost worker=%s task=%s: it is worked through again", s.worker, task.id)
+            log.warning("task.lost worker=%s task=%s: it will be processed again", s.worker, task.id)
         s.holding.done(task)

@@ -11,7 +11,7 @@ from paramserver.client.arrays import HANDED_OUT, Origin, Params
 from paramserver.client.arrivals import Arrivals
 from paramserver.client.calls import POLL_S, Call, Deadline, Pause, Response, plain, seconds
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import Feedback, drafted, ready
+from paramserver.client.encoding import Feedback, draft_for, ready
 from paramserver.client.frames import (
     Incoming,
     Outgoing,
@@ -21,7 +21,7 @@ from paramserver.client.frames import (
     pull_request,
     push_reply,
 )
-from paramserver.client.gradients import Grads, apart
+from paramserver.client.gradients import Grads, copy_if_aliased
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.same_host import Leased
 from paramserver.client.sends import Transfer, origin_of
@@ -68,19 +68,19 @@ def pull(
     deadline.
     """
     min_version, wait_s = whole_number("min_version", min_version), seconds(wait_s, "wait_s")
-    held = yield from cluster.map_of(model, deadline)
-    selection = select(held.layout, *listed(names, ranges))
-    whole = selection.size == held.layout.size
+    model_map = yield from cluster.map_of(model, deadline)
+    selection = select(model_map.layout, *listed(names, ranges))
+    whole = selection.size == model_map.layout.size
     terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole, min_clock)
     lendable = whole and terms.dtype == "float32"
     if lendable:
-        known = cluster.present.of(model, held.generation, timeline, min_version, min_clock)
+        known = cluster.lease_cache.lookup(model, model_map.generation, timeline, min_version, min_clock)
         if known is not None and (values := known[0].values()) is not None:
             return _lent(selection, values, known[1], out, view=view)
     flat = _memory(selection, terms.dtype, out)
-    transfer = Transfer(cluster, held, selection, deadline, reads=True)
+    transfer = Transfer(cluster, model_map, selection, deadline, reads=True)
     wait_until = deadline.clock() + wait_s
-    arrivals, found = Arrivals(cluster.same_host, held.layout), None
+    arrivals, found = Arrivals(cluster.same_host, model_map.layout), None
     replies: list[PullReply] = []
     pending = list(selection.parts)
     while pending:
@@ -88,16 +88,16 @@ def pull(
         left_s = max(0.0, min(wait_until - deadline.clock(), deadline.left_s(), POLL_S))
         sinks = [Incoming(selection, parts, flat, terms.dtype) for _, parts in groups]
         requests = [
-            deadline.bound(pull_request(transfer.held, to, parts, terms, left_s, sink, cluster.same_host))
+            deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
             for (to, parts), sink in zip(groups, sinks, strict=True)
         ]
         outcomes = yield requests
         try:
-            good, pending = yield from transfer.settle(groups, outcomes)
+            good, pending = yield from transfer.process_outcomes(groups, outcomes)
         except PsError as e:
-            arrivals.forgo(sinks, groups)
+            arrivals.release_unread(sinks, groups)
             if e.code != "version_not_reached" or deadline.clock() >= wait_until or deadline.left_s() <= 0:
-                arrivals.drop()
+                arrivals.release_all()
                 raise
             yield Pause(0.01)
             continue
@@ -108,11 +108,11 @@ def pull(
             found = arrivals.gather(selection, flat, view=view and out is None)
             if found is None:
                 replies, pending = [], transfer.without_memory(arrivals)
-                arrivals = Arrivals(cluster.same_host, held.layout)
+                arrivals = Arrivals(cluster.same_host, model_map.layout)
     assert found is not None
     params = _params(selection, found, out, model, replies)
-    if lendable and arrivals.held is not None:
-        cluster.present.pulled(params.origin, arrivals.held, min_clock)
+    if lendable and arrivals.leased_values is not None:
+        cluster.lease_cache.pulled(params.origin, arrivals.leased_values, min_clock)
     return params
 
 
@@ -139,25 +139,25 @@ def push(
     partitions: frozenset[int] | None = None,
 ) -> Call[Pushed]:
     """Deliver a gradient exactly once to every partition it touches, or only to those in `partitions`."""
-    held = yield from cluster.map_of(model, deadline)
-    with drafted(feedback) as draft:  # restored if the push fails
-        gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft, partitions)
-        whole = partitions is None and gradient.selection.size == held.layout.size
-        if not whole and terms.ends_s is not None:
-            terms = replace(terms, ends_s=None)  # partitions that it does not touch may take the commit later
-        mapped = whole and cluster.present.wanted(model)
-        outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host, mapped=mapped)
-        transfer = Transfer(cluster, held, gradient.selection, deadline, draft)
+    model_map = yield from cluster.map_of(model, deadline)
+    with draft_for(feedback) as draft:  # restored if the push fails
+        gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft, partitions)
+        whole = partitions is None and gradient.selection.size == model_map.layout.size
+        if not whole and terms.commit_wait_s is not None:
+            terms = replace(terms, commit_wait_s=None)  # partitions that it does not touch may take the commit later
+        mapped = whole and cluster.lease_cache.should_request_values(model)
+        outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host, mapped=mapped)
+        transfer = Transfer(cluster, model_map, gradient.selection, deadline, draft)
         replies: list[PushReply] = []
         leased: list[Leased] = []
         pending = list(gradient.selection.parts)
         while pending:
             groups = transfer.groups(pending)
             outcomes = yield from transfer.sent(outgoing, groups)
-            good, pending = yield from transfer.settle(groups, outcomes, outgoing, _state)
+            good, pending = yield from transfer.process_outcomes(groups, outcomes, outgoing, _state)
             for i, response in good:
                 replies.append(push_reply(response))
-                if (lease := leased_by(replies[-1], groups[i][0], held.layout)) is not None:
+                if (lease := leased_by(replies[-1], groups[i][0], model_map.layout)) is not None:
                     leased.append(lease)
         pushed = summed(replies)
         if leased:
@@ -223,25 +223,25 @@ def exchange(
     They must be pulled if the gradient covers only a part of the model, if a push that ends an iteration was not
     `released` in time, if leased values cannot be mapped, and if shards answered from different timelines.
     """
-    held = yield from cluster.map_of(model, deadline)
+    model_map = yield from cluster.map_of(model, deadline)
     if ranges is not None:
         ranges = listed(None, ranges)[1]
     if out is not None:
-        grads = apart(grads, out.flat)
-    with drafted(feedback) as draft:  # restored if the push fails
-        gradient = ready(held.layout, held.generation, grads, ranges, dtype, codec, draft)
+        grads = copy_if_aliased(grads, out.flat)
+    with draft_for(feedback) as draft:  # restored if the push fails
+        gradient = ready(model_map.layout, model_map.generation, grads, ranges, dtype, codec, draft)
         selection = gradient.selection
-        if len(selection.params) < len(held.spec.params) or selection.ranged:
+        if len(selection.params) < len(model_map.spec.params) or selection.ranged:
             if draft is not None:
                 draft.give_back()
-            check_out(held, out)
+            check_out(model_map, out)
             how: Any = {"ranges": ranges, "dtype": dtype, "codec": codec, "feedback": feedback}
             return (yield from push(cluster, model, deadline, grads, terms, **how)), None
         pull_terms = PullTerms(wire_dtype(selection, None), timeline=terms.timeline, whole=True)
         flat = _memory(selection, pull_terms.dtype, out)
-        outgoing = Outgoing(gradient, _based(terms, held), cluster.same_host)
-        transfer = Transfer(cluster, held, selection, deadline, draft)
-        arrivals = Arrivals(cluster.same_host, held.layout)
+        outgoing = Outgoing(gradient, _based(terms, model_map), cluster.same_host)
+        transfer = Transfer(cluster, model_map, selection, deadline, draft)
+        arrivals = Arrivals(cluster.same_host, model_map.layout)
         replies: list[PullReply] = []
         pending = list(selection.parts)
         while pending:
@@ -249,17 +249,19 @@ def exchange(
             sinks = [Incoming(selection, parts, flat, pull_terms.dtype) for _, parts in groups]
             outcomes = yield from transfer.sent(outgoing, groups, pull_terms, sinks)
             try:
-                good, pending = yield from transfer.settle(groups, outcomes, outgoing, partial(_state_in, sinks))
+                good, pending = yield from transfer.process_outcomes(
+                    groups, outcomes, outgoing, partial(_state_in, sinks)
+                )
             except PsError:
-                arrivals.forgo(sinks, groups)
-                arrivals.drop()
+                arrivals.release_unread(sinks, groups)
+                arrivals.release_all()
                 raise
             replies += [arrivals.read(sinks[i], groups[i][0]) for i, _ in good]
         pushed = summed([r.push for r in replies if r.push is not None])
         if pushed.late and draft is not None:
             draft.give_back()
-        if terms.ends_s is not None and not pushed.released:
-            arrivals.drop()  # shards that had the commit in time have lent their values
+        if terms.commit_wait_s is not None and not pushed.released:
+            arrivals.release_all()  # shards that had the commit in time have lent their values
             return pushed, None
         found = arrivals.gather(selection, flat, view=view and out is None)
         if found is None:
@@ -267,8 +269,8 @@ def exchange(
         if found is None or len({r.timeline for r in replies}) > 1:
             return pushed, None
         params = _params(selection, found, out, model, replies)
-        if arrivals.held is not None:
-            cluster.present.pulled(params.origin, arrivals.held, _reached(pushed, terms))
+        if arrivals.leased_values is not None:
+            cluster.lease_cache.pulled(params.origin, arrivals.leased_values, _reached(pushed, terms))
         return pushed, params
 
 
@@ -287,7 +289,7 @@ def _reached(pushed: Pushed, terms: PushTerms) -> int:
     return terms.clock + 1 if pushed.released and terms.clock is not None else 0
 
 
-def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
+def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     """Check weight, ack and base; return the terms with base versions per partition if `base` is a pull.
 
     Raises RequestError (`invalid_field`) if one is invalid, and FencedError (`model_replaced`) if `base` was pulled
@@ -305,22 +307,22 @@ def _based(terms: PushTerms, held: ModelMap) -> PushTerms:
     if not isinstance(base, Params):
         raise problem("invalid_field", f"base must be what pull() returned, not {type(base).__name__}")
     origin = base.origin
-    if origin.model != held.name:
-        raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{held.name}'")
-    if origin.generation != held.generation:
+    if origin.model != model_map.name:
+        raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{model_map.name}'")
+    if origin.generation != model_map.generation:
         raise problem(
             "model_replaced",
-            f"model '{held.name}' was created anew since `base` was pulled",
-            hint="pull, and compute the gradient from these values",
-            generation=held.generation,
+            f"model '{model_map.name}' was deleted and created again after `base` was pulled",
+            hint="pull again and compute the gradient from these values",
+            generation=model_map.generation,
         )
     return replace(terms, base=origin.versions)
 
 
-def check_out(held: ModelMap, out: Params | None) -> None:
+def check_out(model_map: ModelMap, out: Params | None) -> None:
     """Before a push: raise RequestError if the pull of the whole model after it cannot go into `out`."""
     if out is not None:
-        whole = select(held.layout)
+        whole = select(model_map.layout)
         _memory(whole, wire_dtype(whole, None), out)
 
 

@@ -21,12 +21,12 @@ from pyreqwest.client import BaseClientBuilder, Client, ClientBuilder, SyncClien
 
 from paramserver.client.addresses import Addresses
 from paramserver.client.calls import Call, Outcome, Pause, Request, Response
+from paramserver.client.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import CONNECT_S, AsyncDirectTransport, DirectTransport, unreachable
 from paramserver.client.forks import call_in_forked_child
 from paramserver.client.plain import PlainTransport
 from paramserver.client.schemes import in_scheme_spoken
-from paramserver.client.together import Helpers, Interruptible, Together, touching
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def translated(url: str, error: native.PyreqwestError, timeout_s: float) -> PsEr
     """Return the PsError for a native error; only a failure to connect is certain to have had no effect."""
     causes = _causes(error)
     if isinstance(error, native.BuilderError):
-        return problem("malformed", f"{url} is not a URL that can be asked: {causes[-1]}")
+        return problem("malformed", f"{url} is not a valid URL: {causes[-1]}")
     if isinstance(error, native.ClientClosedError):
         return problem("in_doubt", "this client was closed while it waited")
     if "client error (Connect)" in causes:  # the class cannot tell: any timeout before the answer is a ConnectTimeout
@@ -91,7 +91,7 @@ class BlockingTransport:
         self._shards = DirectTransport(credentials)
         self._free_lock()
         call_in_forked_child(self._free_lock)
-        self._forsaken: list[Any] = []
+        self._kept_from_parent: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: SyncClient | None = None
         self._helpers = Helpers(PARALLEL_MAX)
@@ -99,9 +99,12 @@ class BlockingTransport:
         self._closed = False
 
     def run(self, call: Call[T], within: Interruptible | None = None) -> T:
-        """Drive a call to its result.  Raises GivenUp if the thread that it is done for (`within`) is interrupted."""
+        """Drive a call to its result.
+
+        Raises CallerInterrupted if the thread that it is done for (`within`) is interrupted.
+        """
         try:
-            with touching(within):
+            with using_memory(within):
                 effect = next(call)
             while True:
                 outcomes: list[Outcome] = []
@@ -109,7 +112,7 @@ class BlockingTransport:
                     time.sleep(effect.seconds)
                 else:
                     outcomes = self.perform(effect, within)
-                with touching(within):
+                with using_memory(within):
                     effect = call.send(outcomes)
         except StopIteration as stop:
             result: T = stop.value
@@ -125,7 +128,7 @@ class BlockingTransport:
             self._start()
         if len(requests) == 1:
             return [self._one(requests[0], within)]
-        return Together(self._one, requests, within).outcomes(self._helpers)
+        return ConcurrentRequests(self._one, requests, within).outcomes(self._helpers)
 
     def close(self) -> None:
         """Close connections; the transport cannot be used afterwards."""
@@ -148,7 +151,7 @@ class BlockingTransport:
             if self._pid == os.getpid():
                 return
             if self._pid != -1:  # a child must not even destroy a native client: its threads belong to the parent
-                self._forsaken += [self._control, self._helpers]
+                self._kept_from_parent += [self._control, self._helpers]
             try:
                 self._control = _tuned(SyncClientBuilder(), self._credentials, self._addresses.given).build()
             except RuntimeError:  # the native runtime does not start in a child whose parent has used it
@@ -161,10 +164,10 @@ class BlockingTransport:
     def _one(self, request: Request, within: Interruptible | None = None) -> Outcome:
         if request.to is not None:
             return self._send(request, request.to, within, direct=True)
-        outcome: Outcome = problem("unreachable", "no URL to ask")
+        outcome: Outcome = problem("unreachable", "no URL given")
         for url in self._addresses.order():
             outcome = self._send(request, url, within, direct=False)
-            if not self._addresses.heard(url, outcome):
+            if not self._addresses.record(url, outcome):
                 break
         return outcome
 
@@ -180,7 +183,7 @@ class BlockingTransport:
             b = self._control.request(request.method, url + request.path).headers(dict(request.headers))
             b = b.timeout(timedelta(seconds=request.timeout_s))
             if (body := request.whole) is not None:
-                with touching(within):
+                with using_memory(within):
                     # A native thread sends the body in place and cannot be stopped, so an interruptible call copies it.
                     b = b.body_bytes(body if within is None else bytes(body))
             if request.sink is None:
@@ -189,13 +192,13 @@ class BlockingTransport:
             with b.build_streamed() as r:
                 if r.status != 200:
                     return Response(r.status, _lowered(r.headers), bytes(r.bytes()), url)
-                with touching(within):
+                with using_memory(within):
                     request.sink.begin()
                 reader = r.body_reader
                 while (chunk := reader.read_chunk()) is not None:
-                    with touching(within):
+                    with using_memory(within):
                         request.sink.feed(memoryview(chunk))
-                with touching(within):
+                with using_memory(within):
                     request.sink.end()
                 return Response(r.status, _lowered(r.headers), b"", url)
         except native.PyreqwestError as e:
@@ -210,7 +213,7 @@ class AsyncTransport:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._addresses, self._credentials = Addresses(urls), credentials
         self._shards = AsyncDirectTransport(credentials)
-        self._forsaken: list[Any] = []
+        self._kept_from_parent: list[Any] = []
         self._plain: PlainTransport | None = None
         self._control: Client | None = None
         self._pid = -1
@@ -255,7 +258,7 @@ class AsyncTransport:
 
     def _start(self) -> None:
         if self._pid != -1:
-            self._forsaken += [self._control, self._shards]
+            self._kept_from_parent += [self._control, self._shards]
             self._shards = AsyncDirectTransport(self._credentials)
         try:
             self._control = _tuned(ClientBuilder(), self._credentials, self._addresses.given).build()
@@ -268,10 +271,10 @@ class AsyncTransport:
     async def _one(self, request: Request) -> Outcome:
         if request.to is not None:
             return await self._send(request, request.to, direct=True)
-        outcome: Outcome = problem("unreachable", "no URL to ask")
+        outcome: Outcome = problem("unreachable", "no URL given")
         for url in self._addresses.order():
             outcome = await self._send(request, url, direct=False)
-            if not self._addresses.heard(url, outcome):
+            if not self._addresses.record(url, outcome):
                 break
         return outcome
 

@@ -17,7 +17,7 @@ def values_of(name: str, value: Any) -> AnyArray:
     try:
         array = np.asarray(value)
     except Exception as e:  # a foreign __array__ may raise anything
-        raise problem("invalid_dtype", f"'{name}' cannot be made an array: {e}", where=name) from None
+        raise problem("invalid_dtype", f"'{name}' cannot be converted to an array: {e}", where=name) from None
     if array.dtype.name != "bfloat16" and array.dtype.kind not in "fiub":
         raise problem("invalid_dtype", f"'{name}' has dtype {array.dtype}, which cannot hold values", where=name)
     if not array.dtype.isnative:

@@ -2,8 +2,8 @@
 
 A model's values are in one buffer per partition, each a file in the shard's shared folder.  A `Window` maps them
 read-only, end to end, so that parameters that span partitions, even of several shards, are plain contiguous arrays and
-nothing is copied.  A `Room` is private memory whose pages can be replaced by those of slots, and become private again,
-while arrays in it stay in use.  Python's own `mmap` cannot choose an address, hence `ctypes`.
+nothing is copied.  A `RemappableMemory` is private memory whose pages can be replaced by those of slots, and become
+private again, while arrays in it stay in use.  Python's own `mmap` cannot choose an address, hence `ctypes`.
 """
 
 import ctypes
@@ -33,12 +33,12 @@ _MOVES: Final = 0x1 | 0x2
 """MREMAP_MAYMOVE and MREMAP_FIXED."""
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-_OF_A_ROOM: Final[dict[str, int]] = {"flags": _PRIVATE} if POSSIBLE else {}
+_REMAPPABLE: Final[dict[str, int]] = {"flags": _PRIVATE} if POSSIBLE else {}
 
 Piece = tuple[str, int]
 """(path of a buffer's file, bytes of it to map)."""
 Run = tuple[int, int, int]
-"""(offset in a room, offset in a file, bytes); both offsets are multiples of the page size."""
+"""(offset in the memory, offset in a file, bytes); both offsets are multiples of the page size."""
 
 
 @cache
@@ -63,9 +63,9 @@ class Window:
         Raises OSError if a file cannot be mapped, and ValueError if a piece other than the last ends within a page.
         """
         if any(size % PAGE_BYTES for _, size in pieces[:-1]):
-            raise ValueError("buffers that end within a page cannot lie side by side")
+            raise ValueError("only the last buffer may end within a page")
         size = sum(size for _, size in pieces)
-        start = _mapped(None, size, _PROT_NONE, _PRIVATE, -1)
+        start = _mmap(None, size, _PROT_NONE, _PRIVATE, -1)
         memory = (ctypes.c_char * size).from_address(start)
         # Not at exit, because arrays may still be read then: by exit handlers and daemon threads.
         weakref.finalize(memory, _libc().munmap, start, size).atexit = False
@@ -75,8 +75,8 @@ class Window:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if os.fstat(file).st_size < piece_bytes:
-                    raise OSError(f"{path} is shorter than it was said to be")
-                _mapped(at, piece_bytes, mmap.PROT_READ, flags, file)
+                    raise OSError(f"{path} is shorter than expected")
+                _mmap(at, piece_bytes, mmap.PROT_READ, flags, file)
             finally:
                 os.close(file)
             at += piece_bytes
@@ -92,14 +92,14 @@ class Window:
         return values
 
 
-def _mapped(at: int | None, size: int, protection: int, flags: int, file: int, offset: int = 0) -> int:
+def _mmap(at: int | None, size: int, protection: int, flags: int, file: int, offset: int = 0) -> int:
     start = _libc().mmap(at, size, protection, flags, file, offset)
     if start == _MAP_FAILED:
         raise _failed("map", size)
     return int(start)
 
 
-def _moved(start: int, size: int, to: int) -> None:
+def _mremap(start: int, size: int, to: int) -> None:
     """Move pages to `to`, replacing the pages there atomically: other threads see the old or the new ones, no gap."""
     if _libc().mremap(start, size, size, _MOVES, to) == _MAP_FAILED:
         raise _failed("move", size)
@@ -111,33 +111,33 @@ def _failed(what: str, size: int) -> OSError:
 
 
 def private(size_bytes: int) -> mmap.mmap:
-    """Allocate private, zeroed memory that can be a `Room`."""
-    return mmap.mmap(-1, size_bytes, **_OF_A_ROOM)
+    """Allocate private, zeroed memory for a `RemappableMemory`."""
+    return mmap.mmap(-1, size_bytes, **_REMAPPABLE)
 
 
-class Room:
+class RemappableMemory:
     """Private memory in which runs of pages can be mapped from a file; it lives as long as any array in it."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = weakref.ref(memory)
         self._start = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
-    def held(self) -> mmap.mmap | None:
+    def memory(self) -> mmap.mmap | None:
         """Return the memory, which must be referenced during all operations here; None once it is freed."""
         return self._memory()
 
-    def show(self, path: str, runs: Sequence[Run]) -> None:
+    def map_file(self, path: str, runs: Sequence[Run]) -> None:
         """Map these runs from the file.  Raises OSError; some of them may be mapped then."""
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_size < max(_whole_pages(at + size) for _, at, size in runs):
-                raise OSError(f"{path} is shorter than it was said to be")
+                raise OSError(f"{path} is shorter than expected")
             for start, at, size in runs:
                 self._map(start, size, mmap.MAP_SHARED | _MAP_POPULATE, file, at)
         finally:
             os.close(file)
 
-    def keep(self, runs: Sequence[Run]) -> None:
+    def make_private(self, runs: Sequence[Run]) -> None:
         """Make these runs private again, with the same contents, which concurrent readers see throughout.
 
         Raises OSError; the run that failed and those after it are unchanged then.
@@ -145,10 +145,10 @@ class Room:
         for start, _, size in runs:
             # Copied to fresh pages first: mapped in place, they would be zeros for a moment, which a push may read.
             pages, at = _whole_pages(size), self._start + start
-            fresh = _mapped(None, pages, _READ_WRITE, _PRIVATE, -1)
+            fresh = _mmap(None, pages, _READ_WRITE, _PRIVATE, -1)
             try:
                 ctypes.memmove(fresh, at, size)
-                _moved(fresh, pages, at)
+                _mremap(fresh, pages, at)
             except OSError:
                 _libc().munmap(fresh, pages)
                 raise
@@ -158,14 +158,14 @@ class Room:
         for start, _, size in runs:
             self._map(start, size, _PRIVATE, -1, 0)
 
-    def guard(self, runs: Sequence[Run]) -> None:
+    def make_read_only(self, runs: Sequence[Run]) -> None:
         """Make these runs read-only until they are private again: a write to them crashes the process."""
         for start, _, size in runs:
             if _libc().mprotect(self._start + start, _whole_pages(size), mmap.PROT_READ):
-                raise _failed("guard", size)
+                raise _failed("protect", size)
 
     def _map(self, start: int, size: int, flags: int, file: int, offset: int) -> None:
-        _mapped(self._start + start, _whole_pages(size), _READ_WRITE, flags | _MAP_FIXED, file, offset)
+        _mmap(self._start + start, _whole_pages(size), _READ_WRITE, flags | _MAP_FIXED, file, offset)
 
 
 def _whole_pages(size_bytes: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 from paramserver import limits
 from paramserver.client.arrays import Params
 from paramserver.client.calls import Call, Deadline
+from paramserver.client.concurrent_requests import Interruptible
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.iterations import Iterations
@@ -17,7 +18,6 @@ from paramserver.client.session import Session
 from paramserver.client.streaming import PushStream
 from paramserver.client.task_requests import TaskRequests
 from paramserver.client.tasks import EVALUATE, Task
-from paramserver.client.together import Interruptible
 from paramserver.client.worker_view import WorkerView, of_another_process
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import Names, Ranges
@@ -61,7 +61,7 @@ class Worker(WorkerView):
 
     def __enter__(self) -> "Worker":
         if self._pid != -1:
-            raise problem("conflict", "a worker can be opened once", hint="model.worker() makes another")
+            raise problem("conflict", "a worker can be opened only once", hint="model.worker() makes another")
         self._pid = os.getpid()
         self._client.run(self._session.join(self._deadline(None)))
         self._thread = threading.Thread(target=self._keep_alive, name=f"heartbeat {self.name}", daemon=True)

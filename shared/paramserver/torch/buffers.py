@@ -160,7 +160,7 @@ class HostGradients:
         self._arrays = arrays
         self._tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def arrange(self, held: ModelMap) -> None:
+    def arrange(self, model_map: ModelMap) -> None:
         """Do nothing: the layout does not depend on who owns the partitions."""
 
     def encode(self, grads: Mapping[str, Tensor | None]) -> GradientArrays:
@@ -177,27 +177,27 @@ class HostGradients:
 class GradientBuffers:
     """The gradients of a whole model, grouped by shard; regrouped when partitions have moved."""
 
-    def __init__(self, held: ModelMap, codec: Codec, device: torch.device) -> None:
+    def __init__(self, model_map: ModelMap, codec: Codec, device: torch.device) -> None:
         self.codec, self._device = codec, device
         self.side = SideStream(device)
-        self.selection: Selection = select(held.layout)
-        self._generation = held.generation
+        self.selection: Selection = select(model_map.layout)
+        self._generation = model_map.generation
         self._owners: tuple[str | None, ...] = ()
         self._shards: list[ShardBuffer] = []
         self._shard_of: dict[int, ShardBuffer] = {}
-        self.arrange(held)
+        self.arrange(model_map)
 
-    def arrange(self, held: ModelMap) -> None:
+    def arrange(self, model_map: ModelMap) -> None:
         """Group partitions by their current owners; keeps residuals, unless the model was deleted and created again."""
-        if held.generation != self._generation:
-            self.selection, self._generation = select(held.layout), held.generation
+        if model_map.generation != self._generation:
+            self.selection, self._generation = select(model_map.layout), model_map.generation
             self._owners, self._shard_of = (), {}
-        if held.owners == self._owners:
+        if model_map.owners == self._owners:
             return
         sizes = {p.partition: p.stop - p.start for p in self.selection.parts}
         groups: dict[str | None, list[int]] = {}
         for partition in sizes:
-            groups.setdefault(held.owners[partition], []).append(partition)
+            groups.setdefault(model_map.owners[partition], []).append(partition)
         before = self._shard_of
         self._shards = [ShardBuffer(g, [sizes[p] for p in g], self.codec, self._device) for g in groups.values()]
         self._shard_of = {p: shard for shard in self._shards for p in shard.locations}
@@ -206,7 +206,7 @@ class GradientBuffers:
             new = shard.residual(partition)
             if old is not None and new is not None:
                 new.copy_(old)
-        self._owners = held.owners
+        self._owners = model_map.owners
 
     def encode(self, grads: Mapping[str, Tensor | None]) -> Encoded:
         """Return the encoded gradient; None counts as zero.  Raises RequestError (`non_finite`)."""

@@ -59,9 +59,9 @@ def as_params(params: Mapping[str, Tensor]) -> dict[str, Param]:
     }
 
 
-def check_fit(params: Mapping[str, Tensor], held: ModelMap) -> None:
+def check_fit(params: Mapping[str, Tensor], model_map: ModelMap) -> None:
     """Raise one RequestError (`invalid_shape`) that lists all differences between a module and a model, if any."""
-    have, errors = held.layout.by_name, list[PsError]()
+    have, errors = model_map.layout.by_name, list[PsError]()
     for n, p in params.items():
         if n not in have:
             errors.append(problem("unknown_parameter", f"the model lacks '{n}' {list(p.shape)}", where=n))
@@ -77,7 +77,7 @@ def check_fit(params: Mapping[str, Tensor], held: ModelMap) -> None:
         found = "; ".join(e.detail for e in errors[:8]) + ("; ..." if len(errors) > 8 else "")
         raise problem(
             "invalid_shape",
-            f"model '{held.name}' does not fit the module: {found}",
+            f"model '{model_map.name}' does not fit the module: {found}",
             hint="choose another model name, or delete the model",
             errors=tuple({"code": e.code, "detail": e.detail, **e.members} for e in errors),
         )

@@ -88,13 +88,13 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._client, name = _resolve_model(model, timeout, stack)
             self._model = Model(self._client, name)
             self._create(optimizer if create else None, consistency, partitions, ack)
-            held = self._map()
-            check_fit(self._params, held)
+            model_map = self._map()
+            check_fit(self._params, model_map)
             if isinstance(model, Worker):
                 self._worker = model
             else:
                 self._worker = stack.enter_context(Worker(self._client, name, worker, rank, timeout))
-            self._rate = held.spec.optimizer.lr
+            self._rate = model_map.spec.optimizer.lr
             started = getattr(optimizer, "lr", None)
             super().__init__(list(self._params.values()), {"lr": self._rate if started is None else started})
             device = next(iter(self._params.values())).device
@@ -102,9 +102,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             if device.type == "cpu" and self._codec.text == "fp32":
                 self._buffers = HostGradients(self._worker.gradients())
             else:
-                self._buffers = GradientBuffers(held, self._codec, device)
+                self._buffers = GradientBuffers(model_map, self._codec, device)
             self._device, self._pull_coding = device, pull.coding if pull else None
-            self._allocate_values(held)
+            self._allocate_values(model_map)
             self._pull_into_module()
             self._leave = weakref.finalize(self, stack.pop_all().close)
         self.pushed: Pushed | None = None
@@ -155,8 +155,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._pull_into_module()
 
     def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> None:
-        held = self._checked_map()
-        missing = [n for n, g in grads.items() if g is None and held.layout.by_name[n].trainable]
+        model_map = self._checked_map()
+        missing = [n for n, g in grads.items() if g is None and model_map.layout.by_name[n].trainable]
         present = {n: g for n, g in grads.items() if g is not None}
         if not present:
             self._worker.clock()
@@ -166,7 +166,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             arrays = {n: _array(g) for n, g in present.items()}
             self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
         else:
-            self._buffers.arrange(held)
+            self._buffers.arrange(model_map)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
 
     def _pull_into_module(self) -> None:
@@ -210,16 +210,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     def _checked_map(self) -> ModelMap:
         """Return the model's map; raises RequestError if it was created again and no longer fits the module."""
-        held = self._map()
-        if held.generation != self._generation:
-            check_fit(self._params, held)
-            self._allocate_values(held)
-        return held
+        model_map = self._map()
+        if model_map.generation != self._generation:
+            check_fit(self._params, model_map)
+            self._allocate_values(model_map)
+        return model_map
 
-    def _allocate_values(self, held: ModelMap) -> None:
+    def _allocate_values(self, model_map: ModelMap) -> None:
         """Allocate buffers in this model generation's layout; another generation may order parameters differently."""
-        dtype = wire_dtype(select(held.layout), self._pull_coding)
-        self._values, self._generation = _Values(held.layout, dtype, self._device), held.generation
+        dtype = wire_dtype(select(model_map.layout), self._pull_coding)
+        self._values, self._generation = _Values(model_map.layout, dtype, self._device), model_map.generation
 
     def _map(self) -> ModelMap:
         client = self._client

@@ -118,6 +118,11 @@ def word_in(payload: memoryview) -> int:
     return int(value)
 
 
+def word31_in(payload: memoryview) -> int:
+    """Like `word_in`, without the reserved top bit, which a receiver must ignore (RFC 9113, 6.8 and 6.9)."""
+    return word_in(payload) & WINDOW_MAX
+
+
 def goaway(last_stream: int, code: int) -> bytes:
     """Return a GOAWAY frame: streams up to `last_stream` are still answered."""
     return frame(GOAWAY, 0, 0, _WORD.pack(last_stream) + _WORD.pack(code))

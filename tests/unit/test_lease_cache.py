@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from paramserver.client.arrays import Origin
-from paramserver.client.present import IN_VAIN_MAX, KEPT_MAX, RARELY, Present
-from paramserver.client.same_host import Held, Leased, SameHost
+from paramserver.client.lease_cache import IN_VAIN_MAX, KEPT_MAX, RARELY, LeaseCache
+from paramserver.client.same_host import Leased, LeasedValues, SameHost
 from paramserver.client.windows import Windows
 
 
@@ -21,13 +21,13 @@ class Shard(SameHost):
     def confirmed(self, leased: Sequence[Leased]) -> bool:
         return all(lease.number in self.present for lease in leased)
 
-    def done(self, leased: Sequence[Leased]) -> None:
+    def end_leases(self, leased: Sequence[Leased]) -> None:
         self.ended += [lease.number for lease in leased]
 
-    def lend(self, number: int) -> Held:
+    def lend(self, number: int) -> LeasedValues:
         """A lease of the present values."""
         self.present = {number}
-        return Held(self, Windows(), [Leased("unix://x/requests", number, ())], [])
+        return LeasedValues(self, Windows(), [Leased("unix://x/requests", number, ())], [])
 
 
 def origin(version: int, model: str = "m") -> Origin:
@@ -42,71 +42,71 @@ def shard() -> Shard:
 
 def test_what_is_confirmed_is_the_answer_and_what_is_not_is_given_back_at_once(shard: Shard) -> None:
     """A lease that is past is over before the request that the pull then makes, so that its memory is free."""
-    present = Present(shard)
-    present.pulled(origin(3), shard.lend(1))
-    found = present.of("m", 1, None, 0)
+    cache = LeaseCache(shard)
+    cache.pulled(origin(3), shard.lend(1))
+    found = cache.lookup("m", 1, None, 0)
     assert found is not None
     assert found[1].version == 3
     del found
     assert not shard.ended
 
     shard.present = {2}
-    assert present.of("m", 1, None, 0) is None
+    assert cache.lookup("m", 1, None, 0) is None
     assert shard.ended == [1]
 
 
 def test_only_what_the_caller_asked_for_is_an_answer(shard: Shard) -> None:
     """Another creation, another timeline, or a version that it has not reached are asked for."""
-    present = Present(shard)
-    present.pulled(origin(3), shard.lend(1))
-    assert present.of("other", 1, None, 0) is None
-    assert present.of("m", 1, 1, 0) is None
-    assert present.of("m", 1, None, 4) is None
-    assert present.of("m", 1, 0, 3) is not None
-    assert present.of("m", 2, None, 0) is None
+    cache = LeaseCache(shard)
+    cache.pulled(origin(3), shard.lend(1))
+    assert cache.lookup("other", 1, None, 0) is None
+    assert cache.lookup("m", 1, 1, 0) is None
+    assert cache.lookup("m", 1, None, 4) is None
+    assert cache.lookup("m", 1, 0, 3) is not None
+    assert cache.lookup("m", 2, None, 0) is None
 
 
 def test_a_version_does_not_tell_which_commits_are_in_the_values(shard: Shard) -> None:
     """Whoever waits for a clock gets what is known to have reached it; an assignment has raised the version beyond."""
-    present = Present(shard)
-    present.pulled(origin(7), shard.lend(1))
-    assert present.of("m", 1, 0, 0, 1) is None
-    present.pulled(origin(8), shard.lend(2), 5)
-    assert present.of("m", 1, 0, 0, 5) is not None
-    assert present.of("m", 1, 0, 0, 6) is None
-    present.pushed(origin(9), shard.lend(3), 6)
-    assert present.of("m", 1, 0, 0, 6) is not None
+    cache = LeaseCache(shard)
+    cache.pulled(origin(7), shard.lend(1))
+    assert cache.lookup("m", 1, 0, 0, 1) is None
+    cache.pulled(origin(8), shard.lend(2), 5)
+    assert cache.lookup("m", 1, 0, 0, 5) is not None
+    assert cache.lookup("m", 1, 0, 0, 6) is None
+    cache.pushed(origin(9), shard.lend(3), 6)
+    assert cache.lookup("m", 1, 0, 0, 6) is not None
 
 
 def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -> None:
     """Not before anybody has pulled, not without a pull in between, and seldom where others push meanwhile."""
-    present = Present(shard)
-    assert not present.wanted("m")
-    present.pulled(origin(0), shard.lend(1))
-    assert present.wanted("m")
-    assert not present.wanted("m")
+    cache = LeaseCache(shard)
+    assert not cache.should_request_values("m")
+    cache.pulled(origin(0), shard.lend(1))
+    assert cache.should_request_values("m")
+    assert not cache.should_request_values("m")
 
     asked = []
     for i in range(4 * RARELY):
-        asked.append(present.wanted("m"))
+        asked.append(cache.should_request_values("m"))
         if asked[-1]:
-            present.pushed(origin(i), shard.lend(2 * i + 2))
+            cache.pushed(origin(i), shard.lend(2 * i + 2))
         shard.present = set()
-        assert present.of("m", 1, None, 0) is None
-        present.pulled(origin(i), shard.lend(2 * i + 3))
+        assert cache.lookup("m", 1, None, 0) is None
+        cache.pulled(origin(i), shard.lend(2 * i + 3))
     assert sum(asked) <= IN_VAIN_MAX + 4
     assert any(asked[-RARELY:])
 
     for i in range(2 * RARELY):  # alone again
-        if present.wanted("m"):
-            present.pushed(origin(100 + i), shard.lend(1000 + i))
-        assert present.of("m", 1, None, 0) is not None
-    assert present.wanted("m")
+        if cache.should_request_values("m"):
+            cache.pushed(origin(100 + i), shard.lend(1000 + i))
+        assert cache.lookup("m", 1, None, 0) is not None
+    assert cache.should_request_values("m")
 
 
 def test_leases_of_few_models_are_held(shard: Shard) -> None:
     """Who reads many models holds the memory of the last ones only."""
-    present = Present(shard)
+    cache = LeaseCache(shard)
     for i in range(3 * KEPT_MAX):
-        present.pulled(origin(0, f"m{i}"), shard.lend(i))
+        cache.pulled(origin(0, f"m{i}"), shard.lend(i))
     assert shard.ended == list(range(2 * KEPT_MAX))

@@ -17,9 +17,9 @@ import pytest
 from tests.unit.scripted_server import OK, Blocking, Kept, Peer, Server, serving
 
 from paramserver.client.calls import Call, Request, Response
+from paramserver.client.concurrent_requests import CallerInterrupted, Helpers, Interruptible
 from paramserver.client.credentials import NO_CREDENTIALS
 from paramserver.client.plain import PlainTransport
-from paramserver.client.together import GivenUp, Helpers, Interruptible
 from paramserver.client.transport import BlockingTransport
 from paramserver.wire import http2 as wire
 
@@ -100,7 +100,7 @@ def test_what_is_asked_for_at_the_same_time_is_done_at_the_same_time() -> None:
     helpers = Helpers(40)
     together = threading.Barrier(41)
     for _ in range(40):
-        helpers.ask(lambda: together.wait(10.0))
+        helpers.submit(lambda: together.wait(10.0))
     together.wait(10.0)
     helpers.close()
 
@@ -110,7 +110,7 @@ def test_threads_end_with_the_client_they_help() -> None:
     done: list[threading.Thread] = []
     helpers = Helpers(2)
     for i in range(4):
-        helpers.ask(lambda: done.append(threading.current_thread()))
+        helpers.submit(lambda: done.append(threading.current_thread()))
         eventually(lambda i=i: len(done) > i)  # type: ignore[misc]
     del helpers
 
@@ -187,12 +187,12 @@ def test_what_a_thread_sends_for_another_one_ends_with_it() -> None:
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         begun.wait(20.0)
-        owner.give_up()
+        owner.revoke()
         gradient[:] = b"new gradient" * (len(gradient) // 12) + b"    "
         overwritten.set()
         sender.join(20.0)
         transport.close()
-    assert ended == [GivenUp]
+    assert ended == [CallerInterrupted]
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -19,7 +19,7 @@ Perform: TypeAlias = Callable[[Request, "Interruptible"], Outcome]
 Work: TypeAlias = Callable[[], object]
 
 
-class GivenUp(Exception):
+class CallerInterrupted(Exception):
     """Raised in helper threads when the caller has been interrupted: its memory must not be touched any more."""
 
 
@@ -35,10 +35,10 @@ class Helpers:
         self._threads = 0
         self._idle = SimpleQueue[None]()
         """One element per idle thread that no work has been assigned to yet."""
-        self._asked = SimpleQueue[Work | None]()
-        weakref.finalize(self, self._asked.put, None).atexit = False
+        self._work = SimpleQueue[Work | None]()
+        weakref.finalize(self, self._work.put, None).atexit = False
 
-    def ask(self, work: Work) -> None:
+    def submit(self, work: Work) -> None:
         """Have a thread do this work; if no thread is available, it is not done."""
         try:
             self._idle.get_nowait()
@@ -46,25 +46,25 @@ class Helpers:
             with self._lock:
                 if self._threads == self._threads_max:
                     return
-                args = (self._asked, self._idle)
+                args = (self._work, self._idle)
                 try:
                     threading.Thread(target=_help, args=args, name="paramserver", daemon=True).start()
                 except RuntimeError:  # the system cannot start more threads, or the interpreter is shutting down
                     return
                 self._threads += 1
-        self._asked.put(work)
+        self._work.put(work)
 
     def close(self) -> None:
         """End the threads once they have done the work that was submitted."""
-        self._asked.put(None)
+        self._work.put(None)
 
 
-def _help(asked: "SimpleQueue[Work | None]", idle: "SimpleQueue[None]") -> None:
-    while (work := asked.get()) is not None:
+def _help(work_queue: "SimpleQueue[Work | None]", idle: "SimpleQueue[None]") -> None:
+    while (work := work_queue.get()) is not None:
         work()
         del work  # it references the caller's memory
         idle.put(None)
-    asked.put(None)  # for the next thread
+    work_queue.put(None)  # for the next thread
 
 
 class Interruptible:
@@ -74,40 +74,40 @@ class Interruptible:
         self._lock = threading.Lock()
         self._changed = SimpleQueue[None]()
         """Other threads put an element here to wake the caller when something has changed."""
-        self._given_up = False
-        self._touching: dict[int, Callable[[], object]] = {}
+        self._revoked = False
+        self._users: dict[int, Callable[[], object]] = {}
         """id of each thread that is using the caller's memory -> function that makes it stop."""
 
     @contextmanager
-    def touching(self, cut: Callable[[], object]) -> Iterator[None]:
+    def using_memory(self, cut: Callable[[], object]) -> Iterator[None]:
         """Mark this thread as using the caller's memory; `cut`, called by another thread, makes it stop soon.
 
-        Raises GivenUp if the caller has been interrupted.
+        Raises CallerInterrupted if the caller has been interrupted.
         """
         me = threading.get_ident()
         with self._lock:
-            if self._given_up:
-                raise GivenUp
-            self._touching[me] = cut
+            if self._revoked:
+                raise CallerInterrupted
+            self._users[me] = cut
         try:
             yield
         finally:
             with self._lock:
-                self._touching.pop(me, None)
+                self._users.pop(me, None)
             self._changed.put(None)
 
-    def give_up(self) -> None:
+    def revoke(self) -> None:
         """Stop all threads that use the caller's memory; when this returns, none does any more."""
         with self._lock:
-            self._given_up = True
-            self._touching.pop(threading.get_ident(), None)  # this thread may have been interrupted before it did so
-            for cut in self._touching.values():
+            self._revoked = True
+            self._users.pop(threading.get_ident(), None)  # this thread may have been interrupted before it could
+            for cut in self._users.values():
                 cut()
-        while self._touching:
+        while self._users:
             self._changed.get()
 
 
-class Together(Interruptible):
+class ConcurrentRequests(Interruptible):
     """Concurrent requests, each performed by the caller or a helper thread, whichever takes it first.
 
     The caller may itself be working for another thread, which can be interrupted, too (`within`).
@@ -125,7 +125,7 @@ class Together(Interruptible):
         """Perform all requests and return the outcomes in order.  If it raises, no thread uses the caller's memory."""
         try:
             for _ in self._requests[1:]:
-                helpers.ask(self._one_as_helper)
+                helpers.submit(self._one_as_helper)
             while self._one(self._waiting.popleft):
                 pass  # the caller performs the first request, and those that no helper has taken
             while len(self._outcomes) < len(self._requests) and self._error is None:
@@ -135,13 +135,13 @@ class Together(Interruptible):
             return [self._outcomes[i] for i in range(len(self._requests))]
         except BaseException:
             self._waiting.clear()
-            self.give_up()
+            self.revoke()
             raise
 
     @contextmanager
-    def touching(self, cut: Callable[[], object]) -> Iterator[None]:
-        """See `Interruptible.touching`; also raises GivenUp if the thread behind `within` has been interrupted."""
-        with touching(self._within, cut), super().touching(cut):
+    def using_memory(self, cut: Callable[[], object]) -> Iterator[None]:
+        """See `Interruptible.using_memory`; an interrupt of the thread behind `within` counts, too."""
+        with using_memory(self._within, cut), super().using_memory(cut):
             yield
 
     def _one(self, which: Callable[[], int]) -> bool:
@@ -157,14 +157,16 @@ class Together(Interruptible):
     def _one_as_helper(self) -> None:
         try:
             self._one(self._waiting.pop)
-        except GivenUp:
-            self._error = GivenUp()  # a new one, because the traceback of the first references the request
+        except CallerInterrupted:
+            self._error = CallerInterrupted()  # a new one, because the traceback of the first references the request
             self._changed.put(None)
         except BaseException as e:  # `outcomes` raises it in the caller's thread
             self._error = e
             self._changed.put(None)
 
 
-def touching(within: Interruptible | None, cut: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
-    """See `Interruptible.touching`; a no-op without `within`, when the caller performs the only request by itself."""
-    return nullcontext() if within is None else within.touching(cut)
+def using_memory(
+    within: Interruptible | None, cut: Callable[[], object] = lambda: None
+) -> AbstractContextManager[None]:
+    """See `Interruptible.using_memory`; a no-op without `within`, when the caller performs its only request itself."""
+    return nullcontext() if within is None else within.using_memory(cut)

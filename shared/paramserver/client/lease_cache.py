@@ -11,7 +11,7 @@ from typing import Final
 
 from paramserver.client.arrays import Origin
 from paramserver.client.forks import call_in_forked_child
-from paramserver.client.same_host import Held, SameHost
+from paramserver.client.same_host import LeasedValues, SameHost
 
 KEPT_MAX: Final = 8
 """Models with entries; the least recently used one is evicted first."""
@@ -23,7 +23,7 @@ RARELY: Final = 16
 
 @dataclass(slots=True)
 class _Model:
-    found: tuple[Held, Origin] | None = None
+    found: tuple[LeasedValues, Origin] | None = None
     clock: int = 0
     """sync: lower bound on the commits that the values include; they may include more than the pull asked for."""
     unused: bool = False
@@ -35,7 +35,7 @@ class _Model:
     pushes: int = 0
 
 
-class Present:
+class LeaseCache:
     """The current values that one client holds.  Safe between threads; empty in a forked child."""
 
     def __init__(self, same_host: SameHost) -> None:
@@ -52,17 +52,17 @@ class Present:
         with self._lock:
             self._models.clear()
 
-    def of(
+    def lookup(
         self, model: str, generation: int, timeline: int | None, min_version: int, min_clock: int = 0
-    ) -> tuple[Held, Origin] | None:
+    ) -> tuple[LeasedValues, Origin] | None:
         """Return what a pull of the whole model would return now; None if that takes a request."""
         with self._lock:
             m = self._models.get(model)
             found = None if m is None else m.found
             if m is None or found is None:
                 return None
-            held, origin = found
-            if origin.generation != generation or not self._same_host.confirmed(held.leased):
+            leased_values, origin = found
+            if origin.generation != generation or not self._same_host.confirmed(leased_values.leased):
                 m.found = None  # this releases its leases; the request that follows reports that to the shards
                 return None
             if origin.version < min_version or m.clock < min_clock or timeline not in (None, origin.timeline):
@@ -71,25 +71,25 @@ class Present:
             self._models.move_to_end(model)
             return found
 
-    def pulled(self, origin: Origin, held: Held, clock: int = 0) -> None:
+    def pulled(self, origin: Origin, leased_values: LeasedValues, clock: int = 0) -> None:
         """Keep the values of a pull, which include at least `clock` commits."""
-        self._keep(origin, held, clock).pulled = True
+        self._keep(origin, leased_values, clock).pulled = True
 
-    def pushed(self, origin: Origin, held: Held, clock: int = 0) -> None:
+    def pushed(self, origin: Origin, leased_values: LeasedValues, clock: int = 0) -> None:
         """Keep the values that came with the answer to a push, which include at least `clock` commits."""
-        self._keep(origin, held, clock).unused = True
+        self._keep(origin, leased_values, clock).unused = True
 
-    def _keep(self, origin: Origin, held: Held, clock: int) -> _Model:
+    def _keep(self, origin: Origin, leased_values: LeasedValues, clock: int) -> _Model:
         with self._lock:
             m = self._models.setdefault(origin.model, _Model())
             m.in_vain += m.unused
-            m.found, m.clock, m.unused = (held, origin), clock, False
+            m.found, m.clock, m.unused = (leased_values, origin), clock, False
             self._models.move_to_end(origin.model)
             if len(self._models) > KEPT_MAX:
                 self._models.popitem(last=False)
             return m
 
-    def wanted(self, model: str) -> bool:
+    def should_request_values(self, model: str) -> bool:
         """Whether the current push should ask for the values it produces.  To be called once per push."""
         with self._lock:
             m = self._models.get(model)
