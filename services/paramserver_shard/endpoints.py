@@ -68,7 +68,7 @@ class _Endpoint:
             await self._answer(scope, receive, send, began_s)
         except PsError as error:
             if "push" in error.members:
-                self.check_still()
+                self.recheck_serving()
             raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
@@ -83,15 +83,15 @@ class _Endpoint:
         negotiate.check_accept(request)
         body = await negotiate.read_tensors(request)
         response = await self.by_name(request, body, began_s)
-        self.check_still()
+        self.recheck_serving()
         await response(scope, receive, send)
 
-    def check_still(self) -> None:
+    def recheck_serving(self) -> None:
         """Check again before the answer: the process may have been paused since the request came."""
         self.check_serving()
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        """Answer a frame with a frame, after `check_still`."""
+        """Answer a frame with a frame, after `recheck_serving`."""
         raise NotImplementedError
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -115,7 +115,7 @@ class _Endpoint:
 class _Pushing(_Endpoint):
     """Base of routes that push: a shard that was paused may have applied the push after it lost its partitions."""
 
-    def check_still(self) -> None:
+    def recheck_serving(self) -> None:
         """Raises InDoubt (`in_doubt`) if the shard may no longer serve."""
         try:
             self.check_serving()
@@ -128,11 +128,11 @@ class Push(_Pushing):
     """`POST /push`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
-        done, made = await self._frames.push(arriving, self._counted(arriving, began_s))
-        reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
+        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
+        done, commit_values = await self._frames.push(arriving, self._counted(arriving, began_s))
+        reply = push_reply(done, commit_values, self._frames.lease_after(arriving.frame, done, commit_values))
         status = 200 if done.state == "applied" or reply.released else 202
-        self.check_still()
+        self.recheck_serving()
         await _send(send, status, encode_header(reply))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -147,9 +147,9 @@ class Pull(_Endpoint):
     paramserver_role = "reader"
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        frame, _ = await self._reader.read(scope, receive, PullFrame, _sized_pull)
+        frame, _ = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
-        self.check_still()
+        self.recheck_serving()
         await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
@@ -164,9 +164,9 @@ class PushPull(_Pushing):
     """`POST /pushpull`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
+        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
-        self.check_still()
+        self.recheck_serving()
         await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
@@ -185,7 +185,7 @@ async def _while_there(receive: Receive, wait_s: object, work: Coroutine[Any, An
     return await (while_there(receive, work) if wait_s else work)
 
 
-async def _sized_pull(frame: PullFrame) -> tuple[PullFrame, Body]:
+async def _prepare_pull(frame: PullFrame) -> tuple[PullFrame, Body]:
     return frame, Body(())
 
 
@@ -202,7 +202,7 @@ async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -
     await send({"type": "http.response.start", "status": status, "headers": headers})
     arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)
-    if arrival is not None and size >= TRIP_BYTES_MIN and answer.lies_ready:
+    if arrival is not None and size >= TRIP_BYTES_MIN and answer.zero_copy:
         chunks = await arrival.burst([memoryview(chunk) for chunk in chunks])
         size = sum(map(len, chunks))
     for message in _messages(chunks, size):

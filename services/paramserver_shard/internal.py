@@ -57,12 +57,12 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
     async def assign(model: str, request: Request) -> Response:
         membership.check_serving()
 
-        async def sized(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame], Body]:
+        async def prepare(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame], Body]:
             known = await models.find(model, frame.generation)
             check_frame(known, frame)
             return (known, frame), Body((frame.body_bytes(),))
 
-        (known, frame), body = await reader.read(request.scope, request.receive, SetFrame, sized)
+        (known, frame), body = await reader.read(request.scope, request.receive, SetFrame, prepare)
         parts = assignments(frame, body.parts[0])
         command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
         done = await runtime.push(lambda number: replace(command, request=number))

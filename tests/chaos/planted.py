@@ -35,11 +35,11 @@ def apply_twice() -> None:
     passes = 0
 
     def twice(
-        tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+        tasks: Sequence[Task], pool: BufferPool, outputs: Sequence[F32 | None] | None = None
     ) -> tuple[TaskResult, ...]:
         nonlocal passes
         passes += 1
-        results = compute(tasks, pool, places)
+        results = compute(tasks, pool, outputs)
         if passes % EVERY or not all(isinstance(t, UpdateTask) for t in tasks):
             return results
         again = [replace(t, state=r.state) for t, r in zip(tasks, results, strict=True) if r.state is not None]
@@ -53,11 +53,11 @@ def tear() -> None:
     passes = 0
 
     def half(
-        tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+        tasks: Sequence[Task], pool: BufferPool, outputs: Sequence[F32 | None] | None = None
     ) -> tuple[TaskResult, ...]:
         nonlocal passes
         passes += 1
-        results = compute(tasks, pool, places)
+        results = compute(tasks, pool, outputs)
         for task, result in zip(tasks, results, strict=True):
             if passes % EVERY == 0 and result.state is not None:
                 size = result.state.values.size
