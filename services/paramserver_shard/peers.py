@@ -17,7 +17,7 @@ from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, decode_header, encode_header
 from paramserver_shard.buffers import U8, BufferPool
 
-OWNER_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
+REQUEST_BASE_TIMEOUT_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
 """Base timeout of a request: at its owner a push waits for its turn, then for the journal; the rest is network."""
 CONNECT_S: Final = 2.0
 
@@ -60,8 +60,8 @@ class PeerClient:
         lost = "unavailable" if isinstance(header, PullFrame) else "in_doubt"
         prefix = encode_header(header)
         size = len(prefix) + sum(a.nbytes for a in body)
-        within = timedelta(seconds=OWNER_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S)  # for the whole exchange
-        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(within)
+        timeout_s = REQUEST_BASE_TIMEOUT_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S  # for the whole exchange
+        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(timedelta(seconds=timeout_s))
         if size <= CHUNK_BYTES:
             request = request.body_bytes(b"".join((prefix, *(a.data.cast("B") for a in body))))
         else:
@@ -80,10 +80,10 @@ class PeerClient:
                     at += len(chunk)
                 status = response.status
         except PyreqwestError as e:
-            told = translated(url, e, within.total_seconds())
-            if isinstance(header, PullFrame) or isinstance(told, Unreachable):
-                told = problem("unavailable", f"the shard at {url} does not answer ({told.detail})")
-            raise told from e
+            error = translated(url, e, timeout_s)
+            if isinstance(header, PullFrame) or isinstance(error, Unreachable):
+                error = problem("unavailable", f"the shard at {url} does not answer ({error.detail})")
+            raise error from e
         if status >= 300:
             raise _refusal(status, bytes(view[:at]))
         if at != declared:
