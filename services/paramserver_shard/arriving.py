@@ -170,4 +170,4 @@ def check_sizes(codec: Codec, sizes: Sequence[tuple[int, int]], elements: Sequen
             raise problem("invalid_encoding", f"a part of {raw} bytes in {codec.text} cannot travel as {stored}")
     total = sum(raw for _, raw in sizes)
     if total > BODY_BYTES_MAX:
-        raise problem("too_large", f"the body unpacks to {total} bytes; at most {BODY_BYTES_MAX} are taken")
+        raise problem("too_large", f"the body unpacks to {total} bytes; the limit is {BODY_BYTES_MAX}")

@@ -49,7 +49,9 @@ class ClockReports:
                     await self._send(stream, link, url)
                 finally:
                     stream.close()
-                log.info("clocks.unreported scheduler=%s status=%d: workers report their own", url, stream.status)
+                log.info(
+                    "clocks.unreported scheduler=%s status=%d: workers report clocks themselves", url, stream.status
+                )
                 link.apply_answer(url, stream)
             self._lines.clear()
             self._wake.clear()

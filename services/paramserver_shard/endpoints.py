@@ -120,8 +120,10 @@ class _Pushing(_Endpoint):
         try:
             self.check_serving()
         except Unavailable as error:
-            detail = f"{error.detail}; it has taken the push, but may have been replaced before"
-            raise problem("in_doubt", detail, hint="send it again under its id, and only so") from error
+            detail = f"{error.detail}; it accepted the push, but may have lost ownership before that"
+            raise problem(
+                "in_doubt", detail, hint="retry with the same push id; without an id it may be applied twice"
+            ) from error
 
 
 class Push(_Pushing):
@@ -237,7 +239,7 @@ def check_of(request: Request) -> Callable[[PullRequest], None]:
 def check_json(asked: PullRequest) -> None:
     """Refuse more numbers than a JSON answer may hold.  Raises RequestError (`too_large`)."""
     if asked.selection.size > JSON_ELEMENTS_MAX:
-        detail = f"{asked.selection.size} numbers do not fit in a JSON answer; it holds {JSON_ELEMENTS_MAX}"
+        detail = f"{asked.selection.size} numbers do not fit in a JSON response; the limit is {JSON_ELEMENTS_MAX}"
         raise problem("too_large", detail, hint="accept application/msgpack, or name fewer parameters or ranges")
 
 
@@ -247,7 +249,7 @@ def check_msgpack(asked: PullRequest) -> None:
     sizes = [stop - start for start, stop in pairwise(selection.offsets)]
     total = sum(n * ITEMSIZE[asked.dtype or p.dtype] for n, p in zip(sizes, selection.params, strict=True))
     if total > BODY_BYTES_MAX:
-        detail = f"{total} bytes do not fit in an answer; it holds {BODY_BYTES_MAX}"
+        detail = f"{total} bytes do not fit in a response; the limit is {BODY_BYTES_MAX}"
         raise problem("too_large", detail, hint="name fewer parameters or ranges, or pull frames")
 
 

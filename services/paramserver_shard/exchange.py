@@ -211,7 +211,7 @@ class Exchange:
             parts = refused
             if attempt == 1:
                 known = await self._directory.newer(known, MAP_REFRESH_S)
-        moving = problem("unavailable", "partitions are moving between shards; nothing answers for them yet")
+        moving = problem("unavailable", "partitions are moving between shards and have no reachable owner yet")
         raise with_partial_progress(moving, done())
 
 
@@ -236,7 +236,7 @@ def with_partial_progress(error: BaseException, accepted: Sequence[int]) -> Base
     if not accepted or not isinstance(error, PsError):
         return error
     code = "in_doubt" if error.retryable else error.code
-    detail = f"{error.detail}; partitions {list(accepted)} have taken their part"
+    detail = f"{error.detail}; partitions {list(accepted)} have already applied or staged it"
     members = {**error.members, "partitions": list(accepted)}
     return problem(code, detail, hint=error.hint, errors=error.errors, **members)
 

@@ -178,7 +178,9 @@ class FrameService:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
         self._check_pull(known, frame.pull)
         if frame.ends is not None and {p for p, _ in frame.pull.parts} - {p.partition for p in frame.parts}:
-            raise problem("malformed", "frame header: the end of an iteration pulls what was pushed, nothing else")
+            raise problem(
+                "malformed", "frame header: a push that ends an iteration may pull only the partitions it pushes"
+            )
         done, commit_values = await self.push(arriving, accepted)
         if commit_values is not None:
             answer = self._body(known, frame.pull, commit_values)

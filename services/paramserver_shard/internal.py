@@ -93,7 +93,7 @@ def check_frame(known: KnownModel, frame: SetFrame) -> None:
     if not frame.parts or len({p.partition for p in frame.parts}) != len(frame.parts):
         raise problem("malformed", "a set frame names at least one partition and each at most once")
     if frame.body_bytes() > BODY_BYTES_MAX:
-        raise problem("too_large", f"the body has {frame.body_bytes()} bytes; at most {BODY_BYTES_MAX} are taken")
+        raise problem("too_large", f"the body has {frame.body_bytes()} bytes; the limit is {BODY_BYTES_MAX}")
 
 
 def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:

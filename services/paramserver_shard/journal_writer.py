@@ -181,14 +181,14 @@ class _Lane:
             self._writer.emit(Journaled(batch.key, batch.token, batch.entries[-1].lsn))
         elif verdict == Verdict.FENCED:
             self._drop(ownership)
-            log.warning("partition %s: its journal is refused, another owner took its place", batch.key)
+            log.warning("partition %s: journal write refused: another shard owns it now", batch.key)
             self._writer.emit(JournalRefused(batch.key, batch.token))
         else:
             if verdict == Verdict.EMPTIED and ownership not in self._retry_at:
                 log.warning("partition %s: Redis lost its owner token; its journal waits for a new one", batch.key)
             self._retry_at[ownership] = now + RETRY_S
             if verdict == Verdict.GAP:
-                log.error("partition %s: Redis lost part of its journal; a snapshot takes its place", batch.key)
+                log.error("partition %s: Redis lost part of its journal; storing a snapshot instead", batch.key)
                 self._writer.emit(JournalLost(batch.key, batch.token))
 
     def _drop(self, ownership: Ownership) -> None:

@@ -116,7 +116,7 @@ class Lending:
         """
         slot = self._lent_slots.get(file)
         if slot is None or slot.busy:
-            raise problem("slot_gone", "that slot is not lent to anybody", hint="ask for another one")
+            raise problem("slot_gone", "the slot has expired or is in use", hint="ask for another one")
         if size_bytes > slot.memory.nbytes:
             raise problem("malformed", f"the push has {size_bytes} bytes, its slot {slot.memory.nbytes}")
         slot.busy = True

@@ -75,7 +75,7 @@ class Loader:
             return loaded
         if errors:
             details = "; ".join(e.detail for e in errors)
-            raise problem("corrupt_state", f"partition {key} cannot be read back whole: {details}")
+            raise problem("corrupt_state", f"partition {key} cannot be restored: {details}")
         if source != "init" and has_assigned_values(effect.spec, effect.layout, key.index):
             raise _never_stored(effect)
         return first
@@ -87,7 +87,7 @@ class Loader:
             if entry["cut"] == clock and (stored := await self._store.read(key, entry)) is not None:
                 return from_stored(stored.head, stored.arrays)
         if manifest:
-            raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be read back whole")
+            raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be restored")
         if has_assigned_values(effect.spec, effect.layout, key.index):
             raise _never_stored(effect)
         return await self._first(effect)
@@ -118,4 +118,4 @@ class Loader:
 
 def _never_stored(effect: LoadPartition) -> PsError:
     """The error for initial values that cannot be generated again; heartbeats report it to the scheduler (`lost`)."""
-    return problem("corrupt_state", f"partition {effect.key}: its first values were never stored", never_stored=True)
+    return problem("corrupt_state", f"partition {effect.key}: its initial values were never stored", never_stored=True)

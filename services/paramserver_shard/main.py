@@ -87,9 +87,11 @@ def shard(
         str | None, typer.Option(help="URLs under which others reach this shard; default: what it listens on.")
     ] = None,
     snapshot_mib_per_s: Annotated[float | None, typer.Option(help="Budget of snapshot writes.")] = None,
-    insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Accept requests from other machines without tokens.")
+    ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="What the process may take, as 8GiB; default: what its container or machine has.")
+        str | None, typer.Option(help="Memory limit, e.g. 8GiB; default: that of the container or machine.")
     ] = None,
     shared_memory: Annotated[
         str | None, typer.Option(help="Folder in memory for clients on this machine; empty: none. Default: /dev/shm.")
@@ -101,7 +103,7 @@ def shard(
 ) -> None:
     """Own partitions of models: serve pushes and pulls, and snapshot them to Redis.
 
-    Each option is also a variable PARAMSERVER_... and a line of paramserver.toml; a flag wins.
+    Each option can also be set as PARAMSERVER_... or in paramserver.toml; flags take precedence.
     """
     flags = {k: v for k, v in locals().items() if v is not None}
     try:

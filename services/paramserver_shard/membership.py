@@ -212,9 +212,9 @@ class Membership:
     def _check_duplicate_name(self, joined_at: float, reason: Exception) -> None:
         """Raise RuntimeError if fenced again soon after joining: two processes of one name keep fencing each other."""
         if monotonic() - joined_at < LEASE_S and self._fenced:
-            raise RuntimeError(f"another process serves under the name '{self.name}'; this one gives way")
+            raise RuntimeError(f"another process is running under the name '{self.name}'; this one exits")
         self._fenced = True
-        log.warning("no longer a member, joining anew: %s", reason)
+        log.warning("membership ended, rejoining: %s", reason)
 
     async def _heartbeats(self) -> None:
         while True:
@@ -346,7 +346,7 @@ class Membership:
         url, term = str(document[SOURCE_URL]), int(document.get("term", self._term))
         if term < self._term:
             self.link.switch_from(url)
-            raise problem("no_leader", f"{url} speaks of term {term}, but {self._term} has begun")
+            raise problem("no_leader", f"{url} is at leader term {term}; the current term is {self._term}")
         self._term = term
         self._last_leader = (url, term)
 
@@ -368,7 +368,7 @@ class Membership:
         try:
             await self._accept_term(refusal.members)
         except PsError as error:
-            log.warning("not heeded: %s (%s)", refusal, error)
+            log.warning("ignoring refusal from a stale leader: %s (%s)", refusal, error)
             return False
         return True
 
@@ -378,7 +378,7 @@ class Membership:
             return
         self._term = term
         if self._last_leader[0] == self.link.url:
-            log.info("%s leads no more, term %d has begun", self.link.url, term)
+            log.info("%s is no longer the leader; term %d has begun", self.link.url, term)
             self.link.switch_from(self.link.url)
             self.resync()
             self._kick.set()
@@ -398,7 +398,7 @@ class Membership:
             try:
                 await self.link.request("DELETE", f"/internal/shards/{self.name}", params={"epoch": self.epoch})
             except PsError as error:
-                log.info("cannot say goodbye: %s", error)
+                log.info("cannot deregister from the scheduler: %s", error)
 
 
 def _as_fenced(error: PsError) -> PsError:

@@ -70,12 +70,12 @@ class PeerClient:
             async with request.build_streamed() as response:
                 declared = int(response.get_header("content-length") or 0)
                 if declared > BODY_BYTES_MAX:
-                    raise problem(lost, f"{url} answered with {declared} bytes")
+                    raise problem(lost, f"{url} responded with {declared} bytes; the limit is {BODY_BYTES_MAX}")
                 received = self._pool.take_bytes(declared) if declared else np.empty(0, np.uint8)
                 view, at = received.data, 0
                 while (chunk := await response.body_reader.read_chunk()) is not None:
                     if at + len(chunk) > declared:
-                        raise problem(lost, f"{url} answered with more than it declared")
+                        raise problem(lost, f"{url} sent more than the content-length of its response")
                     view[at : at + len(chunk)] = chunk
                     at += len(chunk)
                 status = response.status
@@ -87,7 +87,7 @@ class PeerClient:
         if status >= 300:
             raise _refusal(status, bytes(view[:at]))
         if at != declared:
-            raise problem(lost, f"{url} broke off its answer")
+            raise problem(lost, f"{url} closed the connection before its response was complete")
         head, offset = decode_header(view, of)
         return head, received[offset:]
 

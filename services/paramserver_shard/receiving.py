@@ -34,7 +34,7 @@ class Body:
         """`sizes` are the bytes of each part; raises RequestError (`too_large`)."""
         self.size: Final = sum(sizes)
         if self.size > BODY_BYTES_MAX:
-            raise problem("too_large", f"the body has {self.size} bytes; at most {BODY_BYTES_MAX} are taken")
+            raise problem("too_large", f"the body has {self.size} bytes; the limit is {BODY_BYTES_MAX}")
         self.parts: list[AnyArray] = []
         """The parts as uint8, uninitialized until they have arrived."""
         self._sizes = sizes

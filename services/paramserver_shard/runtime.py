@@ -324,7 +324,7 @@ class Runtime:
     def redis_failed(self, error: Exception) -> None:
         """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""
         if not self._redis_error:
-            log.warning("nothing is made durable: %s", trouble(error))
+            log.warning("writes are not durable for now: %s", trouble(error))
         self._redis_error = trouble(error)
         self.writer.note_failure(self._redis_error)
 
@@ -348,7 +348,7 @@ class Runtime:
             return
         for (key, token, lsn), in_redis in zip(known, found, strict=True):
             if in_redis < lsn:
-                log.error("partition %s: Redis came back without what was stored last; it is stored again", key)
+                log.error("partition %s: Redis restarted without its latest data; storing it again", key)
                 self.feed(JournalLost(key, token))
 
     async def _ask_worker(self, effect: AskWorker) -> None:

@@ -78,7 +78,7 @@ class StreamingRequest(asyncio.Protocol):
         try:
             self._response.feed_data(data)
         except httptools.HttpParserError as error:
-            log.debug("an answer that is no HTTP: %s", error)
+            log.debug("invalid HTTP response: %s", error)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
