@@ -88,7 +88,7 @@ class Account:
         if client.size_bytes > own and client.size_bytes + size_bytes > whole.client_bytes_max:
             raise problem(
                 "too_many_requests",
-                f"this client has {client.size_bytes} bytes in flight; the limit per client is {whole.client_bytes_max}",
+                f"this client has {client.size_bytes} bytes in flight; its limit is {whole.client_bytes_max}",
             )
         if whole.size_bytes > own and whole.size_bytes + size_bytes > whole.bytes_max:
             raise problem(

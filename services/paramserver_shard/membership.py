@@ -89,6 +89,7 @@ class Membership:
         self._last_leader = ("", 0)
         """(scheduler URL, leader term) of the last document that was accepted."""
         self._fenced = False
+        """Whether this process was fenced before, so that its current membership is a rejoin."""
         self._join_error, self._join_error_logged_at = "", 0.0
         """Error code of the last failed join, and when it was logged."""
         self._scheduler_seen_at = float("-inf")
