@@ -123,7 +123,8 @@ class Exchange:
             done = await self._runtime.pull(
                 lambda request: PullReceived(
                     request, now.key.name, indices, now.key.generation, timeline, min_version, wait_s, min_clock
-                )
+                ),
+                [p.ranges for p in parts],
             )
             return [
                 GotPart(got.partition, got.version, got.incarnation, cut(got.state.values, want.ranges))

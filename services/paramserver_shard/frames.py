@@ -210,7 +210,8 @@ class FrameService:
                     spec.min_version,
                     wait_s,
                     spec.min_clock,
-                )
+                ),
+                [ranges for _, ranges in spec.parts],
             )
             return self._body(known, spec, done)
         wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from redis.exceptions import RedisError
 
+from paramserver.core.layout import Range
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     Applied,
@@ -139,13 +140,18 @@ class Runtime:
             self.loads.pushed(made, outcome)
         return outcome
 
-    async def pull(self, event: Callable[[Request], PullReceived]) -> PullDone:
-        """Submit a pull and return its outcome. Raises PsError."""
+    async def pull(
+        self, event: Callable[[Request], PullReceived], ranges: Sequence[Sequence[Range] | None] | None = None
+    ) -> PullDone:
+        """Submit a pull and return its outcome. Raises PsError.
+
+        `ranges` are those that the caller takes of each partition, for the load statistics (None: all of it).
+        """
         outcome: Outcome | None = self.core.pulls.at_once(event(0))
         if outcome is None:
             _, outcome = await self._ask(event)
         assert isinstance(outcome, PullDone)
-        self.loads.pulled(outcome)
+        self.loads.pulled(outcome, ranges)
         return outcome
 
     async def capture(self, event: Callable[[Request], Event]) -> Capture:
