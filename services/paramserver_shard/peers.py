@@ -11,7 +11,7 @@ from pyreqwest.exceptions import PyreqwestError
 
 from paramserver.client.credentials import Credentials
 from paramserver.client.transport import translated, trusting
-from paramserver.errors import Unreachable, from_document, problem
+from paramserver.errors import PsError, Unreachable, from_document, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
 from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, decode_header, encode_header
@@ -88,7 +88,10 @@ class PeerClient:
             raise _refusal(status, bytes(view[:at]))
         if at != declared:
             raise problem(lost, f"{url} closed the connection before its response was complete")
-        head, offset = decode_header(view, of)
+        try:
+            head, offset = decode_header(view, of)
+        except PsError as e:
+            raise problem(lost, f"the response of {url} cannot be read: {e.detail}") from e
         return head, received[offset:]
 
 
