@@ -301,6 +301,20 @@ def test_no_folder_where_there_can_be_none(root: str) -> None:
     assert SharedFolder.open(root, "shard-0", 1 << 20) is None
 
 
+def test_a_folder_that_could_not_be_opened_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If opening it fails after its lock is taken, the lock is released and the next sweep removes the folder."""
+
+    def fail(_: Path) -> None:
+        raise OSError("no such call")
+
+    with monkeypatch.context() as failing:
+        failing.setattr("os.statvfs", fail)
+        assert SharedFolder.open(str(tmp_path), "shard-1", 1 << 20) is None
+    (parent,) = tmp_path.iterdir()
+    sweep(parent)
+    assert not list(parent.iterdir())
+
+
 def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder: SharedFolder) -> None:
     """The folder of a process that died by SIGKILL goes when another starts; that of a living one stays."""
     code = (
