@@ -40,7 +40,7 @@ async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
     """
     length = announced(request)
     if length is not None and length > size_max:
-        raise problem("too_large", f"the body has {length} bytes; at most {size_max} are taken", hint=hint)
+        raise problem("too_large", f"the body has {length} bytes; the limit is {size_max}", hint=hint)
     parts: list[bytes] = []
     size, more = 0, True
     while more:
@@ -50,7 +50,7 @@ async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
         part: bytes = message.get("body", b"")
         size += len(part)
         if size > size_max:
-            raise problem("too_large", f"the body has more than the {size_max} bytes that are taken", hint=hint)
+            raise problem("too_large", f"the body has more than {size_max} bytes, the limit", hint=hint)
         parts.append(part)
         more = message.get("more_body", False)
     if length is not None and length != size:

@@ -202,7 +202,9 @@ def scheduler(
     expect_state: Annotated[
         bool | None, typer.Option("--expect-state", help="Refuse to start on an empty Redis.")
     ] = None,
-    insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Accept requests from other machines without tokens.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
     """Run one scheduler: it tracks live nodes, assigns partitions to shards and coordinates the workers' clocks.

@@ -48,7 +48,7 @@ class Conditions:
         """
         if self.match and not (tag and _matches(self.match, tag, weakly=False)):
             raise precondition_failed(
-                f"the value's ETag is {tag}, none of {self.match:.200}" if tag else "there is none"
+                f"the value's ETag is {tag}, none of {self.match:.200}" if tag else "the parameter has no value yet"
             )
         if self.none_match and tag and _matches(self.none_match, tag):
             raise precondition_failed(f"there is a value, and its ETag is {tag}")
@@ -97,7 +97,7 @@ class ArrayService:
                 version, incarnation = _newest(parts)
                 return NpyAnswer(tag, version, incarnation, header, memoryview(b""), size, unchanged)
         if size > BODY_BYTES_MAX:
-            detail = f"'{name}' has {size} bytes; an answer holds {BODY_BYTES_MAX}"
+            detail = f"'{name}' has {size} bytes; the limit per response is {BODY_BYTES_MAX}"
             raise problem("too_large", detail, hint="pull ranges of it with POST /pull")
         pulled = await self._names.fetch(known, PullRequest(selection, 0, 0, 0.0, None))
         tag = etag(known, pulled.parts)
@@ -168,7 +168,11 @@ class ArrayService:
         if known.lost and name in known.missing and name not in known.spec.uploads:
             return  # lost values of a complete model that came from a file or a checkpoint: no upload, hence no token
         if known.upload_token is None or name not in known.spec.uploads:
-            raise problem("initializing", f"model '{known.key.name}' is being initialized", hint="try again when it is")
+            raise problem(
+                "initializing",
+                f"model '{known.key.name}' is being initialized",
+                hint="retry when initialization is complete",
+            )
         if token != known.upload_token:
             raise problem(
                 "upload_in_progress",
@@ -226,7 +230,7 @@ def read_npy(body: bytes | memoryview) -> AnyArray:
     for n in shape:
         count *= n
     if count * dtype.itemsize != len(data):
-        raise problem("malformed", f"the .npy file holds {len(data)} bytes of values, its shape needs another number")
+        raise problem("malformed", f"the .npy file holds {len(data)} bytes of values, which does not match its shape")
     return np.frombuffer(data, dtype).reshape(shape)
 
 

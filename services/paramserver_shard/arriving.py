@@ -22,7 +22,7 @@ from paramserver.wire.frame import PushFrame
 from paramserver.wire.tensor import NUMPY_DTYPE, crc_after, slice_crc
 from paramserver_shard.computing import shares
 from paramserver_shard.directory import KnownModel
-from paramserver_shard.receiving import apart
+from paramserver_shard.receiving import has_own_buffers
 
 INLINE_BYTES_MAX: Final = 512 << 10
 """More bytes than this are checked in a thread while the event loop goes on reading; for fewer, handing over costs as
@@ -47,25 +47,27 @@ class Threads(Protocol):
 class Arriving:
     """The parts of one push, built from its body or its shared-memory slot."""
 
-    def __init__(self, known: KnownModel, frame: PushFrame, here: bool, sizes: Sequence[int], threads: Threads) -> None:
+    def __init__(
+        self, known: KnownModel, frame: PushFrame, all_local: bool, sizes: Sequence[int], threads: Threads
+    ) -> None:
         self.known: Final = known
         self.frame: Final = frame
-        self.here: Final = here
+        self.all_local: Final = all_local
         """Whether this shard owns all partitions of the push."""
         self.sizes: Final = sizes
         """Bytes of each part as transmitted."""
         self.size: Final = sum(sizes)
         self.push_id: Final = frame.push_id
         self._codec: Final = frame.codec
-        applied_here = here or frame.forwarded or frame.map_epoch is not None  # not forwarded to other owners
+        applied_here = all_local or frame.forwarded or frame.map_epoch is not None  # not forwarded to other owners
         self._with_crc = applied_here and (frame.seq is not None or frame.key is not None)
         self._staged = self._codec is not None and self._codec.stage is not None
-        self._later = here and not self._staged and known.spec.consistency.immediate
+        self._defer_check = all_local and not self._staged and known.spec.consistency.immediate
         """Whether parts that are whole partitions are checked while they are applied."""
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
         self._threads = threads
-        self._apart = frame.slot is None and apart(sizes)
-        self._made: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
+        self._own_buffers = frame.slot is None and has_own_buffers(sizes)
+        self._results: list[list[PushPart] | asyncio.Future[list[PushPart]]] = []
 
     def check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
         """Check the parts that are now complete, as (index, uint8 data); called with all of them, in order.
@@ -85,25 +87,25 @@ class Arriving:
         self.check(pieces)
 
     def _check(self, pieces: Sequence[tuple[int, AnyArray]]) -> None:
-        if self._later and all([self._is_later(index) for index, _ in pieces]):
-            self._made.append([self._unseen(index, data) for index, data in pieces])
+        if self._defer_check and all([self._can_defer(index) for index, _ in pieces]):
+            self._results.append([self._unchecked_part(index, data) for index, data in pieces])
             return
         work = partial(self._parts_of, pieces)
         if sum(data.size for _, data in pieces) <= (INLINE_UNPACK_BYTES_MAX if self._staged else INLINE_BYTES_MAX):
-            self._made.append(work())
+            self._results.append(work())
             return
         future = self._threads.submit(work)
-        future.add_done_callback(_seen)  # nobody awaits `parts` of a push that is cut off
-        self._made.append(future)
+        future.add_done_callback(_retrieve_exception)  # nobody awaits `parts` of a push that is cut off
+        self._results.append(future)
 
-    def _is_later(self, index: int) -> bool:
+    def _can_defer(self, index: int) -> bool:
         codec = self._codec
         return self.frame.parts[index].ranges is None and (codec is None or not codec.per_partition)
 
-    def _unseen(self, index: int, data: AnyArray) -> PushPart:
+    def _unchecked_part(self, index: int, data: AnyArray) -> PushPart:
         part = self.frame.parts[index]
         data = data.view(NUMPY_DTYPE[self._coding])
-        return PushPart(part.partition, data, self._coding, None, True, None, part.base, self._apart)
+        return PushPart(part.partition, data, self._coding, None, True, None, part.base, self._own_buffers)
 
     async def parts(self) -> tuple[PushPart, ...]:
         """Return the parts, with `finite` and, if the push has an id or a key, `crc`; unchecked ones have `crc` None.
@@ -111,7 +113,7 @@ class Arriving:
         A compression stage is undone; int8 and topk stay encoded, for the kernels to decode.
         Raises RequestError (`invalid_encoding`).
         """
-        return tuple([p for made in self._made for p in (await made if isinstance(made, asyncio.Future) else made)])
+        return tuple([p for r in self._results for p in (await r if isinstance(r, asyncio.Future) else r)])
 
     def _parts_of(self, pieces: Sequence[tuple[int, AnyArray]]) -> list[PushPart]:
         return [self._part(index, data) for index, data in pieces]
@@ -128,10 +130,10 @@ class Arriving:
             data = data.view(NUMPY_DTYPE[coding])
         ranges = None if part.ranges is None or count == size else tuple(part.ranges)
         finite, crc = checked(data, coding, ranges or ((0, size),) if self._with_crc else None)
-        return PushPart(part.partition, data, coding, crc, finite, ranges, part.base, self._apart)
+        return PushPart(part.partition, data, coding, crc, finite, ranges, part.base, self._own_buffers)
 
 
-def look(part: PushPart) -> PushPart:
+def check_part(part: PushPart) -> PushPart:
     """Check a part that is a whole partition: return it with `finite` and `crc` set."""
     finite, crc = checked(part.data, part.dtype, ((0, part.data.size),))
     return replace(part, finite=finite, crc=crc)
@@ -152,7 +154,7 @@ def checked(data: AnyArray, coding: Coding, ranges: Sequence[Range] | None) -> t
     return finite, crc
 
 
-def _seen(future: asyncio.Future[list[PushPart]]) -> None:
+def _retrieve_exception(future: asyncio.Future[list[PushPart]]) -> None:
     if not future.cancelled():
         future.exception()
 
@@ -168,4 +170,4 @@ def check_sizes(codec: Codec, sizes: Sequence[tuple[int, int]], elements: Sequen
             raise problem("invalid_encoding", f"a part of {raw} bytes in {codec.text} cannot travel as {stored}")
     total = sum(raw for _, raw in sizes)
     if total > BODY_BYTES_MAX:
-        raise problem("too_large", f"the body unpacks to {total} bytes; at most {BODY_BYTES_MAX} are taken")
+        raise problem("too_large", f"the body unpacks to {total} bytes; the limit is {BODY_BYTES_MAX}")

@@ -24,17 +24,17 @@ class Board:
         finally:
             os.close(file)
 
-    def serve(self, said_s: float, until_s: float) -> None:
+    def set_serving_window(self, confirmed_s: float, until_s: float) -> None:
         """Publish until when the shard may serve, by the machine's monotonic clock; a past time: it may not."""
         self._words[UNTIL] = 0  # first, so that no reader sees the new end with the old start
-        self._words[SAID] = int(said_s * _NS)
+        self._words[SAID] = int(confirmed_s * _NS)
         self._words[UNTIL] = max(0, int(until_s * _NS))
 
-    def present(self, number: int) -> None:
+    def mark_current(self, number: int) -> None:
         """Mark a lease as current: a pull would be answered with exactly the values it covers."""
         self._words[place(number)] = number
 
-    def past(self, number: int) -> None:
+    def clear(self, number: int) -> None:
         """Clear the mark of a lease, unless a later lease uses its word."""
         if self._words[place(number)] == number:
             self._words[place(number)] = 0

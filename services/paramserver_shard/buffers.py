@@ -35,7 +35,7 @@ U8 = npt.NDArray[np.uint8]
 class _Memory:
     """The memory of one buffer, and its file name if it is shared."""
 
-    __slots__ = ("__weakref__", "address", "array", "file", "idle_since", "kin", "retired", "size")
+    __slots__ = ("__weakref__", "address", "array", "file", "idle_since", "retired", "rotation", "size")
 
     def __init__(self, array: U8, file: str | None) -> None:
         self.array: Final = array
@@ -47,7 +47,7 @@ class _Memory:
         """Never to be reused: a client may have it mapped."""
         self.idle_since = 0
         """`BufferPool._handed_bytes` when this memory was returned."""
-        self.kin: list[_Memory] = [self]
+        self.rotation: list[_Memory] = [self]
         """The buffers that one partition's values take turns in; all of them share this list."""
 
 
@@ -55,7 +55,7 @@ class BufferPool:
     """Hands out arrays and reclaims their memory once nothing refers to them.
 
     Safe between threads as far as CPython's list and dict operations are atomic: the callback that returns memory may
-    run in any thread.  A list of kin may change while it is iterated over, so it is never indexed.
+    run in any thread.  A rotation may change while it is iterated over, so it is never indexed.
     """
 
     def __init__(self, kept_bytes_max: int = POOL_KEPT_BYTES_MAX, folder: SharedFolder | None = None) -> None:
@@ -63,7 +63,7 @@ class BufferPool:
         self._lent: dict[int, tuple[weakref.ref[U8], _Memory]] = {}
         self._kept_bytes_max = kept_bytes_max
         self._folder = folder
-        self._full_told = False
+        self._full_logged = False
         self._sizes: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
         """One buffer of each size in existence."""
         self.kept_bytes = 0
@@ -72,7 +72,7 @@ class BufferPool:
         """Bytes of memory in use."""
         self._handed_bytes = 0
         """Bytes handed out since the start; the clock by which free memory ages."""
-        self._looked_at = 0
+        self._last_sweep_at = 0
         """`_handed_bytes` at the last search for unused memory."""
 
     def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
@@ -82,10 +82,10 @@ class BufferPool:
         """
         if size_bytes < SMALL_BYTES:
             return np.empty(size_bytes, np.uint8)
-        kin = [] if after is None else self._kin(after)
+        rotation = [] if after is None else self._rotation_of(after)
         size, shared = self._size(size_bytes), shared and self._folder is not None
-        memory = self._free_one(size, shared, kin) or self._make(size, shared)
-        return self._lend(memory, kin)[:size_bytes]
+        memory = self._free_one(size, shared, rotation) or self._make(size, shared)
+        return self._lend(memory, rotation)[:size_bytes]
 
     def take(self, count: int, *, shared: bool = False, after: AnyArray | None = None) -> F32:
         """Return an uninitialized float32 array of `count` elements; `shared` and `after` as in `take_bytes`."""
@@ -97,19 +97,19 @@ class BufferPool:
         Buffers that were used together before are used together again if all of them are free: clients that have mapped
         a model's buffers side by side then find the same ones in the same order.  Small arrays get private memory.
         """
-        kin = [self._kin(a) for a in values]
-        row = next((row for row in zip(*kin, strict=False) if all(map(self._is_free, row))), None)
+        rotations = [self._rotation_of(a) for a in values]
+        row = next((row for row in zip(*rotations, strict=False) if all(map(self._is_free, row))), None)
         out: list[F32 | None] = []
-        for i, (a, k) in enumerate(zip(values, kin, strict=True)):
+        for i, (a, rotation) in enumerate(zip(values, rotations, strict=True)):
             if a.nbytes < SMALL_BYTES:
                 out.append(self.take(a.size))
                 continue
-            wanted = k if row is None else [row[i]]
+            wanted = rotation if row is None else [row[i]]
             memory = self._free_one(self._size(a.nbytes), self._folder is not None, wanted)
-            out.append(None if memory is None else self._lend(memory, k)[: a.nbytes].view(np.float32))
+            out.append(None if memory is None else self._lend(memory, rotation)[: a.nbytes].view(np.float32))
         return out
 
-    def again(self, array: AnyArray, count: int) -> F32 | None:
+    def reuse(self, array: AnyArray, count: int) -> F32 | None:
         """Return the memory of `array`, which is no longer needed, as a float32 array of `count` elements.
 
         None if they do not fit or would leave more than an eighth of it unused.  The partitions of a model differ
@@ -136,7 +136,7 @@ class BufferPool:
             return
         memory = held[1]
         memory.retired = True
-        self._give_up(memory)
+        self._discard(memory)
 
     def _size(self, size_bytes: int) -> int:
         """Round a size up to a buffer size: one of 128 steps between two powers of two, in whole pages.
@@ -148,10 +148,10 @@ class BufferPool:
         size = -(-size_bytes // step) * step
         return size + step if size + step in self._sizes else size
 
-    def _kin(self, values: AnyArray) -> "list[_Memory]":
-        """Return the kin of the buffer that holds `values`; an empty list if it is not pooled."""
+    def _rotation_of(self, values: AnyArray) -> "list[_Memory]":
+        """Return the rotation of the buffer that holds `values`; an empty list if it is not pooled."""
         held = self._lent.get(_address(values)) if values.nbytes >= SMALL_BYTES else None
-        return [] if held is None else held[1].kin
+        return [] if held is None else held[1].rotation
 
     def _free_one(self, size: int, shared: bool, wanted: Sequence[_Memory]) -> _Memory | None:
         """Return the first of `wanted` that is free, else the free buffer returned last; None if there is none.
@@ -167,14 +167,14 @@ class BufferPool:
         self.kept_bytes -= size
         return memory
 
-    def _lend(self, memory: _Memory, kin: "list[_Memory]") -> U8:
-        """Add `memory` to `kin` and return an array over all of it; it is in use while any view of that exists."""
+    def _lend(self, memory: _Memory, rotation: "list[_Memory]") -> U8:
+        """Add `memory` to `rotation` and return an array over all of it; it is in use while any view of that exists."""
         if memory.size not in self._sizes:
             self._sizes[memory.size] = memory
-        if kin and memory.kin is not kin:
-            memory.kin.remove(memory)
-            memory.kin = kin
-            kin.append(memory)
+        if rotation and memory.rotation is not rotation:
+            memory.rotation.remove(memory)
+            memory.rotation = rotation
+            rotation.append(memory)
         # NumPy sets the base of every view to this array and no further (its own base is not an ndarray), so it lives
         # as long as any of its views.
         lease = np.frombuffer(memory.array.data, np.uint8)
@@ -193,8 +193,8 @@ class BufferPool:
                 file, memory = self._folder.allocate(size)
                 return _Memory(np.frombuffer(memory, np.uint8), file)
             except OSError as error:
-                if not self._full_told:
-                    self._full_told = True
+                if not self._full_logged:
+                    self._full_logged = True
                     log.warning("clients on this machine use HTTP for what does not fit into shared memory: %s", error)
         memory = mmap.mmap(-1, size)
         if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -210,7 +210,7 @@ class BufferPool:
             return
         asked_for = self._size(memory.size) == memory.size
         if not asked_for or not self._has_room(memory.size):
-            self._give_up(memory)
+            self._discard(memory)
             return
         self.kept_bytes += memory.size
         memory.idle_since = self._handed_bytes
@@ -220,20 +220,20 @@ class BufferPool:
         """Whether `size` more bytes can be kept; if not, memory that has been free for long is given up first."""
         if self.kept_bytes + size <= self._kept_bytes_max:
             return True
-        if self._handed_bytes - self._looked_at < self._kept_bytes_max:
+        if self._handed_bytes - self._last_sweep_at < self._kept_bytes_max:
             return False  # a search is not free: at most one per `_kept_bytes_max` handed out
-        self._looked_at = self._handed_bytes
+        self._last_sweep_at = self._handed_bytes
         old = self._handed_bytes - IDLE_TURNS * self._kept_bytes_max
         for free in tuple(self._free.values()):
             for memory in tuple(free.values()):
                 if memory.idle_since <= old and free.pop(memory.address, None) is not None:
                     self.kept_bytes -= memory.size
-                    self._give_up(memory)
+                    self._discard(memory)
         return self.kept_bytes + size <= self._kept_bytes_max
 
-    def _give_up(self, memory: _Memory) -> None:
+    def _discard(self, memory: _Memory) -> None:
         """Remove memory from the pool; the operating system reclaims it when its last user is gone."""
-        memory.kin.remove(memory)
+        memory.rotation.remove(memory)
         if memory.file is not None and self._folder is not None:
             self._folder.remove(memory.file)
 

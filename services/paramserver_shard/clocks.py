@@ -12,7 +12,7 @@ from collections import deque
 from paramserver.limits import QUEUED_REQUESTS_MAX
 from paramserver.types import ModelKey, PushId
 from paramserver_shard.link import RETRY_S, SchedulerLink
-from paramserver_shard.upload import Upload
+from paramserver_shard.streaming_request import StreamingRequest
 
 log = logging.getLogger("paramserver.shard")
 
@@ -23,46 +23,48 @@ class ClockReports:
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=QUEUED_REQUESTS_MAX)
         """One JSON line per push; when full, the oldest is dropped and its worker reports to the scheduler itself."""
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
 
     def report(self, model: ModelKey, push_id: PushId, clock: int, timeline: int, shards: int) -> None:
         """Queue a report: this push, accepted here and sent to `shards` shards in all, ended its worker's iteration."""
         name, epoch, seq = push_id.worker, push_id.epoch, push_id.seq
-        told = (model.name, model.generation, name, epoch, seq, clock, timeline, shards)
-        self._lines.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
-        self._news.set()
+        fields = (model.name, model.generation, name, epoch, seq, clock, timeline, shards)
+        self._lines.append(json.dumps(fields, separators=(",", ":")).encode() + b"\n")
+        self._wake.set()
 
-    async def tell(self, link: SchedulerLink, path: str) -> None:
+    async def run(self, link: SchedulerLink, path: str) -> None:
         """Send reports to `path` of the scheduler in use, until cancelled."""
         self._lines.clear()  # those of an earlier membership are void
-        link.turned = self._news.set
+        link.on_switch = self._wake.set
         while True:
-            await self._news.wait()
+            await self._wake.wait()
             url = link.url
             try:
-                upload = await link.upload(url, path, self._news.set)
+                stream = await link.open_stream(url, path, self._wake.set)
             except OSError as error:
                 log.debug("clocks are not reported to %s: %s", url, error)
-                link.turn(url)
+                link.switch_from(url)
             else:
                 try:
-                    await self._send(upload, link, url)
+                    await self._send(stream, link, url)
                 finally:
-                    upload.close()
-                log.info("clocks.unreported scheduler=%s status=%d: workers report their own", url, upload.status)
-                link.heed(url, upload)
+                    stream.close()
+                log.info(
+                    "clocks.unreported scheduler=%s status=%d: workers report clocks themselves", url, stream.status
+                )
+                link.apply_answer(url, stream)
             self._lines.clear()
-            self._news.clear()
+            self._wake.clear()
             await asyncio.sleep(RETRY_S)
 
-    async def _send(self, upload: Upload, link: SchedulerLink, url: str) -> None:
+    async def _send(self, stream: StreamingRequest, link: SchedulerLink, url: str) -> None:
         """Send reports until the request has ended or another scheduler is in use.
 
         A stalled scheduler keeps its connection open, so the first condition is not enough.
         """
-        while not upload.over and link.url == url:
-            self._news.clear()
+        while not stream.ended and link.url == url:
+            self._wake.clear()
             if self._lines:
-                upload.send(b"".join(self._lines))
+                stream.send(b"".join(self._lines))
                 self._lines.clear()
-            await self._news.wait()
+            await self._wake.wait()

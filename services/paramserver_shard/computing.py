@@ -39,7 +39,7 @@ def beyond_cache(tasks: Sequence[Task]) -> bool:
     return bool(updates) and kernels.exceeds_cache(updates[0].optimizer, elements)
 
 
-def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:
+def take_outputs(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 | None]]:
     """Take an output buffer for each task; None where a consumed gradient's is reused, or none is free.
 
     A task can reuse the buffer of the gradient that the task before it in its share consumed (`spend`).  All buffers
@@ -47,43 +47,45 @@ def rooms(shares: Sequence[Sequence[Task]], pool: BufferPool) -> list[list[F32 |
     """
     if len(shares) == 1 == len(shares[0]):  # the common case for small models
         return [pool.take_free([shares[0][0].state.values])]
-    spent = [[False, *[_spent(task) is not None for task in tasks]][: len(tasks)] for tasks in shares]
+    spent = [[False, *[_consumed_gradient(task) is not None for task in tasks]][: len(tasks)] for tasks in shares]
     values = [task.state.values for task, before in zip(chain(*shares), chain(*spent), strict=True) if not before]
     found = iter(pool.take_free(values))
     return [[None if before else next(found) for before in share] for share in spent]
 
 
 def compute(
-    tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None, *, past: bool = False
+    tasks: Sequence[Task], pool: BufferPool, outputs: Sequence[F32 | None] | None = None, *, nontemporal: bool = False
 ) -> tuple[TaskResult, ...]:
-    """Compute the result of each task into its buffer in `places`, as `rooms` gives them; None: take them now.
+    """Compute the result of each task into its buffer in `outputs` (from `take_outputs`); None: take the buffers now.
 
-    `past`: use nontemporal stores.  Inputs are not modified, except a gradient that may be consumed (`spend`): its
-    memory takes the next task's result, so that a push of a whole model needs no third copy of it.
+    `nontemporal`: use nontemporal stores.  Inputs are not modified, except a gradient that may be consumed (`spend`):
+    its memory takes the next task's result, so that a push of a whole model needs no third copy of it.
     """
     results: list[TaskResult] = []
     spare: AnyArray | None = None
-    for task, place in zip(tasks, rooms([tasks], pool)[0] if places is None else places, strict=True):
+    for task, output in zip(tasks, take_outputs([tasks], pool)[0] if outputs is None else outputs, strict=True):
         size = task.state.values.size
-        if place is None and spare is not None:
-            place = pool.again(spare, size)
-        values = pool.take(size, shared=True, after=task.state.values) if place is None else place
-        results.append(_update(task, pool, values, past) if isinstance(task, UpdateTask) else _assign(task, values))
-        spare = _spent(task)
+        if output is None and spare is not None:
+            output = pool.reuse(spare, size)
+        values = pool.take(size, shared=True, after=task.state.values) if output is None else output
+        results.append(
+            _update(task, pool, values, nontemporal) if isinstance(task, UpdateTask) else _assign(task, values)
+        )
+        spare = _consumed_gradient(task)
     return tuple(results)
 
 
-def _spent(task: Task) -> AnyArray | None:
+def _consumed_gradient(task: Task) -> AnyArray | None:
     """The gradient that is not needed once this task is done, if there is one."""
     return task.direct[0] if isinstance(task, UpdateTask) and task.spend and task.direct is not None else None
 
 
-def _update(task: UpdateTask, pool: BufferPool, values: F32, past: bool) -> TaskResult:
+def _update(task: UpdateTask, pool: BufferPool, values: F32, nontemporal: bool) -> TaskResult:
     state, size = task.state, task.state.values.size
     slots = tuple([pool.take(size) for _ in state.slots])
     step = task.optimizer, task.steps, state.values, state.slots
-    if (parts := _alike(task)) is not None:
-        ok = kernels.apply_mean(*step, parts, task.divisor, values, slots, nontemporal=past)
+    if (parts := _uniform_parts(task)) is not None:
+        ok = kernels.apply_mean(*step, parts, task.divisor, values, slots, nontemporal=nontemporal)
         return TaskResult(PartitionState(values, slots, task.counts) if ok else None)
     gradient: AnyArray
     if task.direct is not None:
@@ -93,12 +95,12 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, past: bool) -> Task
         for piece in task.pieces:
             kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
     crc = slice_crc(dtype, ((0, size),), gradient) if task.look else None  # brings it into the cache for the update
-    if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=past):
+    if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=nontemporal):
         return TaskResult(None, bad_gradient=task.look and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)
 
 
-def _alike(task: UpdateTask) -> list[tuple[F32, float]] | None:
+def _uniform_parts(task: UpdateTask) -> list[tuple[F32, float]] | None:
     """The (gradient, weight) of each part, if all are whole partitions in float32 (the common case), else None."""
     if task.direct is not None or len(task.pieces) != 1:
         return None

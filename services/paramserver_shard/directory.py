@@ -106,7 +106,7 @@ class Directory:
         """Return a base URL of a shard.  Raises Unavailable (`unavailable`) if it is not known to be alive."""
         addresses = self.addresses.get(shard)
         if not addresses:
-            raise problem("unavailable", f"shard '{shard}' is not reachable now; its partitions are being placed anew")
+            raise problem("unavailable", f"shard '{shard}' is unreachable; its partitions are being reassigned")
         return addresses[0]
 
     async def changed(self, timeout_s: float) -> bool:
@@ -121,7 +121,7 @@ class Directory:
     async def newer(self, known: KnownModel, timeout_s: float) -> KnownModel:
         """Wait until the model's owners differ from those in `known`, or for the timeout, and return it as it is then.
 
-        Raises FencedError (`model_replaced`) if it was deleted or created anew.
+        Raises FencedError (`model_replaced`) if it was deleted, or deleted and created again.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -131,5 +131,5 @@ class Directory:
             pass
         now = self.models.get(known.key.name)
         if now is None or now.key != known.key:
-            raise problem("model_replaced", f"model '{known.key.name}' was deleted or created anew")
+            raise problem("model_replaced", f"model '{known.key.name}' was deleted or created again")
         return now

@@ -68,7 +68,7 @@ class _Endpoint:
             await self._answer(scope, receive, send, began_s)
         except PsError as error:
             if "push" in error.members:
-                self.check_still()
+                self.recheck_serving()
             raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
@@ -83,15 +83,15 @@ class _Endpoint:
         negotiate.check_accept(request)
         body = await negotiate.read_tensors(request)
         response = await self.by_name(request, body, began_s)
-        self.check_still()
+        self.recheck_serving()
         await response(scope, receive, send)
 
-    def check_still(self) -> None:
+    def recheck_serving(self) -> None:
         """Check again before the answer: the process may have been paused since the request came."""
         self.check_serving()
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        """Answer a frame with a frame, after `check_still`."""
+        """Answer a frame with a frame, after `recheck_serving`."""
         raise NotImplementedError
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -115,24 +115,26 @@ class _Endpoint:
 class _Pushing(_Endpoint):
     """Base of routes that push: a shard that was paused may have applied the push after it lost its partitions."""
 
-    def check_still(self) -> None:
+    def recheck_serving(self) -> None:
         """Raises InDoubt (`in_doubt`) if the shard may no longer serve."""
         try:
             self.check_serving()
         except Unavailable as error:
-            detail = f"{error.detail}; it has taken the push, but may have been replaced before"
-            raise problem("in_doubt", detail, hint="send it again under its id, and only so") from error
+            detail = f"{error.detail}; it accepted the push, but may have lost ownership before that"
+            raise problem(
+                "in_doubt", detail, hint="retry with the same push id; without an id it may be applied twice"
+            ) from error
 
 
 class Push(_Pushing):
     """`POST /push`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
-        done, made = await self._frames.push(arriving, self._counted(arriving, began_s))
-        reply = push_reply(done, made, self._frames.lease_after(arriving.frame, done, made))
+        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
+        done, commit_values = await self._frames.push(arriving, self._counted(arriving, began_s))
+        reply = push_reply(done, commit_values, self._frames.lease_after(arriving.frame, done, commit_values))
         status = 200 if done.state == "applied" or reply.released else 202
-        self.check_still()
+        self.recheck_serving()
         await _send(send, status, encode_header(reply))
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -147,9 +149,9 @@ class Pull(_Endpoint):
     paramserver_role = "reader"
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        frame, _ = await self._reader.read(scope, receive, PullFrame, _sized_pull)
+        frame, _ = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame))
-        self.check_still()
+        self.recheck_serving()
         await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(frame.model, answer.values_bytes, began_s)
 
@@ -164,9 +166,9 @@ class PushPull(_Pushing):
     """`POST /pushpull`."""
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
-        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.sized_push)
+        arriving, _ = await self._reader.read(scope, receive, PushFrame, self._frames.prepare_push)
         answer = await self._frames.pushpull(arriving, self._counted(arriving, began_s))
-        self.check_still()
+        self.recheck_serving()
         await _send_body(scope, send, 200, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
@@ -185,7 +187,7 @@ async def _while_there(receive: Receive, wait_s: object, work: Coroutine[Any, An
     return await (while_there(receive, work) if wait_s else work)
 
 
-async def _sized_pull(frame: PullFrame) -> tuple[PullFrame, Body]:
+async def _prepare_pull(frame: PullFrame) -> tuple[PullFrame, Body]:
     return frame, Body(())
 
 
@@ -202,7 +204,7 @@ async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -
     await send({"type": "http.response.start", "status": status, "headers": headers})
     arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)
-    if arrival is not None and size >= TRIP_BYTES_MIN and answer.lies_ready:
+    if arrival is not None and size >= TRIP_BYTES_MIN and answer.zero_copy:
         chunks = await arrival.burst([memoryview(chunk) for chunk in chunks])
         size = sum(map(len, chunks))
     for message in _messages(chunks, size):
@@ -237,7 +239,7 @@ def check_of(request: Request) -> Callable[[PullRequest], None]:
 def check_json(asked: PullRequest) -> None:
     """Refuse more numbers than a JSON answer may hold.  Raises RequestError (`too_large`)."""
     if asked.selection.size > JSON_ELEMENTS_MAX:
-        detail = f"{asked.selection.size} numbers do not fit in a JSON answer; it holds {JSON_ELEMENTS_MAX}"
+        detail = f"{asked.selection.size} numbers do not fit in a JSON response; the limit is {JSON_ELEMENTS_MAX}"
         raise problem("too_large", detail, hint="accept application/msgpack, or name fewer parameters or ranges")
 
 
@@ -247,7 +249,7 @@ def check_msgpack(asked: PullRequest) -> None:
     sizes = [stop - start for start, stop in pairwise(selection.offsets)]
     total = sum(n * ITEMSIZE[asked.dtype or p.dtype] for n, p in zip(sizes, selection.params, strict=True))
     if total > BODY_BYTES_MAX:
-        detail = f"{total} bytes do not fit in an answer; it holds {BODY_BYTES_MAX}"
+        detail = f"{total} bytes do not fit in a response; the limit is {BODY_BYTES_MAX}"
         raise problem("too_large", detail, hint="name fewer parameters or ranges, or pull frames")
 
 

@@ -103,7 +103,7 @@ class Exchange:
             reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
             return push_done(now, reply)
 
-        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _taken)
+        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _accepted_partitions)
         return merged_push(known, done)
 
     async def pull(
@@ -123,7 +123,8 @@ class Exchange:
             done = await self._runtime.pull(
                 lambda request: PullReceived(
                     request, now.key.name, indices, now.key.generation, timeline, min_version, wait_s, min_clock
-                )
+                ),
+                [p.ranges for p in parts],
             )
             return [
                 GotPart(got.partition, got.version, got.incarnation, cut(got.state.values, want.ranges))
@@ -162,7 +163,7 @@ class Exchange:
             reply, _ = await self._peers.call(url, frame, [p.data for p in parts], PushReply)
             return push_done(now, reply)
 
-        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _taken)
+        done = await self._spread(known, command.parts, lambda p: p.partition, local, remote, _accepted_partitions)
         return merged_push(known, done)
 
     async def _spread(
@@ -172,17 +173,17 @@ class Exchange:
         index: Callable[[Part], int],
         local: Callable[[KnownModel, Sequence[Part]], Awaitable[Answer]],
         remote: Callable[[KnownModel, str, Sequence[Part]], Awaitable[Answer]],
-        taken: Callable[[Answer], Sequence[int]] = lambda _: (),
+        accepted: Callable[[Answer], Sequence[int]] = lambda _: (),
     ) -> list[Answer]:
         """Collect the answers of all owners; parts refused with 421 are sent once more, by the newer map.
 
-        `taken` returns the partitions that an answer has changed for good; if another owner fails, the error lists
+        `accepted` returns the partitions that an answer has changed for good; if another owner fails, the error lists
         them.
         """
         answers: list[Answer] = []
 
         def done() -> list[int]:
-            return sorted(p for answer in answers for p in taken(answer))
+            return sorted(p for answer in answers for p in accepted(answer))
 
         for attempt in (1, 2):
             groups: dict[str, list[Part]] = {}
@@ -205,17 +206,17 @@ class Exchange:
                 else:
                     answers.append(result)
             if errors:
-                raise told_in_part(worst(errors), done())
+                raise with_partial_progress(most_severe(errors), done())
             if not refused:
                 return answers
             parts = refused
             if attempt == 1:
                 known = await self._directory.newer(known, MAP_REFRESH_S)
-        moving = problem("unavailable", "partitions are moving between shards; nothing answers for them yet")
-        raise told_in_part(moving, done())
+        moving = problem("unavailable", "partitions are moving between shards and have no reachable owner yet")
+        raise with_partial_progress(moving, done())
 
 
-def worst(errors: Sequence[BaseException]) -> BaseException:
+def most_severe(errors: Sequence[BaseException]) -> BaseException:
     """Pick the error to report: unexpected ones first, then in doubt, then not retryable, then the rest."""
 
     def order(error: BaseException) -> int:
@@ -228,20 +229,20 @@ def worst(errors: Sequence[BaseException]) -> BaseException:
     return min(errors, key=order)
 
 
-def told_in_part(error: BaseException, taken: Sequence[int]) -> BaseException:
-    """Add to an error the partitions that have taken their part already.
+def with_partial_progress(error: BaseException, accepted: Sequence[int]) -> BaseException:
+    """Add to an error the partitions that have already applied or staged their part.
 
     A retryable error becomes `in_doubt` then: the request may be sent again only under its id.
     """
-    if not taken or not isinstance(error, PsError):
+    if not accepted or not isinstance(error, PsError):
         return error
     code = "in_doubt" if error.retryable else error.code
-    detail = f"{error.detail}; partitions {list(taken)} have taken their part"
-    members = {**error.members, "partitions": list(taken)}
+    detail = f"{error.detail}; partitions {list(accepted)} have already applied or staged it"
+    members = {**error.members, "partitions": list(accepted)}
     return problem(code, detail, hint=error.hint, errors=error.errors, **members)
 
 
-def _taken(done: PushDone) -> Sequence[int]:
+def _accepted_partitions(done: PushDone) -> Sequence[int]:
     return [p.partition for p in done.parts]
 
 

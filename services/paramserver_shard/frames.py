@@ -49,12 +49,12 @@ class FrameService:
         self._clocks = clocks
         self._lending = lending
 
-    async def sized_push(self, frame: PushFrame) -> tuple[Arriving, Body]:
+    async def prepare_push(self, frame: PushFrame) -> tuple[Arriving, Body]:
         """Return the push that a header announces, and where its body is received.  Raises PsError."""
         known = await self._models.find(frame.model, frame.generation)
         sizes = self._part_bytes(known, frame)  # first: checks that the partitions exist
-        here = self._all_here(known, [p.partition for p in frame.parts])
-        arriving = Arriving(known, frame, here, sizes, self._runtime)
+        all_local = self._all_local(known, [p.partition for p in frame.parts])
+        arriving = Arriving(known, frame, all_local, sizes, self._runtime)
         return arriving, Body(arriving.sizes if frame.slot is None else (), arriving.check)
 
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
@@ -66,16 +66,16 @@ class FrameService:
             return [stored for stored, _ in frame.sizes]
         return [count * ITEMSIZE[frame.dtype] for count in elements]
 
-    def lend(self, size_bytes: int) -> str:
+    def allocate_slot(self, size_bytes: int) -> str:
         """Lend a slot of shared memory to a client on this machine.  Raises Unavailable (`queue_full`) if it cannot."""
         if self._lending is None:
             raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
-        return self._lending.lend(size_bytes)
+        return self._lending.allocate_slot(size_bytes)
 
-    def take_back(self, slot: str) -> None:
+    def free_slot(self, slot: str) -> None:
         """Take back a slot that its client no longer needs."""
         if self._lending is not None:
-            self._lending.returned(slot)
+            self._lending.free_slot(slot)
 
     async def push(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> tuple[PushDone, PullDone | None]:
         """Apply a push whose body is complete, or in its slot, and call `accepted` with the outcome.
@@ -86,24 +86,24 @@ class FrameService:
         if self._lending is not None:
             self._lending.release(frame.release)
         if frame.slot is None:
-            return await self._to_its_end(arriving, accepted)
+            return await self._push_and_wait(arriving, accepted)
         if self._lending is None:
             raise problem("slot_gone", "this shard lends no shared memory", hint="send a body instead")
-        slot = self._lending.submitted(frame.slot, arriving.size)
-        again = False
+        slot = self._lending.begin_push(frame.slot, arriving.size)
+        reusable = False
         try:
             arriving.take(slot)
-            done, made = await self._to_its_end(arriving, accepted)
-            again = done.state == "applied" or made is not None
+            done, commit_values = await self._push_and_wait(arriving, accepted)
+            reusable = done.state == "applied" or commit_values is not None
         except PsError as error:
             # The client may reuse the slot only if the push was refused for good, not if it is pending or accepted.
-            again = error.status < 500 and "push" not in error.members
+            reusable = error.status < 500 and "push" not in error.members
             raise
         finally:
-            self._lending.answered(frame.slot, again=again)
-        return done, made
+            self._lending.finish_push(frame.slot, reusable=reusable)
+        return done, commit_values
 
-    async def _to_its_end(
+    async def _push_and_wait(
         self, arriving: Arriving, accepted: Callable[[PushDone], None]
     ) -> tuple[PushDone, PullDone | None]:
         """Push; if that ends an iteration, report the clock in the worker's place and wait for its commit."""
@@ -111,7 +111,7 @@ class FrameService:
         accepted(done)
         frame, key = arriving.frame, done.model
         push_id, clock, indices = arriving.push_id, frame.clock, tuple([p.partition for p in frame.parts])
-        if frame.ends is None or push_id is None or clock is None or done.state != "staged" or not arriving.here:
+        if frame.ends is None or push_id is None or clock is None or done.state != "staged" or not arriving.all_local:
             return done, None
         served = self._runtime.core.served(key)
         if served is None or not served.stages(indices, push_id.worker, push_id.epoch, clock):
@@ -119,7 +119,7 @@ class FrameService:
         shards, wait_s = frame.ends
         self._clocks.report(key, push_id, clock + 1, done.timeline, shards)
         try:
-            made = await self._runtime.pull(
+            commit_values = await self._runtime.pull(
                 lambda request: PullReceived(
                     request, key.name, indices, key.generation, done.timeline, 0, wait_s, clock + 1
                 )
@@ -130,7 +130,7 @@ class FrameService:
             raise after_push(error, done) from error
         # The worker has to ask the scheduler if the commit left the push out, if the model is past that commit already,
         # or if the scheduler has something to tell.
-        return done, made if served.over(indices, push_id.worker, push_id.epoch, clock) else None
+        return done, commit_values if served.over(indices, push_id.worker, push_id.epoch, clock) else None
 
     async def _push(self, arriving: Arriving) -> PushDone:
         known, frame = arriving.known, arriving.frame
@@ -151,7 +151,7 @@ class FrameService:
                 frame.ack,
             )
 
-        if arriving.here or frame.forwarded or frame.map_epoch is not None:
+        if arriving.all_local or frame.forwarded or frame.map_epoch is not None:
             return await self._runtime.push(command)
         # Sent by a client without a map to any shard: this one splits it among the owners.
         bad = [p.partition for p in parts if not p.finite]
@@ -178,10 +178,12 @@ class FrameService:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
         self._check_pull(known, frame.pull)
         if frame.ends is not None and {p for p, _ in frame.pull.parts} - {p.partition for p in frame.parts}:
-            raise problem("malformed", "frame header: the end of an iteration pulls what was pushed, nothing else")
-        done, made = await self.push(arriving, accepted)
-        if made is not None:
-            answer = self._body(known, frame.pull, made)
+            raise problem(
+                "malformed", "frame header: a push that ends an iteration may pull only the partitions it pushes"
+            )
+        done, commit_values = await self.push(arriving, accepted)
+        if commit_values is not None:
+            answer = self._body(known, frame.pull, commit_values)
         elif frame.ends is not None:
             answer = FrameBody(known, frame.pull.dtype, done.timeline, ())
         else:
@@ -190,14 +192,14 @@ class FrameService:
                 answer = await self._pull(known, frame.pull, frame.timeline, split=split)
             except PsError as error:
                 raise after_push(error, done) from error
-        answer.push = push_reply(done, made)
+        answer.push = push_reply(done, commit_values)
         return answer
 
     async def _pull(self, known: KnownModel, spec: PullSpec, timeline: int | None, *, split: bool) -> "FrameBody":
         """Pull; `split`: fetch the partitions of other shards, which are otherwise refused with 421."""
         indices = tuple([p for p, _ in spec.parts])
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
-        if not split or self._all_here(known, indices):
+        if not split or self._all_local(known, indices):
             done = await self._runtime.pull(
                 lambda request: PullReceived(
                     request,
@@ -208,7 +210,8 @@ class FrameService:
                     spec.min_version,
                     wait_s,
                     spec.min_clock,
-                )
+                ),
+                [ranges for _, ranges in spec.parts],
             )
             return self._body(known, spec, done)
         wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
@@ -234,11 +237,11 @@ class FrameService:
             answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)
         return answer
 
-    def lease_after(self, frame: PushFrame, done: PushDone, made: PullDone | None) -> Lease | None:
+    def lease_after(self, frame: PushFrame, done: PushDone, commit_values: PullDone | None) -> Lease | None:
         """Lease the values that a push has produced, if its client asked for that and they are still current."""
-        if not frame.mapped or (done.state != "applied" and made is None):
+        if not frame.mapped or (done.state != "applied" and commit_values is None):
             return None
-        return self._lease(done.model, [(p.partition, p.version) for p in (made or done).parts])
+        return self._lease(done.model, [(p.partition, p.version) for p in (commit_values or done).parts])
 
     def _lease(
         self, model: ModelKey, parts: Sequence[tuple[int, int]], values: Sequence[F32] | None = None
@@ -246,10 +249,10 @@ class FrameService:
         """Lease the values of these (partition, version); if superseded, lease `values` or return None."""
         if self._lending is None:
             return None
-        present = self._runtime.core.present(model, parts)
-        if present is None and values is None:
+        current = self._runtime.core.present(model, parts)
+        if current is None and values is None:
             return None
-        return self._lending.lease(present or values or (), present=present is not None)
+        return self._lending.lease(current or values or (), current=current is not None)
 
     def _check_pull(self, known: KnownModel, spec: PullSpec) -> None:
         for partition, ranges in spec.parts:
@@ -268,15 +271,15 @@ class FrameService:
             raise problem("invalid_range", f"partition {partition} has {size} elements; {ranges[-1]} lies outside")
         return sum(stop - start for start, stop in ranges)
 
-    def _all_here(self, known: KnownModel, partitions: Iterable[int]) -> bool:
+    def _all_local(self, known: KnownModel, partitions: Iterable[int]) -> bool:
         return all([known.owners[p][0] == self._directory.shard for p in partitions])
 
 
-def push_reply(done: PushDone, made: PullDone | None = None, lease: Lease | None = None) -> PushReply:
-    """Build the answer to a push; `made` is what its commit produced, if it waited for one."""
-    now = made or done
+def push_reply(done: PushDone, commit_values: PullDone | None = None, lease: Lease | None = None) -> PushReply:
+    """Build the answer to a push; `commit_values` is what its commit produced, if it waited for one."""
+    now = commit_values or done
     parts: Sequence[PulledPart | PartVersion] = now.parts
-    pairs = zip(parts, done.parts, strict=True)  # `made` was pulled in the order of the push
+    pairs = zip(parts, done.parts, strict=True)  # `commit_values` was pulled in the order of the push
     return PushReply(
         state=done.state,
         duplicate=done.duplicate,
@@ -287,7 +290,7 @@ def push_reply(done: PushDone, made: PullDone | None = None, lease: Lease | None
         parts=tuple([(p.partition, p.version, p.incarnation, pushed.durable_version) for p, pushed in pairs]),
         late=done.late,
         lease=lease,
-        released=made is not None,
+        released=commit_values is not None,
     )
 
 
@@ -323,7 +326,7 @@ class FrameBody:
         return encode_header(reply)
 
     @property
-    def lies_ready(self) -> bool:
+    def zero_copy(self) -> bool:
         """Whether the chunks are views of the stored values, without conversion."""
         return self._dtype == "float32"
 

@@ -37,10 +37,11 @@ class InFlight:
         client = self.clients.get(address) or _Client()
         if client.requests >= CLIENT_REQUESTS_MAX:
             raise problem(
-                "too_many_requests", f"{client.requests} requests of this client are in flight; that is its part"
+                "too_many_requests",
+                f"this client has {client.requests} requests in flight, the most that one client may have",
             )
         if self.requests >= QUEUED_REQUESTS_MAX:
-            raise problem("queue_full", f"{self.requests} requests are in flight in this shard")
+            raise problem("queue_full", f"this shard has {self.requests} requests in flight, its limit")
         return Account(self, client, address)
 
 
@@ -86,10 +87,13 @@ class Account:
         whole, client, own = self._whole, self._client, self.size_bytes
         if client.size_bytes > own and client.size_bytes + size_bytes > whole.client_bytes_max:
             raise problem(
-                "too_many_requests", f"{client.size_bytes} bytes of this client are in flight; that is its part"
+                "too_many_requests",
+                f"this client has {client.size_bytes} bytes in flight; its limit is {whole.client_bytes_max}",
             )
         if whole.size_bytes > own and whole.size_bytes + size_bytes > whole.bytes_max:
-            raise problem("queue_full", f"{whole.size_bytes} bytes are in flight in this shard")
+            raise problem(
+                "queue_full", f"this shard has {whole.size_bytes} bytes in flight; its limit is {whole.bytes_max}"
+            )
         self.size_bytes += size_bytes
         whole.size_bytes += size_bytes
         client.size_bytes += size_bytes

@@ -57,12 +57,12 @@ def router(membership: Membership, models: Models, runtime: Runtime, reader: Fra
     async def assign(model: str, request: Request) -> Response:
         membership.check_serving()
 
-        async def sized(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame], Body]:
+        async def prepare(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame], Body]:
             known = await models.find(model, frame.generation)
             check_frame(known, frame)
             return (known, frame), Body((frame.body_bytes(),))
 
-        (known, frame), body = await reader.read(request.scope, request.receive, SetFrame, sized)
+        (known, frame), body = await reader.read(request.scope, request.receive, SetFrame, prepare)
         parts = assignments(frame, body.parts[0])
         command = SetReceived(0, model, parts, known.key.generation, frame.restore, frame.timeline)
         done = await runtime.push(lambda number: replace(command, request=number))
@@ -93,7 +93,7 @@ def check_frame(known: KnownModel, frame: SetFrame) -> None:
     if not frame.parts or len({p.partition for p in frame.parts}) != len(frame.parts):
         raise problem("malformed", "a set frame names at least one partition and each at most once")
     if frame.body_bytes() > BODY_BYTES_MAX:
-        raise problem("too_large", f"the body has {frame.body_bytes()} bytes; at most {BODY_BYTES_MAX} are taken")
+        raise problem("too_large", f"the body has {frame.body_bytes()} bytes; the limit is {BODY_BYTES_MAX}")
 
 
 def assignments(frame: SetFrame, body: AnyArray) -> tuple[AssignPart, ...]:

@@ -54,9 +54,9 @@ class JournalWriter:
             for lane in self._lanes.values():
                 group.create_task(lane.run())
 
-    def suspect(self, reason: str) -> None:
+    def note_failure(self, reason: str) -> None:
         """Note that Redis did not answer another caller: nothing can be made durable until a write succeeds."""
-        self._lanes[False].suspect(reason)
+        self._lanes[False].note_failure(reason)
 
     async def written(self, key: PartitionKey, lsn: int, within_s: float) -> None:
         """Wait until entries of the partition up to `lsn` are written or held up, at most `within_s`."""
@@ -72,27 +72,27 @@ class JournalWriter:
         """Whether any entry is not written yet."""
         return any(lane.queues for lane in self._lanes.values())
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Feed an event about written or refused entries to the core."""
-        self.look_again()
+        self.wake_waiters()
         self._feed(event)
 
-    def look_again(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake the callers of `written`, which then check their entries again."""
         self._settled.set()
         self._settled = asyncio.Event()
 
-    def storage(self, fsync: bool, reason: str) -> None:
+    def set_lane_state(self, fsync: bool, reason: str) -> None:
         """Record why a lane cannot write (empty: it can), and feed any change to the core."""
-        before = self._told()
+        before = self._storage_errors()
         self._reasons[fsync] = reason
-        if self._told() != before:
+        if self._storage_errors() != before:
             if reason:
                 log.warning("journals cannot be written: %s", reason)
-            self.look_again()
-            self._feed(StorageChanged(*self._told()))
+            self.wake_waiters()
+            self._feed(StorageChanged(*self._storage_errors()))
 
-    def _told(self) -> tuple[str, str]:
+    def _storage_errors(self) -> tuple[str, str]:
         return self._reasons.get(False, ""), self._reasons.get(True, "")
 
 
@@ -113,7 +113,7 @@ class _Lane:
         self._seconds, self._bytes = JOURNAL_S.labels(level), JOURNALED.labels(level)
         self._writer = writer
         self._owns = owns
-        self._later: dict[Ownership, float] = {}  # loop time of the next attempt
+        self._retry_at: dict[Ownership, float] = {}  # loop time of the next attempt
         self._wake = asyncio.Event()
         self._reason = ""
 
@@ -139,10 +139,10 @@ class _Lane:
                 verdicts = await self._journal.append(batches, fsync=self._fsync)
                 crash_point("shard.after_journal")
             except (RedisError, OSError, PsError) as error:
-                self._failed(error)
+                self._record_failure(error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._works()
+            self._record_success()
             self._seconds.observe(clock() - began)
             self._bytes.inc(sum(e.nbytes for b in batches for e in b.entries))
             for batch, verdict in zip(batches, verdicts, strict=True):
@@ -155,7 +155,7 @@ class _Lane:
         for ownership in list(self.queues):
             if room <= 0:
                 break
-            if self._later.get(ownership, now) > now:
+            if self._retry_at.get(ownership, now) > now:
                 continue
             if not self._owns(*ownership):
                 self._drop(ownership)
@@ -177,40 +177,40 @@ class _Lane:
                 queue.popleft()
             if queue:
                 self.queues[ownership] = queue  # behind those that have waited longer
-            self._later.pop(ownership, None)
-            self._writer.tell(Journaled(batch.key, batch.token, batch.entries[-1].lsn))
+            self._retry_at.pop(ownership, None)
+            self._writer.emit(Journaled(batch.key, batch.token, batch.entries[-1].lsn))
         elif verdict == Verdict.FENCED:
             self._drop(ownership)
-            log.warning("partition %s: its journal is refused, another owner took its place", batch.key)
-            self._writer.tell(JournalRefused(batch.key, batch.token))
+            log.warning("partition %s: journal write refused: another shard owns it now", batch.key)
+            self._writer.emit(JournalRefused(batch.key, batch.token))
         else:
-            if verdict == Verdict.EMPTIED and ownership not in self._later:
+            if verdict == Verdict.EMPTIED and ownership not in self._retry_at:
                 log.warning("partition %s: Redis lost its owner token; its journal waits for a new one", batch.key)
-            self._later[ownership] = now + RETRY_S
+            self._retry_at[ownership] = now + RETRY_S
             if verdict == Verdict.GAP:
-                log.error("partition %s: Redis lost part of its journal; a snapshot takes its place", batch.key)
-                self._writer.tell(JournalLost(batch.key, batch.token))
+                log.error("partition %s: Redis lost part of its journal; storing a snapshot instead", batch.key)
+                self._writer.emit(JournalLost(batch.key, batch.token))
 
     def _drop(self, ownership: Ownership) -> None:
         self.queues.pop(ownership, None)
-        self._later.pop(ownership, None)
-        self._writer.look_again()
+        self._retry_at.pop(ownership, None)
+        self._writer.wake_waiters()
 
     def writes(self, key: PartitionKey, lsn: int) -> bool:
         """Whether entries of the partition up to `lsn` are waiting to be written and not held up."""
         return not self._reason and any(
-            o[0] == key and queue[0].lsn <= lsn and o not in self._later for o, queue in self.queues.items()
+            o[0] == key and queue[0].lsn <= lsn and o not in self._retry_at for o, queue in self.queues.items()
         )
 
-    def suspect(self, reason: str) -> None:
+    def note_failure(self, reason: str) -> None:
         if not self._reason:
             self._reason = reason
-            self._writer.storage(self._fsync, reason)
+            self._writer.set_lane_state(self._fsync, reason)
             self._wake.set()
 
     async def _rest(self, now: float) -> None:
         """Wait for new entries, for the next attempt of those held up, or, with probes, for Redis to come back."""
-        until_s = min((at for o, at in self._later.items() if o in self.queues), default=None)
+        until_s = min((at for o, at in self._retry_at.items() if o in self.queues), default=None)
         timeout_s = None if until_s is None else max(0.0, until_s - now)
         if self._reason:
             timeout_s = PROBE_S
@@ -225,14 +225,14 @@ class _Lane:
         try:
             await self._journal.probe(fsync=self._fsync)
         except (RedisError, OSError, PsError) as error:
-            self._failed(error)
+            self._record_failure(error)
         else:
-            self._works()
+            self._record_success()
 
-    def _failed(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         self._reason = f"Redis does not answer: {error}" if not isinstance(error, PsError) else str(error)
-        self._writer.storage(self._fsync, self._reason)
+        self._writer.set_lane_state(self._fsync, self._reason)
 
-    def _works(self) -> None:
+    def _record_success(self) -> None:
         self._reason = ""
-        self._writer.storage(self._fsync, "")
+        self._writer.set_lane_state(self._fsync, "")

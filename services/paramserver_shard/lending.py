@@ -49,16 +49,16 @@ class Lending:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._leases: dict[int, _Lease] = {}  # oldest first
-        self._present: dict[int, list[int]] = {}
+        self._current: dict[int, list[int]] = {}
         """`id` of each current array of values -> the numbers of the leases that cover it."""
-        self._lent: dict[str, _Slot] = {}
+        self._lent_slots: dict[str, _Slot] = {}
         self.leased_bytes = 0
         self.slot_bytes = 0
 
-    def lease(self, arrays: Sequence[F32], *, present: bool = False) -> tuple[int, tuple[str, ...]] | None:
+    def lease(self, arrays: Sequence[F32], *, current: bool = False) -> tuple[int, tuple[str, ...]] | None:
         """Lease arrays: return (number, file of each), or None if one is in private memory or a bound is reached.
 
-        `present`: a pull would be answered with exactly these arrays now; `superseded` is called once that changes.
+        `current`: a pull would be answered with exactly these arrays now, until `clear_superseded` is called with them.
         """
         self.expire()
         files = tuple(f for a in arrays if (f := self._versions.file_of(a)) is not None)
@@ -68,17 +68,17 @@ class Lending:
         number = next(self._numbers)
         self._leases[number] = _Lease(tuple(arrays), size, self._clock() + SHARED_LEASE_S)
         self.leased_bytes += size
-        if present:
+        if current:
             for a in arrays:
-                self._present.setdefault(id(a), []).append(number)
-            self._board.present(number)
+                self._current.setdefault(id(a), []).append(number)
+            self._board.mark_current(number)
         return number, files
 
-    def superseded(self, states: Iterable[PartitionState]) -> None:
+    def clear_superseded(self, states: Iterable[PartitionState]) -> None:
         """Clear the marks of leases that cover these states: pulls are no longer answered with them."""
         for state in states:
-            for number in self._present.pop(id(state.values), ()):
-                self._board.past(number)
+            for number in self._current.pop(id(state.values), ()):
+                self._board.clear(number)
 
     def release(self, numbers: Iterable[int]) -> None:
         """End these leases.  Unknown numbers are ignored: they have already expired."""
@@ -87,15 +87,15 @@ class Lending:
             if lease is None:
                 continue
             self.leased_bytes -= lease.size
-            self._board.past(number)
+            self._board.clear(number)
             for a in lease.arrays:  # another array may get its id once it is freed
-                others = self._present.get(id(a))
+                others = self._current.get(id(a))
                 if others is not None and number in others:
                     others.remove(number)
                     if not others:
-                        del self._present[id(a)]
+                        del self._current[id(a)]
 
-    def lend(self, size_bytes: int) -> str:
+    def allocate_slot(self, size_bytes: int) -> str:
         """Lend a slot of at least that size and return its file.  Raises Unavailable (`queue_full`) beyond a bound."""
         self.expire()
         size_bytes = max(size_bytes, SMALL_BYTES)
@@ -105,40 +105,40 @@ class Lending:
         file = self._slots.file_of(memory)
         if file is None:
             raise problem("queue_full", "shared memory is full", hint="send a body instead")
-        self._lent[file] = _Slot(memory, self._clock())
+        self._lent_slots[file] = _Slot(memory, self._clock())
         self.slot_bytes += memory.nbytes
         return file
 
-    def submitted(self, file: str, size_bytes: int) -> AnyArray:
+    def begin_push(self, file: str, size_bytes: int) -> AnyArray:
         """Return the first `size_bytes` of a slot, which belongs to the shard from now on.
 
         Raises ConflictError (`slot_gone`) if it was removed or is in use, RequestError (`malformed`) if it is smaller.
         """
-        slot = self._lent.get(file)
+        slot = self._lent_slots.get(file)
         if slot is None or slot.busy:
-            raise problem("slot_gone", "that slot is not lent to anybody", hint="ask for another one")
+            raise problem("slot_gone", "the slot has expired or is in use", hint="ask for another one")
         if size_bytes > slot.memory.nbytes:
             raise problem("malformed", f"the push has {size_bytes} bytes, its slot {slot.memory.nbytes}")
         slot.busy = True
         return slot.memory[:size_bytes]
 
-    def answered(self, file: str, *, again: bool) -> None:
-        """End a push's use of its slot; `again`: the push needs it no longer, and the client may write to it again.
+    def finish_push(self, file: str, *, reusable: bool) -> None:
+        """End a push's use of its slot; `reusable`: the push needs it no longer, and the client may write to it again.
 
         Otherwise its memory is reused once the core releases it; the client learns that from the reply and does not
         write to the slot any more.
         """
-        slot = self._lent.get(file)
+        slot = self._lent_slots.get(file)
         if slot is None:
             return
-        if again:
+        if reusable:
             slot.busy, slot.used_at = False, self._clock()
         else:
             self._drop(file)
 
-    def returned(self, file: str) -> None:
+    def free_slot(self, file: str) -> None:
         """Reuse the memory of a slot that its client no longer writes to.  Unknown ones have expired."""
-        slot = self._lent.get(file)
+        slot = self._lent_slots.get(file)
         if slot is not None and not slot.busy:
             self._drop(file)
 
@@ -151,18 +151,18 @@ class Lending:
             for a in lease.arrays:
                 self._versions.retire(a)
             self.release([number])
-        for file, slot in list(self._lent.items()):
+        for file, slot in list(self._lent_slots.items()):
             if not slot.busy and slot.used_at + SHARED_LEASE_S <= now:
                 # Its client may be writing to it right now, so the memory must not be reused.
                 self._slots.retire(slot.memory)
                 self._drop(file)
 
-    async def keep(self) -> None:
+    async def expire_periodically(self) -> None:
         """Call `expire` every second, until cancelled."""
         while True:
             await asyncio.sleep(1.0)
             self.expire()
 
     def _drop(self, file: str) -> None:
-        slot = self._lent.pop(file)
+        slot = self._lent_slots.pop(file)
         self.slot_bytes -= slot.memory.nbytes

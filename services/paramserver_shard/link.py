@@ -12,7 +12,7 @@ from paramserver.client.calls import Outcome, Request, Response, error_of, json_
 from paramserver.client.credentials import Credentials
 from paramserver.client.direct import AsyncDirectTransport
 from paramserver.errors import PsError, problem
-from paramserver_shard.upload import Upload
+from paramserver_shard.streaming_request import StreamingRequest
 
 FEED_SILENCE_S: Final = 3.0
 """The feed pings every second; after this much silence the connection counts as dead."""
@@ -20,7 +20,7 @@ REQUEST_S: Final = 2.0
 FOR_EVER_S: Final = 1e8
 RETRY_S: Final = 0.3
 """Pause before a failed attempt is retried."""
-TOLD_BY: Final = "told_by"
+SOURCE_URL: Final = "told_by"
 """Key added to each answer, error and feed document: the URL of the scheduler that it came from."""
 
 
@@ -30,7 +30,7 @@ class SchedulerLink:
     def __init__(self, urls: Sequence[str], credentials: Credentials) -> None:
         self._given = tuple(u.rstrip("/") for u in urls)
         self._urls = list(self._given)
-        self.turned: Callable[[], None] = _to_nobody
+        self.on_switch: Callable[[], None] = _no_op
         """Called when another scheduler may be in use from now on."""
         self._credentials = credentials
         self._transport = AsyncDirectTransport(credentials)
@@ -45,14 +45,14 @@ class SchedulerLink:
         """All schedulers, the one in use first."""
         return tuple(self._urls)
 
-    def turn(self, url: str) -> None:
+    def switch_from(self, url: str) -> None:
         """Switch from that scheduler to the next one; do nothing if another one is in use already.
 
         Several requests may learn at the same time that it does not lead, and a second switch could lead back to it.
         """
         if url == self.url:
             self._urls = [*self._urls[1:], url]
-            self.turned()
+            self.on_switch()
 
     async def request(self, method: str, path: str, body: Any = None, params: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON answer of the first scheduler that does not answer 503; each is tried once.
@@ -65,21 +65,21 @@ class SchedulerLink:
             if isinstance(outcome, Response):
                 self._learn(url, outcome.headers.get(SCHEDULERS, ""))
                 if outcome.status != 503:
-                    return _told_by(url, outcome)
+                    return _with_source(url, outcome)
                 outcome = error_of(outcome)
             reason = f"{url}: {outcome.detail}"
-            self.turn(url)
+            self.switch_from(url)
         raise problem("no_leader", f"no scheduler answers ({reason})")
 
-    async def upload(self, url: str, path: str, changed: Callable[[], None]) -> Upload:
+    async def open_stream(self, url: str, path: str, on_end: Callable[[], None]) -> StreamingRequest:
         """Open a request to that scheduler whose body is sent later.  Raises OSError."""
-        return await Upload.open(url + path, self._credentials, changed)
+        return await StreamingRequest.open(url + path, self._credentials, on_end)
 
-    def heed(self, url: str, upload: Upload) -> None:
-        """Learn from the answer that ended an upload: the schedulers it names, and whether to switch to another."""
-        self._learn(url, upload.schedulers)
-        if upload.status == 503:
-            self.turn(url)
+    def apply_answer(self, url: str, stream: StreamingRequest) -> None:
+        """Learn from the answer that ended a stream: the schedulers it names, and whether to switch to another."""
+        self._learn(url, stream.schedulers)
+        if stream.status == 503:
+            self.switch_from(url)
 
     def _learn(self, url: str, header: str) -> None:
         """Add the schedulers named in an answer from `url`, and drop others that were only named before."""
@@ -97,9 +97,9 @@ class SchedulerLink:
         connection.add_done_callback(lines.over)
         try:
             while (line := await lines.next()) is not None:
-                yield {**json.loads(line), TOLD_BY: url}
+                yield {**json.loads(line), SOURCE_URL: url}
         except PsError as error:
-            raise error.plus(**{TOLD_BY: url}) from error
+            raise error.plus(**{SOURCE_URL: url}) from error
         finally:
             connection.cancel()
 
@@ -108,20 +108,20 @@ class SchedulerLink:
         await self._transport.close()
 
 
-def _told_by(url: str, response: Response) -> dict[str, Any]:
+def _with_source(url: str, response: Response) -> dict[str, Any]:
     """Return the answer, or raise the error it holds, with the scheduler's URL added."""
     try:
-        return {**(json_of(response) or {}), TOLD_BY: url}
+        return {**(json_of(response) or {}), SOURCE_URL: url}
     except PsError as error:
-        raise error.plus(**{TOLD_BY: url}) from error
+        raise error.plus(**{SOURCE_URL: url}) from error
 
 
 def _target(path: str, params: Mapping[str, Any] | None) -> str:
     return f"{path}?{urlencode(params)}" if params else path
 
 
-def _to_nobody() -> None:
-    """The default of `turned`: no listener."""
+def _no_op() -> None:
+    """Do nothing: the default of `on_switch`."""
 
 
 class _Lines:

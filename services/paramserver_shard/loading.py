@@ -15,7 +15,7 @@ from paramserver.errors import CorruptState, PsError, problem
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.computing import INLINE_ELEMENTS_MAX, compute
 from paramserver_shard.journal import Journal
-from paramserver_shard.snapshots import first_state, from_stored, set_later
+from paramserver_shard.snapshots import first_state, from_stored, has_assigned_values
 from paramserver_shard.store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
@@ -46,7 +46,7 @@ class Loader:
         key, source = effect.key, effect.source
         if source == "init" and effect.spec.ack == "applied":
             return await self._first(effect)
-        if not await self._store.knows(key, effect.token):
+        if not await self._store.has_token(key, effect.token):
             raise problem("storage_unavailable", f"Redis has lost its state; partition {key} waits for its new token")
         manifest = await self._store.manifest(key)
         if isinstance(source, int):
@@ -75,8 +75,8 @@ class Loader:
             return loaded
         if errors:
             details = "; ".join(e.detail for e in errors)
-            raise problem("corrupt_state", f"partition {key} cannot be read back whole: {details}")
-        if source != "init" and set_later(effect.spec, effect.layout, key.index):
+            raise problem("corrupt_state", f"partition {key} cannot be restored: {details}")
+        if source != "init" and has_assigned_values(effect.spec, effect.layout, key.index):
             raise _never_stored(effect)
         return first
 
@@ -87,8 +87,8 @@ class Loader:
             if entry["cut"] == clock and (stored := await self._store.read(key, entry)) is not None:
                 return from_stored(stored.head, stored.arrays)
         if manifest:
-            raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be read back whole")
-        if set_later(effect.spec, effect.layout, key.index):
+            raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be restored")
+        if has_assigned_values(effect.spec, effect.layout, key.index):
             raise _never_stored(effect)
         return await self._first(effect)
 
@@ -118,4 +118,4 @@ class Loader:
 
 def _never_stored(effect: LoadPartition) -> PsError:
     """The error for initial values that cannot be generated again; heartbeats report it to the scheduler (`lost`)."""
-    return problem("corrupt_state", f"partition {effect.key}: its first values were never stored", never_stored=True)
+    return problem("corrupt_state", f"partition {effect.key}: its initial values were never stored", never_stored=True)

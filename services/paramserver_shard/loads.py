@@ -1,8 +1,9 @@
 """Traffic of each partition on this shard, which the scheduler uses to balance load."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from paramserver.core.layout import Range
 from paramserver.core.shard_io import PullDone, PushDone, PushReceived
 from paramserver.types import ModelKey
 
@@ -28,11 +29,13 @@ class Loads:
         for part in event.parts:
             loads[part.partition] = loads.get(part.partition, 0) + part.data.nbytes
 
-    def pulled(self, done: PullDone) -> None:
-        """Count an answered pull."""
+    def pulled(self, done: PullDone, ranges: Sequence[Sequence[Range] | None] | None = None) -> None:
+        """Count an answered pull; `ranges` are those requested of each part (None: all of it)."""
         loads = self._of(done.model)
-        for part in done.parts:
-            loads[part.partition] = loads.get(part.partition, 0) + part.state.values.nbytes
+        for i, part in enumerate(done.parts):
+            wanted = None if ranges is None else ranges[i]
+            size = part.state.values.nbytes if wanted is None else 4 * sum([stop - start for start, stop in wanted])
+            loads[part.partition] = loads.get(part.partition, 0) + size
 
     def _of(self, model: ModelKey) -> dict[int, int]:
         found = self._bytes.get(model)

@@ -37,7 +37,7 @@ from paramserver_node.server import (
 from paramserver_node.settings import ShardSettings, end, url_of
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
-from paramserver_shard.arriving import look
+from paramserver_shard.arriving import check_part
 from paramserver_shard.board import Board
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.clocks import ClockReports
@@ -87,9 +87,11 @@ def shard(
         str | None, typer.Option(help="URLs under which others reach this shard; default: what it listens on.")
     ] = None,
     snapshot_mib_per_s: Annotated[float | None, typer.Option(help="Budget of snapshot writes.")] = None,
-    insecure: Annotated[bool | None, typer.Option("--insecure", help="Let other machines in without tokens.")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Accept requests from other machines without tokens.")
+    ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="What the process may take, as 8GiB; default: what its container or machine has.")
+        str | None, typer.Option(help="Memory limit, e.g. 8GiB; default: that of the container or machine.")
     ] = None,
     shared_memory: Annotated[
         str | None, typer.Option(help="Folder in memory for clients on this machine; empty: none. Default: /dev/shm.")
@@ -101,7 +103,7 @@ def shard(
 ) -> None:
     """Own partitions of models: serve pushes and pulls, and snapshot them to Redis.
 
-    Each option is also a variable PARAMSERVER_... and a line of paramserver.toml; a flag wins.
+    Each option can also be set as PARAMSERVER_... or in paramserver.toml; flags take precedence.
     """
     flags = {k: v for k, v in locals().items() if v is not None}
     try:
@@ -158,12 +160,12 @@ def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access |
     link = SchedulerLink(listed_urls(settings.scheduler), shown)
     scripts = ScriptRunner(bulk_redis)
     store = SnapshotStore(redis, scripts, pool, clock, settings.snapshot_mib_per_s * MIB)
-    runtime = Runtime(ShardCore(look), directory, pool, store, Journal(bulk_redis, scripts), group)
+    runtime = Runtime(ShardCore(check_part), directory, pool, store, Journal(bulk_redis, scripts), group)
     memory, clocks = Memory(limit_of(settings.memory_limit)), ClockReports()
     membership = Membership(name, addresses, __version__, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.peers = membership
     if board is not None and lending is not None:
-        membership.announce, runtime.superseded = board.serve, lending.superseded
+        membership.on_serving_changed, runtime.on_superseded = board.set_serving_window, lending.clear_superseded
     models = Models(directory, link)
     exchange = Exchange(directory, runtime, PeerClient(pool, shown))
     names = NameService(models, exchange)
@@ -226,7 +228,7 @@ async def serve(settings: ShardSettings) -> None:
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
                 group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop, carrier=carrier))
-                lending = group.create_task(shard.lending.keep())
+                lending = group.create_task(shard.lending.expire_periodically())
             await runtime.offload(kernels.warm_up)  # compile before joining, so no push waits for it
             if carrier is not None:
                 await runtime.offload(sockets.warm_up)

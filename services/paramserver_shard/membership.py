@@ -31,14 +31,14 @@ from paramserver_node.race import race
 from paramserver_node.redis import stop_if_cancelled
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.directory import Directory
-from paramserver_shard.link import RETRY_S, TOLD_BY, SchedulerLink
+from paramserver_shard.link import RETRY_S, SOURCE_URL, SchedulerLink
 from paramserver_shard.memory import Memory
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import DEGRADED, JOURNAL_WAITING, KEPT, LENT, PARTITIONS, Telemetry
 
 log = logging.getLogger("paramserver.shard")
 
-SAID_AGAIN_S: Final = 60.0
+JOIN_LOG_INTERVAL_S: Final = 60.0
 TERM_KEY: Final = "ps:term"
 FENCE_KEY: Final = "ps:fence"
 """Redis hash: shard name -> highest fenced epoch. The leader writes this key and `TERM_KEY`."""
@@ -70,7 +70,7 @@ class Membership:
         """Whether the process is shutting down: no longer ready, but still serving what it owns."""
         self.closed = False
         """Whether the shard has stopped serving; set by `close`."""
-        self.announce: Callable[[float, float], None] = _to_nobody
+        self.on_serving_changed: Callable[[float, float], None] = _no_op
         """Called with (confirmed at, may serve until), in monotonic seconds, on each change; (0, 0): must not serve."""
         self._addresses = list(addresses)
         self._version = version
@@ -86,10 +86,11 @@ class Membership:
         self._views: dict[str, ModelView] = {}
         self._term = 0
         """The newest leader term seen."""
-        self._told = ("", 0)
+        self._last_leader = ("", 0)
         """(scheduler URL, leader term) of the last document that was accepted."""
         self._fenced = False
-        self._why, self._said_at = "", 0.0
+        """Whether this process was fenced before, so that its current membership is a rejoin."""
+        self._join_error, self._join_error_logged_at = "", 0.0
         """Error code of the last failed join, and when it was logged."""
         self._scheduler_seen_at = float("-inf")
         self._redis_seen_at = float("-inf")
@@ -112,22 +113,22 @@ class Membership:
     def close(self) -> None:
         """Stop serving, for good."""
         self.closed = True
-        self.announce(0.0, 0.0)
+        self.on_serving_changed(0.0, 0.0)
 
-    def _seen(self, *, scheduler_at: float | None = None, redis_at: float | None = None) -> None:
+    def _confirmed(self, *, scheduler_at: float | None = None, redis_at: float | None = None) -> None:
         """Record that the scheduler or Redis confirmed this shard, in reply to a request sent at the given time."""
         self._scheduler_seen_at = self._scheduler_seen_at if scheduler_at is None else scheduler_at
         self._redis_seen_at = self._redis_seen_at if redis_at is None else redis_at
         seen_at = max(self._scheduler_seen_at, self._redis_seen_at)
         if not self.closed:
-            self.announce(seen_at, seen_at + SERVE_WITHOUT_CONTACT_S)
+            self.on_serving_changed(seen_at, seen_at + SERVE_WITHOUT_CONTACT_S)
 
     def unready(self) -> str:
         """Return why this shard is not ready, or an empty string if it is. Does not query Redis."""
         if self.stopping:
             return "this shard is stopping"
         if not self.epoch:
-            return "not a member of the cluster yet" + (f" ({self._why})" if self._why else "")
+            return "not a member of the cluster yet" + (f" ({self._join_error})" if self._join_error else "")
         return "" if self.followed.is_set() else "the cluster map has not arrived yet"
 
     # -- requests from the core (`Peers`)
@@ -158,10 +159,10 @@ class Membership:
             except PsError as error:
                 if error.code == "invalid_field":  # its name or an address is not allowed: retrying would not help
                     raise
-                self._cannot_join(error)
+                self._log_join_failure(error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._why = ""
+            self._join_error = ""
             joined_at = monotonic()
             try:
                 async with asyncio.TaskGroup() as member:
@@ -169,20 +170,20 @@ class Membership:
                     member.create_task(self._follow())
                     member.create_task(self._watch_fence())
                     member.create_task(
-                        self._clocks.tell(self.link, f"/internal/shards/{self.name}/clocks?epoch={self.epoch}")
+                        self._clocks.run(self.link, f"/internal/shards/{self.name}/clocks?epoch={self.epoch}")
                     )
             except* FencedError as errors:
-                self._disown()
+                self._drop_partitions()
                 if not self.closed:  # else no rejoin: partitions assigned now would end with the process
-                    self._check_rivals(joined_at, errors.exceptions[0])
+                    self._check_duplicate_name(joined_at, errors.exceptions[0])
 
     async def _join(self) -> None:
         body = {"name": self.name, "addresses": self._addresses, "version": self._version}
         answer = await self.link.request("POST", "/internal/shards", body, await self._redis_term())
-        await self._heed(answer)
+        await self._accept_term(answer)
         self.epoch = int(answer["epoch"])
         self.state = "active"
-        self._seen(scheduler_at=monotonic())
+        self._confirmed(scheduler_at=monotonic())
         log.info("joined as %s, epoch %d", self.name, self.epoch)
 
     async def _redis_term(self) -> dict[str, int]:
@@ -193,28 +194,28 @@ class Membership:
             stop_if_cancelled()
             return {}
 
-    def _cannot_join(self, error: PsError) -> None:
+    def _log_join_failure(self, error: PsError) -> None:
         """Log a failed join, unless the same reason was logged within the last minute."""
-        if self._why != error.code or monotonic() - self._said_at > SAID_AGAIN_S:
+        if self._join_error != error.code or monotonic() - self._join_error_logged_at > JOIN_LOG_INTERVAL_S:
             log.warning("cannot join: %s", error)
-            self._why, self._said_at = error.code, monotonic()
+            self._join_error, self._join_error_logged_at = error.code, monotonic()
 
-    def _disown(self) -> None:
+    def _drop_partitions(self) -> None:
         """Drop all partitions: the scheduler, or a newer process of this name, has taken them away."""
         self.epoch = 0
         self.state = "joining"
         self._scheduler_seen_at = self._redis_seen_at = float("-inf")
-        self.announce(0.0, 0.0)
+        self.on_serving_changed(0.0, 0.0)
         for name, view in self._views.items():
             self._views[name] = replace(view, owned={})
             self._runtime.feed(self._views[name])
 
-    def _check_rivals(self, joined_at: float, reason: Exception) -> None:
+    def _check_duplicate_name(self, joined_at: float, reason: Exception) -> None:
         """Raise RuntimeError if fenced again soon after joining: two processes of one name keep fencing each other."""
         if monotonic() - joined_at < LEASE_S and self._fenced:
-            raise RuntimeError(f"another process serves under the name '{self.name}'; this one gives way")
+            raise RuntimeError(f"another process is running under the name '{self.name}'; this one exits")
         self._fenced = True
-        log.warning("no longer a member, joining anew: %s", reason)
+        log.warning("membership ended, rejoining: %s", reason)
 
     async def _heartbeats(self) -> None:
         while True:
@@ -222,17 +223,17 @@ class Membership:
             sent_at = monotonic()
             try:
                 answer = await self.link.request("PUT", f"/internal/shards/{self.name}", self._heartbeat())
-                await self._heed(answer)
+                await self._accept_term(answer)
             except (FencedError, NotFoundError) as error:
-                if await self._heeded(error):
-                    raise _not_known(error) from error
+                if await self._from_current_leader(error):
+                    raise _as_fenced(error) from error
                 await asyncio.sleep(RETRY_S)
                 continue
             except PsError as error:
                 log.debug("heartbeat failed: %s", error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._seen(scheduler_at=sent_at)  # confirmed as of the time the request was sent
+            self._confirmed(scheduler_at=sent_at)  # confirmed as of the time the request was sent
             self.state = str(answer.get("state", "active"))
             try:
                 async with asyncio.timeout(max(0.0, sent_at + HEARTBEAT_S - monotonic())):
@@ -282,14 +283,14 @@ class Membership:
                     pipe.info("server")
                     term, fence, server = await pipe.execute()
             except (RedisError, OSError) as error:
-                self._runtime.redis_away(error)
+                self._runtime.redis_failed(error)
             else:
-                self._runtime.redis_here(str(server["run_id"]))
+                self._runtime.redis_answered(str(server["run_id"]))
                 if fence is not None and int(fence) >= self.epoch:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # an emptied Redis has lost its fences too, so it confirms nothing
-                    self._seen(redis_at=asked_at)
-                    self._another_leads(int(term))
+                    self._confirmed(redis_at=asked_at)
+                    self._adopt_redis_term(int(term))
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _follow(self) -> None:
@@ -298,8 +299,8 @@ class Membership:
             try:
                 await race(self._read_feed(), self._resync.wait())
             except (FencedError, NotFoundError) as error:
-                if await self._heeded(error):
-                    raise _not_known(error) from error
+                if await self._from_current_leader(error):
+                    raise _as_fenced(error) from error
             except (PsError, TimeoutError, ValueError) as error:
                 log.info("the feed of %s ended: %s", self.link.url, error or type(error).__name__)
             await asyncio.sleep(RETRY_S)
@@ -338,21 +339,21 @@ class Membership:
 
     # -- leader terms
 
-    def _check_term(self, told: Mapping[str, Any]) -> None:
+    def _check_term(self, document: Mapping[str, Any]) -> None:
         """Adopt the leader term of a document; if it is stale, switch to the next scheduler and raise Unavailable.
 
         A deposed leader that has not noticed may name other owners; obeying it would discard partitions in memory.
         """
-        url, term = str(told[TOLD_BY]), int(told.get("term", self._term))
+        url, term = str(document[SOURCE_URL]), int(document.get("term", self._term))
         if term < self._term:
-            self.link.turn(url)
-            raise problem("no_leader", f"{url} speaks of term {term}, but {self._term} has begun")
+            self.link.switch_from(url)
+            raise problem("no_leader", f"{url} is at leader term {term}; the current term is {self._term}")
         self._term = term
-        self._told = (url, term)
+        self._last_leader = (url, term)
 
-    async def _heed(self, told: Mapping[str, Any]) -> None:
+    async def _accept_term(self, document: Mapping[str, Any]) -> None:
         """Like `_check_term`, but accept a lower term if Redis has no higher one: the whole cluster started anew."""
-        term = int(told.get("term", self._term))
+        term = int(document.get("term", self._term))
         if term < self._term:
             try:
                 newest = await self._redis.get(TERM_KEY)
@@ -361,25 +362,25 @@ class Membership:
             stop_if_cancelled()
             if newest is not None and int(newest) <= term:
                 self._term = term
-        self._check_term(told)
+        self._check_term(document)
 
-    async def _heeded(self, refusal: PsError) -> bool:
+    async def _from_current_leader(self, refusal: PsError) -> bool:
         """Return whether a refusal of this membership comes from a leader of the current term; log it if not."""
         try:
-            await self._heed(refusal.members)
+            await self._accept_term(refusal.members)
         except PsError as error:
-            log.warning("not heeded: %s (%s)", refusal, error)
+            log.warning("ignoring refusal from a stale leader: %s (%s)", refusal, error)
             return False
         return True
 
-    def _another_leads(self, term: int) -> None:
+    def _adopt_redis_term(self, term: int) -> None:
         """Adopt a newer term found in Redis, and leave the scheduler in use if it last announced an older one."""
         if term <= self._term:
             return
         self._term = term
-        if self._told[0] == self.link.url:
-            log.info("%s leads no more, term %d has begun", self.link.url, term)
-            self.link.turn(self.link.url)
+        if self._last_leader[0] == self.link.url:
+            log.info("%s is no longer the leader; term %d has begun", self.link.url, term)
+            self.link.switch_from(self.link.url)
             self.resync()
             self._kick.set()
 
@@ -398,13 +399,13 @@ class Membership:
             try:
                 await self.link.request("DELETE", f"/internal/shards/{self.name}", params={"epoch": self.epoch})
             except PsError as error:
-                log.info("cannot say goodbye: %s", error)
+                log.info("cannot deregister from the scheduler: %s", error)
 
 
-def _not_known(error: PsError) -> PsError:
+def _as_fenced(error: PsError) -> PsError:
     """Return the FencedError that ends this membership; a NotFoundError (unknown shard) is turned into one."""
     return error if isinstance(error, FencedError) else problem("fenced", error.detail)
 
 
-def _to_nobody(said_s: float, until_s: float) -> None:
+def _no_op(confirmed_s: float, until_s: float) -> None:
     """Do nothing: the default callback."""

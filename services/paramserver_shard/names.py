@@ -114,7 +114,7 @@ class NameService:
             raise problem("malformed", f"the body must be an object, not {type(body).__name__}")
         model = body.get("model")
         if not isinstance(model, str):
-            raise problem("invalid_field", "model: the name of a model is needed", where="model")
+            raise problem("invalid_field", "model: the name of a model is required", where="model")
         reader = Reader(body, "", [])
         reader.known.append("model")
         return await self._models.find(model), reader
@@ -271,7 +271,7 @@ def _read_tensors(
         errors += unknown(known.layout, [n for n in names if n not in known.layout.by_name])
         known_names = [n for n in names if n in known.layout.by_name]
         stray = [n for n in ranges if n not in values]
-        errors += [problem("invalid_range", f"ranges name '{n}', which {where} lacks", where=n) for n in stray]
+        errors += [problem("invalid_range", f"ranges: '{n}' is not in {where}", where=n) for n in stray]
         used = {n: r for n, r in ranges.items() if n in values and n in known.layout.by_name}
         selection = select(known.layout, known_names, used)
     except PsError as error:

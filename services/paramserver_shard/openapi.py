@@ -46,7 +46,7 @@ PUSH_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
 }
 ASSIGN_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     **PUSH_ANSWERS,
-    412: {"description": "The value is another than If-Match or If-None-Match say"},
+    412: {"description": "The value does not satisfy If-Match or If-None-Match"},
 }
 NPY_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {"description": "The parameter", "content": {"application/x-npy": {}}},

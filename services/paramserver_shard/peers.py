@@ -11,13 +11,13 @@ from pyreqwest.exceptions import PyreqwestError
 
 from paramserver.client.credentials import Credentials
 from paramserver.client.transport import translated, trusting
-from paramserver.errors import Unreachable, from_document, problem
+from paramserver.errors import PsError, Unreachable, from_document, problem
 from paramserver.limits import BODY_BYTES_MAX, CHUNK_BYTES, JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
 from paramserver.types import AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, Header, PullFrame, decode_header, encode_header
 from paramserver_shard.buffers import U8, BufferPool
 
-OWNER_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
+REQUEST_BASE_TIMEOUT_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
 """Base timeout of a request: at its owner a push waits for its turn, then for the journal; the rest is network."""
 CONNECT_S: Final = 2.0
 
@@ -60,8 +60,8 @@ class PeerClient:
         lost = "unavailable" if isinstance(header, PullFrame) else "in_doubt"
         prefix = encode_header(header)
         size = len(prefix) + sum(a.nbytes for a in body)
-        within = timedelta(seconds=OWNER_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S)  # for the whole exchange
-        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(within)
+        timeout_s = REQUEST_BASE_TIMEOUT_S + wait_s + (size + asked_bytes) / PACE_BYTES_PER_S  # for the whole exchange
+        request = self._client.post(url).header("content-type", MEDIA_TYPE).timeout(timedelta(seconds=timeout_s))
         if size <= CHUNK_BYTES:
             request = request.body_bytes(b"".join((prefix, *(a.data.cast("B") for a in body))))
         else:
@@ -70,25 +70,28 @@ class PeerClient:
             async with request.build_streamed() as response:
                 declared = int(response.get_header("content-length") or 0)
                 if declared > BODY_BYTES_MAX:
-                    raise problem(lost, f"{url} answered with {declared} bytes")
+                    raise problem(lost, f"{url} responded with {declared} bytes; the limit is {BODY_BYTES_MAX}")
                 received = self._pool.take_bytes(declared) if declared else np.empty(0, np.uint8)
                 view, at = received.data, 0
                 while (chunk := await response.body_reader.read_chunk()) is not None:
                     if at + len(chunk) > declared:
-                        raise problem(lost, f"{url} answered with more than it declared")
+                        raise problem(lost, f"{url} sent more than the content-length of its response")
                     view[at : at + len(chunk)] = chunk
                     at += len(chunk)
                 status = response.status
         except PyreqwestError as e:
-            told = translated(url, e, within.total_seconds())
-            if isinstance(header, PullFrame) or isinstance(told, Unreachable):
-                told = problem("unavailable", f"the shard at {url} does not answer ({told.detail})")
-            raise told from e
+            error = translated(url, e, timeout_s)
+            if isinstance(header, PullFrame) or isinstance(error, Unreachable):
+                error = problem("unavailable", f"the shard at {url} does not answer ({error.detail})")
+            raise error from e
         if status >= 300:
             raise _refusal(status, bytes(view[:at]))
         if at != declared:
-            raise problem(lost, f"{url} broke off its answer")
-        head, offset = decode_header(view, of)
+            raise problem(lost, f"{url} closed the connection before its response was complete")
+        try:
+            head, offset = decode_header(view, of)
+        except PsError as e:
+            raise problem(lost, f"the response of {url} cannot be read: {e.detail}") from e
         return head, received[offset:]
 
 

@@ -22,7 +22,7 @@ Ready = Callable[[Sequence[tuple[int, AnyArray]]], None]
 """Called with (index, bytes) of each part completed since the last call, in order."""
 
 
-def apart(sizes: Sequence[int]) -> bool:
+def has_own_buffers(sizes: Sequence[int]) -> bool:
     """Return whether each part of a body gets its own buffer: if they average at least `SMALL_BYTES`."""
     return len(sizes) > 0 and sum(sizes) >= SMALL_BYTES * len(sizes)
 
@@ -34,7 +34,7 @@ class Body:
         """`sizes` are the bytes of each part; raises RequestError (`too_large`)."""
         self.size: Final = sum(sizes)
         if self.size > BODY_BYTES_MAX:
-            raise problem("too_large", f"the body has {self.size} bytes; at most {BODY_BYTES_MAX} are taken")
+            raise problem("too_large", f"the body has {self.size} bytes; the limit is {BODY_BYTES_MAX}")
         self.parts: list[AnyArray] = []
         """The parts as uint8, uninitialized until they have arrived."""
         self._sizes = sizes
@@ -45,9 +45,9 @@ class Body:
         self._at = 0
         self._received = 0
 
-    def open(self, pool: BufferPool) -> None:
+    def allocate(self, pool: BufferPool) -> None:
         """Allocate the buffers."""
-        if apart(self._sizes):
+        if has_own_buffers(self._sizes):
             self.parts = [pool.take_bytes(size, shared=True) for size in self._sizes]
             return
         self._whole = whole = pool.take_bytes(self.size)
@@ -95,7 +95,7 @@ class Body:
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Header)
-Sized = Callable[[H], Awaitable[tuple[T, Body]]]
+HeaderHandler = Callable[[H], Awaitable[tuple[T, Body]]]
 """Turns a header into (request, receive buffer for its body). Raises PsError."""
 
 
@@ -105,14 +105,16 @@ class FrameReader:
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
 
-    async def read(self, scope: Scope, receive: Receive, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
-        """Read one request: returns what `sized` makes of its header, decoded as `of`, and the complete body.
+    async def read(
+        self, scope: Scope, receive: Receive, of: type[H], handle_header: HeaderHandler[H, T]
+    ) -> tuple[T, Body]:
+        """Read one request: returns what `handle_header` makes of its header, decoded as `of`, and the complete body.
 
         Raises RequestError for a body that is cut off or has the wrong length, Unavailable if there is no room for it.
         """
         arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
         if arrival is not None and (data := arrival.whole()) is not None:
-            request, body = await self._begun(scope, data, of, sized)
+            request, body = await self._start(scope, data, of, handle_header)
             body.end()
             return request, body
         ended = False
@@ -124,7 +126,7 @@ class FrameReader:
             return message
 
         try:
-            request, body = await self._arriving(scope, tracked, arrival, of, sized)
+            request, body = await self._arriving(scope, tracked, arrival, of, handle_header)
         except PsError:
             # Drain the body, whatever its size: a response sent before the end of the body would be lost.
             while not ended:
@@ -134,13 +136,13 @@ class FrameReader:
         return request, body
 
     async def _arriving(
-        self, scope: Scope, receive: Receive, arrival: Arrival | None, of: type[H], sized: Sized[H, T]
+        self, scope: Scope, receive: Receive, arrival: Arrival | None, of: type[H], handle_header: HeaderHandler[H, T]
     ) -> tuple[T, Body]:
         data, more = await _next(receive)
         while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):
             chunk, more = await _next(receive)
             data += chunk
-        request, body = await self._begun(scope, data, of, sized)
+        request, body = await self._start(scope, data, of, handle_header)
         if more and arrival is not None:
             if not await arrival.into(body):
                 raise _cut_off()
@@ -150,12 +152,14 @@ class FrameReader:
             body.feed(chunk)
         return request, body
 
-    async def _begun(self, scope: Scope, data: bytes, of: type[H], sized: Sized[H, T]) -> tuple[T, Body]:
+    async def _start(
+        self, scope: Scope, data: bytes, of: type[H], handle_header: HeaderHandler[H, T]
+    ) -> tuple[T, Body]:
         """Return the request and its body, filled with what `data` holds after the complete header."""
         header, offset = decode_header(data, of)
-        request, body = await sized(header)
+        request, body = await handle_header(header)
         account(scope).grow(body.size)
-        body.open(self._pool)
+        body.allocate(self._pool)
         body.feed(memoryview(data)[offset:])
         return request, body
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from redis.exceptions import RedisError
 
+from paramserver.core.layout import Range
 from paramserver.core.shard import ShardCore
 from paramserver.core.shard_io import (
     Applied,
@@ -54,14 +55,14 @@ from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_node.redis import trouble
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.computing import INLINE_ELEMENTS_MAX, beyond_cache, compute, rooms, shares, task_elements
+from paramserver_shard.computing import INLINE_ELEMENTS_MAX, beyond_cache, compute, shares, take_outputs, task_elements
 from paramserver_shard.directory import Directory
 from paramserver_shard.journal import Journal as JournalStore
 from paramserver_shard.journal_writer import JournalWriter
 from paramserver_shard.loading import Loader
 from paramserver_shard.loads import Loads
 from paramserver_shard.snapshots import to_stored
-from paramserver_shard.store import Saved, SnapshotStore
+from paramserver_shard.store import SaveResult, SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 T = TypeVar("T")
@@ -99,13 +100,13 @@ class Runtime:
         self.pool = pool
         self.peers: Peers
         """Set before the first event."""
-        self.superseded: Callable[[Sequence[PartitionState]], None] = _nobody
+        self.on_superseded: Callable[[Sequence[PartitionState]], None] = _no_op
         """Called with values that pulls no longer return, before any reply announces their successors."""
         self.lost: dict[PartitionKey, Token] = {}
         """Owned partitions with uploaded or file values that were never stored, with their owner tokens."""
-        self._refused = ""
-        self._away = ""
-        self._redis_run = ""
+        self._snapshot_error = ""
+        self._redis_error = ""
+        self._redis_run_id = ""
         self._directory = directory
         self._store = store
         self._loader = Loader(store, journal, pool, self.offload)
@@ -127,7 +128,7 @@ class Runtime:
     @property
     def degraded(self) -> str:
         """Reason why writes cannot be made durable now; empty when they can."""
-        return self._away or self._refused
+        return self._redis_error or self._snapshot_error
 
     # -- requests and events
 
@@ -139,13 +140,18 @@ class Runtime:
             self.loads.pushed(made, outcome)
         return outcome
 
-    async def pull(self, event: Callable[[Request], PullReceived]) -> PullDone:
-        """Submit a pull and return its outcome. Raises PsError."""
+    async def pull(
+        self, event: Callable[[Request], PullReceived], ranges: Sequence[Sequence[Range] | None] | None = None
+    ) -> PullDone:
+        """Submit a pull and return its outcome. Raises PsError.
+
+        `ranges` are those that the caller takes of each partition, for the load statistics (None: all of it).
+        """
         outcome: Outcome | None = self.core.pulls.at_once(event(0))
         if outcome is None:
             _, outcome = await self._ask(event)
         assert isinstance(outcome, PullDone)
-        self.loads.pulled(outcome)
+        self.loads.pulled(outcome, ranges)
         return outcome
 
     async def capture(self, event: Callable[[Request], Event]) -> Capture:
@@ -183,7 +189,7 @@ class Runtime:
             while self._events:
                 effects = self.core.handle(self._events.popleft(), self._loop.time())
                 if self.core.superseded:
-                    self.superseded(self.core.superseded)
+                    self.on_superseded(self.core.superseded)
                     self.core.superseded.clear()  # drops the references, which frees their memory
                 for effect in effects:
                     if isinstance(effect, Apply):
@@ -253,9 +259,9 @@ class Runtime:
             self._apply_here(due)
             return
         chunks = shares(due.tasks, self.threads)
-        places = rooms(chunks, self.pool)
-        run = partial(compute, pool=self.pool, past=beyond_cache(due.tasks))
-        work = [self.submit(partial(run, chunk, places=mine)) for chunk, mine in zip(chunks, places, strict=True)]
+        outputs = take_outputs(chunks, self.pool)
+        run = partial(compute, pool=self.pool, nontemporal=beyond_cache(due.tasks))
+        work = [self.submit(partial(run, chunk, outputs=out)) for chunk, out in zip(chunks, outputs, strict=True)]
         self._spawn(self._applied(due.job, work))
 
     def _apply_here(self, due: Apply) -> None:
@@ -279,7 +285,7 @@ class Runtime:
                 self.peers.report()
             self.feed(LoadFailed(key, token, error))
         except (RedisError, OSError) as error:
-            self.redis_away(error)
+            self.redis_failed(error)
             self.feed(LoadFailed(key, token, problem("storage_unavailable", trouble(error))))
         else:
             self.lost.pop(key, None)
@@ -293,7 +299,7 @@ class Runtime:
         cut = capture.clock if effect.cut else None
         known = self._directory.models.get(key.model.name)
         pinned = known.pinned if known is not None and known.key == key.model else None
-        saved: Saved | None = None
+        saved: SaveResult | None = None
         try:
             saved = await self._store.save(
                 key,
@@ -309,46 +315,46 @@ class Runtime:
             )
         except PsError as error:
             log.error("partition %s cannot be snapshotted: %s", key, error)
-            self._refused = str(error)
+            self._snapshot_error = str(error)
         except (RedisError, OSError) as error:
-            self.redis_away(error)
+            self.redis_failed(error)
         else:
-            self._refused = "Redis was emptied" if saved == Saved.EMPTIED else ""
-            if saved is not Saved.STORED:
+            self._snapshot_error = "Redis was emptied" if saved == SaveResult.EMPTIED else ""
+            if saved is not SaveResult.STORED:
                 log.warning("partition %s: snapshot of version %d: %s", key, version, saved.name.lower())
         if effect.urgent:
             crash_point("shard.release_stored")
-        done = SnapshotStored if saved is Saved.STORED else SnapshotFailed
+        done = SnapshotStored if saved is SaveResult.STORED else SnapshotFailed
         self.feed(done(key, token, version, effect.urgent))
 
-    def redis_away(self, error: Exception) -> None:
+    def redis_failed(self, error: Exception) -> None:
         """Note that Redis did not answer a request, or refused it: nothing counts as durable for now."""
-        if not self._away:
-            log.warning("nothing is made durable: %s", trouble(error))
-        self._away = trouble(error)
-        self.writer.suspect(self._away)
+        if not self._redis_error:
+            log.warning("writes are not durable for now: %s", trouble(error))
+        self._redis_error = trouble(error)
+        self.writer.note_failure(self._redis_error)
 
-    def redis_here(self, run_id: str) -> None:
+    def redis_answered(self, run_id: str) -> None:
         """Note that Redis has answered; a `run_id` other than before means that it was restarted."""
-        self._away = ""
-        if run_id != self._redis_run:
-            if self._redis_run:
-                self._spawn(self.look_over())
-            self._redis_run = run_id
+        self._redis_error = ""
+        if run_id != self._redis_run_id:
+            if self._redis_run_id:
+                self._spawn(self.check_after_redis_restart())
+            self._redis_run_id = run_id
 
-    async def look_over(self) -> None:
+    async def check_after_redis_restart(self) -> None:
         """After a restart of Redis, have partitions stored again of which it has lost something."""
         parts = [p for m in self.core.models.values() for p in m.partitions.values() if p.state is not None]
         known = [(p.key, p.token, p.mark.stored) for p in parts]
         try:
             found = await self._store.last_lsns([key for key, _, _ in known])
         except (RedisError, OSError) as error:
-            self.redis_away(error)
-            self._redis_run = "?"  # matches no process, so this runs again when Redis answers
+            self.redis_failed(error)
+            self._redis_run_id = "?"  # matches no process, so this runs again when Redis answers
             return
-        for (key, token, lsn), there in zip(known, found, strict=True):
-            if there < lsn:
-                log.error("partition %s: Redis came back without what was stored last; it is stored again", key)
+        for (key, token, lsn), in_redis in zip(known, found, strict=True):
+            if in_redis < lsn:
+                log.error("partition %s: Redis restarted without its latest data; storing it again", key)
                 self.feed(JournalLost(key, token))
 
     async def _ask_worker(self, effect: AskWorker) -> None:
@@ -366,7 +372,7 @@ class Runtime:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _nobody(states: Sequence[PartitionState]) -> None:
+def _no_op(states: Sequence[PartitionState]) -> None:
     """Do nothing: the default callback."""
 
 

@@ -69,10 +69,14 @@ class SharedFolder:
         half_made = parent / f".{path.name}"
         half_made.mkdir(mode=0o700)
         lock = os.open(half_made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        half_made.rename(path)
-        room = os.statvfs(path)
-        return cls(path, lock, min(bytes_max, int(room.f_bavail * room.f_frsize * _FREE_SHARE)))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            half_made.rename(path)
+            free = os.statvfs(path)
+        except OSError:
+            os.close(lock)  # unlocked, the folder is removed by the next sweep
+            raise
+        return cls(path, lock, min(bytes_max, int(free.f_bavail * free.f_frsize * _FREE_SHARE)))
 
     @property
     def address(self) -> str:

@@ -13,7 +13,7 @@ from paramserver.types import F32, AnyArray
 Take = Callable[[int], F32]
 """Returns an uninitialized float32 array of that many elements."""
 
-SET_LATER: Final = ("upload", "file")
+ASSIGNED_KINDS: Final = ("upload", "file")
 """Kinds of initial values that reach the owner later, as an assignment."""
 _HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "ranges", "dtype")
 
@@ -81,7 +81,7 @@ def first_state(spec: ModelSpec, layout: Layout, index: int, take: Take) -> Load
     for segment in layout.segments[index]:
         param = spec.params[segment.param]
         into = values[segment.start : segment.stop]
-        if param.init.kind in SET_LATER or param.init.kind == "zeros":
+        if param.init.kind in ASSIGNED_KINDS or param.init.kind == "zeros":
             into.fill(0.0)
         else:
             offset = base - layout.offsets[param.name][0]
@@ -90,6 +90,6 @@ def first_state(spec: ModelSpec, layout: Layout, index: int, take: Take) -> Load
     return LoadedState(PartitionState(values, slots, (0,) * len(layout.segments[index])))
 
 
-def set_later(spec: ModelSpec, layout: Layout, index: int) -> bool:
+def has_assigned_values(spec: ModelSpec, layout: Layout, index: int) -> bool:
     """Return whether a partition has parameters with assigned initial values, which cannot be drawn again."""
-    return any(spec.params[s.param].init.kind in SET_LATER for s in layout.segments[index])
+    return any(spec.params[s.param].init.kind in ASSIGNED_KINDS for s in layout.segments[index])

@@ -57,7 +57,7 @@ return 0
 """
 
 # KEYS: token, pending, then the blocks. ARGV: owner token, the member of `pending` for the abandoned snapshot.
-_SWEEP: Final = """
+_DELETE_ABANDONED: Final = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner > ARGV[1] then return 2 end
 redis.call('SREM', KEYS[2], ARGV[2])
@@ -66,7 +66,7 @@ return 0
 """
 
 
-class Saved(IntEnum):
+class SaveResult(IntEnum):
     """Result of saving a snapshot."""
 
     STORED = 0
@@ -138,7 +138,7 @@ class SnapshotStore:
         pinned: int | None = None,
         urgent: bool = False,
         fsync: bool = False,
-    ) -> Saved:
+    ) -> SaveResult:
         """Store one snapshot; unless this returns `STORED`, the manifest is unchanged.
 
         `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case. An urgent
@@ -155,7 +155,7 @@ class SnapshotStore:
             manifest = [e for e in found if (key, e["name"]) not in self._damaged]
             self._saves += 1  # a version may be stored twice, with other windows; keep the first one's blocks
             name = f"{version}-{token}-{self._saves}"
-            await self._sweep(key, token, found, pending)
+            await self._delete_abandoned(key, token, found, pending)
             packed = encode_head(head, arrays)
             size = len(packed) + sum(a.nbytes for a in arrays)
             count = -(-size // SNAPSHOT_BLOCK_BYTES)
@@ -193,16 +193,16 @@ class SnapshotStore:
             crash_point("shard.snapshot_before_switch")
             (result,) = await self._scripts.run([Script(_SWITCH, keys, args)], fsync=fsync)
             crash_point("shard.snapshot_after_switch")
-            if result != Saved.STORED:
+            if result != SaveResult.STORED:
                 await self._delete_blocks(key, name, count)
-                return Saved(result)
+                return SaveResult(result)
             for old in found:
                 if all(old["name"] != e["name"] for e in kept):
                     await self._delete_blocks(key, str(old["name"]), len(old["crc32"]))
                     self._damaged.discard((key, str(old["name"])))
-            return Saved.STORED
+            return SaveResult.STORED
 
-    async def knows(self, key: PartitionKey, token: Token) -> bool:
+    async def has_token(self, key: PartitionKey, token: Token) -> bool:
         """Return whether Redis has this owner token or a newer one; if not, it was emptied or reverted."""
         text = await self._redis.get(_key(key, "token"))
         try:
@@ -253,7 +253,7 @@ class SnapshotStore:
             body += size
         return Stored(int(entry["version"]), int(entry["token"]), int(entry["lsn"]), head["head"], tuple(arrays))
 
-    async def _sweep(
+    async def _delete_abandoned(
         self, key: PartitionKey, token: Token, manifest: Sequence[Mapping[str, Any]], pending: Iterable[bytes | str]
     ) -> None:
         """Delete the blocks of snapshots that were abandoned before the manifest was switched.
@@ -268,7 +268,9 @@ class SnapshotStore:
             name, _, count = text.rpartition(":")
             blocks = [] if name in named else _blocks(key, name, int(count))
             scripts.append(
-                Script(_SWEEP, [_key(key, "token"), _key(key, "pending"), *blocks], [_token_text(token), text])
+                Script(
+                    _DELETE_ABANDONED, [_key(key, "token"), _key(key, "pending"), *blocks], [_token_text(token), text]
+                )
             )
         if scripts:
             await self._scripts.run(scripts)

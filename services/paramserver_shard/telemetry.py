@@ -21,7 +21,7 @@ PULLS: Final = Counter("paramserver_pulls_total", "Pulls answered", ["model"])
 RECEIVED: Final = Counter("paramserver_received_bytes_total", "Bytes of gradients received", ["model"])
 SENT: Final = Counter("paramserver_sent_bytes_total", "Bytes of values sent", ["model"])
 PUSH_S: Final = Histogram(
-    "paramserver_push_seconds", "From a push's first byte to its answer", ["model"], buckets=BUCKETS_S
+    "paramserver_push_seconds", "From a push's first byte to its acceptance", ["model"], buckets=BUCKETS_S
 )
 PULL_S: Final = Histogram(
     "paramserver_pull_seconds", "From a pull's first byte to its answer's last", ["model"], buckets=BUCKETS_S

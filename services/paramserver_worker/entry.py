@@ -28,7 +28,7 @@ def load(entry: str, prefixes: Sequence[str]) -> Entry:
         allowed = ", ".join(prefixes) or "nothing"
         raise problem(
             "invalid_field",
-            f"entry '{entry}' lies under no prefix that this worker allows ({allowed})",
+            f"entry '{entry}' is not under a prefix allowed by this worker ({allowed})",
             hint=f"start the worker with --allow {module.partition('.')[0]}",
         )
     try:

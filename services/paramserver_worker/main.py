@@ -80,7 +80,7 @@ def worker(
     url: Annotated[str | None, typer.Option(help="The cluster; default: PARAMSERVER_URL.")] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
 ) -> None:
-    """Run training functions: places in runs that the cluster gives out, or one function by name."""
+    """Run training functions: join the cluster's worker pool, or run one function by name."""
     unwind.on_signals()  # SIGTERM unwinds through the session, which leaves the model
     try:
         settings = WorkerSettings.load({"url": url, "name": name, "allow": allow or None, "log_level": log_level})
@@ -91,7 +91,7 @@ def worker(
         node_log.setup(settings.log_level)
         if entry is not None:
             if model is None:
-                raise typer.BadParameter("is needed with an entry", param_hint="--model")
+                raise typer.BadParameter("is required with an entry", param_hint="--model")
             module = entry.partition(":")[0]
             function = entries.load(entry, [module])
             entries.run(connect(settings), function, _parsed(arg or []), model=model, place={})

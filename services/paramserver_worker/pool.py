@@ -47,7 +47,7 @@ class PoolMember:
         self._member, self._epoch = answer["member"], answer["epoch"]
         log.info("pool.joined member=%s epoch=%d allow=%s", self._member, self._epoch, ",".join(self._allow))
 
-    def _beat(self) -> dict[str, Any] | None:
+    def _heartbeat(self) -> dict[str, Any] | None:
         """Send a heartbeat, joining first if needed; returns the scheduler's answer, or None if there is none."""
         try:
             if not self._epoch:
@@ -60,15 +60,15 @@ class PoolMember:
             log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
             self._epoch = 0
         except PsError as e:
-            if not self._epoch and e.code == "invalid_field":
-                raise  # the name is not allowed: retrying would not help
+            if not self._member and e.code == "invalid_field":
+                raise  # refused on the first join, so the name is not allowed: retrying would not help
             log.warning("pool.unreachable %s", e)
         return None
 
     def work(self) -> None:
         """Take and work places, one after the other, forever."""
         while True:
-            answer = self._beat()
+            answer = self._heartbeat()
             place = answer["run"] if answer is not None else None
             if place is None:
                 time.sleep(IDLE_POLL_S)
@@ -89,7 +89,7 @@ class PoolMember:
             "place.begins run=%s place=%s entry=%s model=%s", *(place[k] for k in ("id", "place", "entry", "model"))
         )
         error = None
-        with self._keeping(place):
+        with self._heartbeats_during(place):
             try:
                 function = entry.load(place["entry"], self._allow)
                 entry.run(self._client, function, place.get("args") or {}, model=place["model"], place=place)
@@ -117,30 +117,30 @@ class PoolMember:
             log.warning("place.not_reported run=%s reason=%s", place["id"], e)
 
     @contextmanager
-    def _keeping(self, place: dict[str, Any]) -> Iterator[None]:
+    def _heartbeats_during(self, place: dict[str, Any]) -> Iterator[None]:
         """Send heartbeats from a thread while the block runs."""
-        over = threading.Event()
-        keeper = threading.Thread(target=self._keep, args=(place, over), name="pool heartbeat", daemon=True)
-        keeper.start()
+        ended = threading.Event()
+        thread = threading.Thread(target=self._heartbeat_loop, args=(place, ended), name="pool heartbeat", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            over.set()
-            keeper.join()
+            ended.set()
+            thread.join()
 
-    def _keep(self, place: dict[str, Any], over: threading.Event) -> None:
-        gone_since: float | None = None
-        while not over.wait(limits.HEARTBEAT_S):
-            answer = self._beat()
+    def _heartbeat_loop(self, place: dict[str, Any], ended: threading.Event) -> None:
+        taken_away_at: float | None = None
+        while not ended.wait(limits.HEARTBEAT_S):
+            answer = self._heartbeat()
             if answer is None:
                 continue
-            now = answer["run"] if answer["state"] != "stop" else None
-            if now is not None and (now["id"], now["place"]) == (place["id"], place["place"]):
-                gone_since = None
-            elif gone_since is None:
-                gone_since = time.monotonic()
+            assigned = answer["run"] if answer["state"] != "stop" else None
+            if assigned is not None and (assigned["id"], assigned["place"]) == (place["id"], place["place"]):
+                taken_away_at = None
+            elif taken_away_at is None:
+                taken_away_at = time.monotonic()
                 log.info("place.taken_away run=%s place=%s", place["id"], place["place"])
-            elif time.monotonic() - gone_since > STOP_GRACE_S:
+            elif time.monotonic() - taken_away_at > STOP_GRACE_S:
                 log.error("place.overstayed entry=%s ignores worker.draining: ending the process", place["entry"])
                 logging.shutdown()
                 os._exit(EXIT_OVERSTAYED)

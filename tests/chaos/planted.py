@@ -35,11 +35,11 @@ def apply_twice() -> None:
     passes = 0
 
     def twice(
-        tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+        tasks: Sequence[Task], pool: BufferPool, outputs: Sequence[F32 | None] | None = None
     ) -> tuple[TaskResult, ...]:
         nonlocal passes
         passes += 1
-        results = compute(tasks, pool, places)
+        results = compute(tasks, pool, outputs)
         if passes % EVERY or not all(isinstance(t, UpdateTask) for t in tasks):
             return results
         again = [replace(t, state=r.state) for t, r in zip(tasks, results, strict=True) if r.state is not None]
@@ -53,11 +53,11 @@ def tear() -> None:
     passes = 0
 
     def half(
-        tasks: Sequence[Task], pool: BufferPool, places: Sequence[F32 | None] | None = None
+        tasks: Sequence[Task], pool: BufferPool, outputs: Sequence[F32 | None] | None = None
     ) -> tuple[TaskResult, ...]:
         nonlocal passes
         passes += 1
-        results = compute(tasks, pool, places)
+        results = compute(tasks, pool, outputs)
         for task, result in zip(tasks, results, strict=True):
             if passes % EVERY == 0 and result.state is not None:
                 size = result.state.values.size
@@ -88,7 +88,7 @@ def skip_the_token() -> None:
         assert f"owner > ARGV[{at}]" in script
         vars(module)[name] = script.replace(f"owner > ARGV[{at}]", "false").replace(f"owner < ARGV[{at}]", "false")
     Membership.check_serving = lambda self: None  # type: ignore[method-assign]
-    Membership._disown = lambda self: None  # type: ignore[method-assign]
+    Membership._drop_partitions = lambda self: None  # type: ignore[method-assign]
     join = Membership._join
 
     async def join_once(self: Membership) -> None:

@@ -46,7 +46,7 @@ async def test_what_is_large_has_the_time_that_it_takes(
     cluster: Nodes, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a slow way a large part arrives, and comes back; an owner that is silent is given up in the same time."""
-    monkeypatch.setattr(peers, "OWNER_S", 0.5)
+    monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(peers, "PACE_BYTES_PER_S", MIB)
     name = unique("m")
     spec: dict[str, Any] = {"name": name, "params": {"w": {"shape": [SIZE]}}, "optimizer": {"name": "sum"}}
@@ -74,7 +74,7 @@ async def test_a_push_whose_answer_is_lost_is_in_doubt(
     cluster: Nodes, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have been applied, and was; one that reached nobody, and a pull, are only not answered."""
-    monkeypatch.setattr(peers, "OWNER_S", 1.0)
+    monkeypatch.setattr(peers, "REQUEST_BASE_TIMEOUT_S", 1.0)
     name = unique("m")
     cluster.post("/models", {"name": name, "params": {"w": {"shape": [4]}}, "optimizer": {"name": "sum"}}, status=201)
     client = PeerClient(BufferPool(), Credentials.found(None, None, os.environ))

@@ -432,13 +432,13 @@ async def test_a_redis_that_started_anew_is_looked_over(redis: Redis, ack: str) 
     async with running(redis, ack=ack) as shard:
         await shard.push(3)
         await shard.snapshot()
-        shard.runtime.redis_here("one run")
+        shard.runtime.redis_answered("one run")
         manifest = await redis.get(f"{{{shard.key}}}:manifest")
-        await shard.runtime.look_over()
+        await shard.runtime.check_after_redis_restart()
         lost = [k for k in await redis.keys("{m.3/0}:*") if not bytes(k).endswith(b":token")]  # type: ignore[arg-type]
         assert await redis.get(f"{{{shard.key}}}:manifest") == manifest
         await redis.delete(*lost)
-        shard.runtime.redis_here("a third run")
+        shard.runtime.redis_answered("a third run")
         async with asyncio.timeout(20):
             while await redis.get(f"{{{shard.key}}}:manifest") is None:
                 await asyncio.sleep(0.01)

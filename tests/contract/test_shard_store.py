@@ -17,7 +17,7 @@ from paramserver_node import redis as node_redis
 from paramserver_node import redis_server
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.scripts import ScriptRunner
-from paramserver_shard.store import Saved, SnapshotStore, Stored
+from paramserver_shard.store import SaveResult, SnapshotStore, Stored
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio]
 
@@ -53,7 +53,7 @@ def values(version: int, count: int = 1000) -> F32:
 
 async def save(
     store: SnapshotStore, version: int, *, token: int = TOKEN, cut: int | None = None, pinned: int | None = None
-) -> Saved:
+) -> SaveResult:
     return await store.save(KEY, token, version, {"version": version}, [values(version)], cut=cut, pinned=pinned)
 
 
@@ -79,7 +79,7 @@ async def test_two_snapshots_are_kept_and_the_newest_is_read(redis: Redis) -> No
     store = store_of(redis)
     assert await store.manifest(KEY) == []
     for version in (1, 2, 3):
-        assert await save(store, version) == Saved.STORED
+        assert await save(store, version) == SaveResult.STORED
     assert [e["version"] for e in await store.manifest(KEY)] == [3, 2]
     assert len(await blocks(redis)) == 2
     stored = await newest(store)
@@ -103,7 +103,7 @@ async def test_blocks_are_bounded(redis: Redis) -> None:
     """A snapshot of 9 MB is three blocks of at most 4 MiB, and comes back bit for bit."""
     store = store_of(redis)
     array = np.random.default_rng(1).standard_normal(2_250_000).astype(np.float32)
-    assert await store.save(KEY, TOKEN, 1, {}, [array, array[:3]]) == Saved.STORED
+    assert await store.save(KEY, TOKEN, 1, {}, [array, array[:3]]) == SaveResult.STORED
     sizes = [await redis.strlen(f"{{{KEY}}}:snap:{name}") for name in await blocks(redis)]
     assert len(sizes) == 3
     assert max(sizes) == 4 << 20
@@ -119,25 +119,27 @@ async def test_writes_are_spread_over_time(redis: Redis) -> None:
     store = SnapshotStore(redis, ScriptRunner(redis), BufferPool(), clock, rate)
     began = clock()
     for version in (1, 2):
-        assert await store.save(KEY, TOKEN, version, {}, [values(version, 2 * MIB)]) == Saved.STORED
+        assert await store.save(KEY, TOKEN, version, {}, [values(version, 2 * MIB)]) == SaveResult.STORED
     assert clock() - began >= 12 * MIB / rate, "the last block of 16 MiB waits for those before it"
-    assert await store.save(KEY, TOKEN, 3, {}, [values(3, 2 * MIB)], urgent=True) == Saved.STORED
-    assert await store.save(KEY, TOKEN, 4, {}, [values(4)]) == Saved.STORED
+    assert await store.save(KEY, TOKEN, 3, {}, [values(3, 2 * MIB)], urgent=True) == SaveResult.STORED
+    assert await store.save(KEY, TOKEN, 4, {}, [values(4)]) == SaveResult.STORED
     assert clock() - began >= 24 * MIB / rate
 
 
 async def test_a_former_owner_cannot_switch_the_manifest(redis: Redis) -> None:
     """Under a newer token a save is refused and leaves nothing behind; an emptied Redis is told from a new owner."""
     store = store_of(redis)
-    assert await save(store, 1) == Saved.STORED
+    assert await save(store, 1) == SaveResult.STORED
     await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
     before = await blocks(redis)
-    assert await save(store, 2) == Saved.FENCED
+    assert await save(store, 2) == SaveResult.FENCED
     assert await blocks(redis) == before
-    assert await save(store, 2, token=TOKEN + 1) == Saved.STORED
-    assert await save(store, 3, token=TOKEN + 2) == Saved.EMPTIED, "a token that Redis never heard of is newer than it"
+    assert await save(store, 2, token=TOKEN + 1) == SaveResult.STORED
+    assert await save(store, 3, token=TOKEN + 2) == SaveResult.EMPTIED, (
+        "a token that Redis never heard of is newer than it"
+    )
     await redis.delete(f"{{{KEY}}}:token")
-    assert await save(store, 3, token=TOKEN + 1) == Saved.EMPTIED
+    assert await save(store, 3, token=TOKEN + 1) == SaveResult.EMPTIED
 
 
 async def test_a_damaged_snapshot_is_noticed(redis: Redis) -> None:
@@ -170,7 +172,7 @@ async def test_a_pinned_cut_outlives_newer_ones(redis: Redis) -> None:
     """The cut that all partitions have is kept beside the newest, and found by its clock."""
     store = store_of(redis)
     for version, pinned in ((5, None), (10, 5), (15, 5)):
-        assert await save(store, version, cut=version, pinned=pinned) == Saved.STORED
+        assert await save(store, version, cut=version, pinned=pinned) == SaveResult.STORED
     assert [e["cut"] for e in await store.manifest(KEY)] == [15, 5]
 
 
@@ -187,7 +189,7 @@ async def test_blocks_that_redis_lost_are_not_named(redis: Redis) -> None:
     runner = ScriptRunner(redis)
     runner.run = forgetful  # type: ignore[method-assign]
     forgetting = SnapshotStore(redis, runner, BufferPool(), asyncio.get_running_loop().time, 1e12)
-    assert await save(forgetting, 2) == Saved.BLOCKS_GONE
+    assert await save(forgetting, 2) == SaveResult.BLOCKS_GONE
     assert [e["version"] for e in await store.manifest(KEY)] == [1]
 
 
@@ -197,7 +199,7 @@ async def test_what_a_killed_writer_left_is_swept(redis: Redis) -> None:
     await redis.sadd(f"{{{KEY}}}:pending", "9-1-1:2")
     for i in range(2):
         await redis.set(f"{{{KEY}}}:snap:9-1-1:{i}", b"x")
-    assert await save(store, 1) == Saved.STORED
+    assert await save(store, 1) == SaveResult.STORED
     assert len(await blocks(redis)) == 1
     assert await redis.scard(f"{{{KEY}}}:pending") == 0
 
@@ -209,6 +211,6 @@ async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:
     name = f"9-{TOKEN + 1}-1"
     await redis.sadd(f"{{{KEY}}}:pending", f"{name}:1")
     await redis.set(f"{{{KEY}}}:snap:{name}:0", b"x")
-    assert await save(store, 2) == Saved.FENCED
+    assert await save(store, 2) == SaveResult.FENCED
     assert await blocks(redis) == [f"{name}:0"]
     assert await redis.sismember(f"{{{KEY}}}:pending", f"{name}:1")

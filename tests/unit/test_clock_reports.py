@@ -59,9 +59,9 @@ async def test_reports_follow_the_scheduler_in_use() -> None:
 
     async with asyncio.timeout(WITHIN_S), Scheduler().listening() as still, Scheduler().listening() as other:
         link = SchedulerLink([still.url, other.url], NO_CREDENTIALS)
-        telling = asyncio.create_task(reports.tell(link, "/clocks"))
+        telling = asyncio.create_task(reports.run(link, "/clocks"))
         await report_until_told(still)
-        link.turn(still.url)
+        link.switch_from(still.url)
         while still.connected:
             await asyncio.sleep(0.01)
         before = still.came

@@ -6,7 +6,7 @@ import numpy as np
 import psutil
 import pytest
 
-from paramserver.core.shard_io import PushDone, PushPart, PushReceived
+from paramserver.core.shard_io import PartitionState, PullDone, PulledPart, PushDone, PushPart, PushReceived
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey
 from paramserver_node.plausible import size_bytes
@@ -67,6 +67,18 @@ def test_memory_in_use_is_told() -> None:
     document = Memory(1 << 40).document()
     assert document["limit_bytes"] == 1 << 40
     assert 10 << 20 < document["used_bytes"] < psutil.virtual_memory().total
+
+
+def test_a_pull_of_ranges_counts_only_their_bytes() -> None:
+    """The load of a partition is what was sent of it, not its size."""
+    now = [0.0]
+    loads = Loads(lambda: now[0])
+    state = PartitionState(np.zeros(1_000_000, np.float32), (), ())
+    parts = (PulledPart(0, state, 1, 1), PulledPart(1, state, 1, 1))
+    loads.pulled(PullDone(ModelKey("m", 2), 0, 1, 1, parts), [((0, 10), (20, 30)), None])
+    now[0] += 1.0
+    (_, _, _, ranged), (_, _, _, whole) = loads.rates()
+    assert float(ranged) == pytest.approx(float(whole) * 80 / 4_000_000, abs=0.1)
 
 
 def test_loads_follow_the_traffic_and_fade() -> None:

@@ -63,7 +63,7 @@ def test_partitions_of_nearly_one_size_share_their_memory() -> None:
     first = pool.take_bytes(smaller)
     second = pool.take_bytes(larger)
     of_smaller, of_larger = first.ctypes.data, second.ctypes.data
-    assert pool.again(pool.take_bytes(smaller), larger // 4) is not None
+    assert pool.reuse(pool.take_bytes(smaller), larger // 4) is not None
     del first, second
     assert pool.kept_bytes <= 2 * 241 * step, "memory that nobody will ask for again"
     again = [pool.take_bytes(smaller), pool.take_bytes(smaller)]

@@ -60,7 +60,7 @@ class Shard:
     async def ask(self, path: str, body: bytes, kind: str) -> dict[str, Any]:
         """The problem document that a request is answered with."""
         names: Any = SimpleNamespace(push=self.work, pushpull=self.work, pull=self.pulled)
-        frames: Any = SimpleNamespace(push=self.frame_work, lease_after=lambda *_: None, sized_push=None)
+        frames: Any = SimpleNamespace(push=self.frame_work, lease_after=lambda *_: None, prepare_push=None)
         reader: Any = SimpleNamespace(read=self.read)
         app, asked = FastAPI(), Telemetry(time.monotonic)
         problems.install(app)

@@ -228,59 +228,59 @@ def test_leases_are_bounded(versions: BufferPool, lending: Lending, monkeypatch:
 
 def test_a_slot_is_the_shards_from_submission_to_reply(folder: SharedFolder, lending: Lending) -> None:
     """A slot that was submitted cannot be submitted again before its answer, and then holds the next gradient."""
-    file = lending.lend(4 * COUNT)
+    file = lending.allocate_slot(4 * COUNT)
     mine = writable(str(folder.path / file), 4 * COUNT)
     mine.view(np.float32)[:] = 7.0
-    body = lending.submitted(file, 4 * COUNT)
+    body = lending.begin_push(file, 4 * COUNT)
     assert (body.view(np.float32) == 7.0).all()
     with pytest.raises(ConflictError, match="slot"):
-        lending.submitted(file, 4 * COUNT)
-    lending.answered(file, again=True)
+        lending.begin_push(file, 4 * COUNT)
+    lending.finish_push(file, reusable=True)
     mine.view(np.float32)[:] = 8.0
-    assert (lending.submitted(file, 4 * COUNT).view(np.float32) == 8.0).all()
-    lending.answered(file, again=False)
+    assert (lending.begin_push(file, 4 * COUNT).view(np.float32) == 8.0).all()
+    lending.finish_push(file, reusable=False)
     with pytest.raises(ConflictError, match="ask for another"):
-        lending.submitted(file, 4 * COUNT)
+        lending.begin_push(file, 4 * COUNT)
     assert lending.slot_bytes == 0
 
 
 def test_an_idle_slot_is_taken_back_and_never_lent_again(folder: SharedFolder, lending: Lending, clock: Clock) -> None:
     """A client that vanished with a slot in hand costs nothing after the lease; what it still writes reaches nobody."""
-    file = lending.lend(4 * COUNT)
+    file = lending.allocate_slot(4 * COUNT)
     mine = writable(str(folder.path / file), 4 * COUNT)
     clock.now = limits.SHARED_LEASE_S
-    other = lending.lend(4 * COUNT)
+    other = lending.allocate_slot(4 * COUNT)
     mine[:] = 255
     assert other != file
-    assert not lending.submitted(other, 4 * COUNT).any()
+    assert not lending.begin_push(other, 4 * COUNT).any()
 
 
 def test_a_returned_slot_serves_another_client(folder: SharedFolder, lending: Lending) -> None:
     """Its memory is lent again rather than more of it; one whose push is being applied is not given away."""
-    file = lending.lend(4 * COUNT)
-    lending.submitted(file, 4 * COUNT)
-    lending.returned(file)
-    other = lending.lend(4 * COUNT)
+    file = lending.allocate_slot(4 * COUNT)
+    lending.begin_push(file, 4 * COUNT)
+    lending.free_slot(file)
+    other = lending.allocate_slot(4 * COUNT)
     assert other != file
-    lending.answered(file, again=True)
+    lending.finish_push(file, reusable=True)
     taken = folder.bytes
     for slot in (file, other, other, "b0"):
-        lending.returned(slot)
+        lending.free_slot(slot)
     assert lending.slot_bytes == 0
-    assert {lending.lend(4 * COUNT), lending.lend(4 * COUNT)} == {file, other}
+    assert {lending.allocate_slot(4 * COUNT), lending.allocate_slot(4 * COUNT)} == {file, other}
     assert folder.bytes == taken
 
 
 def test_a_lying_client_is_refused(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push larger than its slot, a slot that never was, and slots beyond the bound are refused."""
-    file = lending.lend(4 * COUNT)
+    file = lending.allocate_slot(4 * COUNT)
     with pytest.raises(RequestError):
-        lending.submitted(file, 1 << 30)
+        lending.begin_push(file, 1 << 30)
     with pytest.raises(ConflictError):
-        lending.submitted("../lock", 4)
+        lending.begin_push("../lock", 4)
     monkeypatch.setattr("paramserver_shard.lending.SLOT_BYTES_MAX", 4 * COUNT)
     with pytest.raises(Unavailable):
-        lending.lend(4 * COUNT)
+        lending.allocate_slot(4 * COUNT)
 
 
 def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
@@ -299,6 +299,20 @@ def test_a_full_folder_gives_private_memory(tmp_path: Path) -> None:
 def test_no_folder_where_there_can_be_none(root: str) -> None:
     """Turned off, or on a machine without that file system, there is simply no folder."""
     assert SharedFolder.open(root, "shard-0", 1 << 20) is None
+
+
+def test_a_folder_that_could_not_be_opened_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If opening it fails after its lock is taken, the lock is released and the next sweep removes the folder."""
+
+    def fail(_: Path) -> None:
+        raise OSError("no such call")
+
+    with monkeypatch.context() as failing:
+        failing.setattr("os.statvfs", fail)
+        assert SharedFolder.open(str(tmp_path), "shard-1", 1 << 20) is None
+    (parent,) = tmp_path.iterdir()
+    sweep(parent)
+    assert not list(parent.iterdir())
 
 
 def test_what_a_killed_shard_left_is_removed_by_the_next(tmp_path: Path, folder: SharedFolder) -> None:
@@ -392,7 +406,7 @@ def board(folder: SharedFolder) -> Board:
     """The board of the folder's shard, which may serve for the next minute."""
     made = Board(folder)
     now = time.monotonic()
-    made.serve(now, now + 60.0)
+    made.set_serving_window(now, now + 60.0)
     return made
 
 
@@ -403,20 +417,20 @@ def test_a_lease_stands_on_the_board_until_other_values_take_its_place(
     lending = Lending(versions, BufferPool(folder=folder), board, clock)
     view = BoardView(str(folder.path))
     old, other, new = (versions.take(COUNT, shared=True) for _ in range(3))
-    first, second = lending.lease([old, other], present=True), lending.lease([other], present=True)
+    first, second = lending.lease([old, other], current=True), lending.lease([other], current=True)
     past = lending.lease([old])
     assert first is not None
     assert second is not None
     assert past is not None
     assert [view.confirms(n) for n, _ in (first, second, past)] == [True, True, False]
 
-    lending.superseded([PartitionState(old, (), ())])
-    third = lending.lease([new, other], present=True)
+    lending.clear_superseded([PartitionState(old, (), ())])
+    third = lending.lease([new, other], current=True)
     assert third is not None
     assert [view.confirms(n) for n, _ in (first, second, third)] == [False, True, True]
 
     lending.release([second[0]])
-    lending.superseded([PartitionState(other, (), ())])
+    lending.clear_superseded([PartitionState(other, (), ())])
     assert [view.confirms(n) for n, _ in (first, second, third)] == [False, False, False]
 
 
@@ -425,7 +439,7 @@ def test_a_lease_that_has_ended_is_not_confirmed(
 ) -> None:
     """After its 15 seconds a lease is not on the board, whether its values are the present or not."""
     lending = Lending(versions, BufferPool(folder=folder), board, clock)
-    granted = lending.lease([versions.take(COUNT, shared=True)], present=True)
+    granted = lending.lease([versions.take(COUNT, shared=True)], current=True)
     assert granted is not None
     clock.now = limits.SHARED_LEASE_S
     lending.expire()
@@ -435,10 +449,10 @@ def test_a_lease_that_has_ended_is_not_confirmed(
 def test_a_shard_that_may_not_serve_confirms_nothing(folder: SharedFolder, board: Board) -> None:
     """Neither once its time is over nor before it was said, as in a container with a clock of its own."""
     view, now = BoardView(str(folder.path)), time.monotonic()
-    board.present(5)
+    board.mark_current(5)
     assert view.confirms(5)
     for said, until in ((now - 9.0, now - 6.0), (now + 60.0, now + 63.0), (0.0, 0.0)):
-        board.serve(said, until)
+        board.set_serving_window(said, until)
         assert not view.confirms(5)
 
 
@@ -448,7 +462,7 @@ def test_the_board_of_a_process_that_has_ended_confirms_nothing(tmp_path: Path) 
         "import sys, time; from paramserver_shard.board import Board; "
         "from paramserver_shard.shared_folder import SharedFolder\n"
         "f = SharedFolder.open(sys.argv[1], 's', 1 << 20); b = Board(f)\n"
-        "b.serve(time.monotonic(), time.monotonic() + 60.0); b.present(7)\n"
+        "b.set_serving_window(time.monotonic(), time.monotonic() + 60.0); b.mark_current(7)\n"
         "print(f.path, flush=True); sys.stdin.read()\n"
     )
     process = subprocess.Popen(

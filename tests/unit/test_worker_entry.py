@@ -36,7 +36,7 @@ def test_an_allowed_entry_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("os:system", "allows"),
+        ("os:system", "allowed by this worker"),
         ("paramserver.examples.nothing:train", "no module"),
         ("paramserver.examples.digits:nothing", "no function"),
         ("paramserver.examples.digits:TEST_IMAGES", "no function"),

@@ -22,43 +22,43 @@ BUFFER_BYTES_MAX: Final = 1 << 20
 """Most bytes in the send buffer; beyond that the scheduler is taken to be hanging, and the request is aborted."""
 
 
-class Upload(asyncio.Protocol):
+class StreamingRequest(asyncio.Protocol):
     """One streamed request: `open` starts it, `close` aborts it."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self.over = False
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self.ended = False
         """Whether the request has ended, so that nothing more can be sent."""
         self.status = 0
         """Status code of the response; 0 without one."""
         self.schedulers = ""
         """The schedulers named by the response's header, if any."""
-        self._changed = changed
+        self._on_end = on_end
         self._transport: asyncio.Transport | None = None
-        self._answer = httptools.HttpResponseParser(self)
+        self._response = httptools.HttpResponseParser(self)
 
     @classmethod
-    async def open(cls, url: str, credentials: Credentials, changed: Callable[[], None]) -> Self:
-        """Connect and send the request's headers; `changed` is called when the request is over. Raises OSError."""
+    async def open(cls, url: str, credentials: Credentials, on_end: Callable[[], None]) -> Self:
+        """Connect and send the request's headers; `on_end` is called when the request has ended. Raises OSError."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         async with asyncio.timeout(CONNECT_S):
-            transport, upload = await asyncio.get_running_loop().create_connection(
-                lambda: cls(changed),
+            transport, request = await asyncio.get_running_loop().create_connection(
+                lambda: cls(on_end),
                 parts.hostname or "",
                 parts.port or (443 if secure else 80),
                 ssl=credentials.context() if secure else None,
             )
-        told = {"host": parts.netloc, "transfer-encoding": "chunked", "content-type": "application/x-ndjson"}
-        told |= credentials.headers
+        headers = {"host": parts.netloc, "transfer-encoding": "chunked", "content-type": "application/x-ndjson"}
+        headers |= credentials.headers
         target = parts.path + (f"?{parts.query}" if parts.query else "")
-        lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items()), "", ""]
+        lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
         transport.write("\r\n".join(lines).encode("latin-1"))
-        return upload
+        return request
 
     def send(self, data: bytes) -> None:
-        """Send a piece of the body; dropped if the request is over."""
+        """Send a piece of the body; dropped if the request has ended."""
         assert self._transport is not None
-        if not self.over:
+        if not self.ended:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
             if self._transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
                 self.close()
@@ -76,9 +76,9 @@ class Upload(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self._answer.feed_data(data)
+            self._response.feed_data(data)
         except httptools.HttpParserError as error:
-            log.debug("an answer that is no HTTP: %s", error)
+            log.debug("invalid HTTP response: %s", error)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -91,10 +91,10 @@ class Upload(asyncio.Protocol):
             self.schedulers = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        self.status = self._answer.get_status_code()
+        self.status = self._response.get_status_code()
         self.close()
 
     def _end(self) -> None:
-        if not self.over:
-            self.over = True
-            self._changed()
+        if not self.ended:
+            self.ended = True
+            self._on_end()

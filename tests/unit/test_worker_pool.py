@@ -1,0 +1,53 @@
+"""A member of the worker pool, whose scheduler is played by hand."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from paramserver import limits
+from paramserver.errors import problem
+from paramserver_worker import entry
+from paramserver_worker.pool import PoolMember
+
+
+class Over(Exception):
+    """The place is reported: the test has seen enough."""
+
+
+class Scheduler:
+    """Gives out one place; then it forgets the member and refuses its first attempt to join again."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.joined_again = threading.Event()
+
+    def request(self, method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        self.calls.append(method)
+        if path.startswith("/runs/"):
+            raise Over
+        times = self.calls.count(method)
+        if method == "POST":
+            if times == 2:
+                raise problem("invalid_field", "name: is not allowed any more")
+            return {"member": "w", "epoch": times}
+        if times == 2:
+            raise problem("not_found", "no member 'w'")
+        if times > 2:
+            self.joined_again.set()
+        place = {"id": "r", "place": 0, "entry": "json:dumps", "model": "m"}
+        return {"state": "run", "run": place}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_member_that_may_not_rejoin_keeps_trying_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal of its name after it was accepted once does not end the heartbeats of the place it works on."""
+    scheduler: Any = Scheduler()
+    joined: list[bool] = []
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(entry, "run", lambda *_, **__: joined.append(scheduler.joined_again.wait(5.0)))
+
+    with pytest.raises(Over):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    assert joined == [True]
