@@ -24,7 +24,7 @@ from paramserver.limits import WAITED_BYTES
 from paramserver.wire import http2 as wire
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Http2Error
-from paramserver_node.follies import WIDER_BYTES_MIN, Follies
+from paramserver_node.frame_abuse import UPDATE_BYTES_MIN, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first
 from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of, scope_of
@@ -86,7 +86,7 @@ class Connection(asyncio.BufferedProtocol):
         """Receive window of the connection: bytes of bodies that the client may still send."""
         self._used = 0
         """Bytes consumed but not yet returned to the client as window updates."""
-        self._follies = Follies(self.loop.time)
+        self._abuse_limit = FrameAbuseLimit(self.loop.time)
         self.spoke_s = self.loop.time()
         """When the client was last sent a frame about one of its bodies."""
         self._said: list[bytes] = []
@@ -232,7 +232,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._window < 0 or (stream is not None and not stream.takes(cost)):
             raise Http2Error(wire.FLOW_CONTROL_ERROR, "more than the window allows")
         if not data and not ends and not self._scanner.due:
-            self._follies.one()
+            self._abuse_limit.count()
         if stream is None:
             self.used(cost)
             return
@@ -284,33 +284,33 @@ class Connection(asyncio.BufferedProtocol):
             begun, first_flags, block = self._block
             if begun != number:
                 raise Http2Error(wire.PROTOCOL_ERROR, "headers that are interrupted")
-            self._follies.one()
+            self._abuse_limit.count()
             self._block = None
             self._heads(number, flags & wire.END_HEADERS | first_flags & wire.END_STREAM, block + payload)
         elif kind == wire.RST_STREAM:
             wire.word_in(payload)
             if number == 0 or number > self._newest:
                 raise Http2Error(wire.PROTOCOL_ERROR, "a stream that never was is cut")
-            self._follies.one()
+            self._abuse_limit.count()
             if (stream := self._streams.pop(number, None)) is not None:
                 stream.cut()
                 self._close_if_idle()
         elif kind == wire.SETTINGS:
             self._greeted = True
-            self._follies.one()
+            self._abuse_limit.count()
             if not flags & wire.ACK:
                 self._set(wire.settings_in(payload))
                 self.say(wire.frame(wire.SETTINGS, wire.ACK, 0))
         elif kind == wire.PING:
             if len(payload) != 8:
                 raise Http2Error(wire.FRAME_SIZE_ERROR, "a ping that is not eight bytes")
-            self._follies.one()
+            self._abuse_limit.count()
             if not flags & wire.ACK:
                 self.say(wire.frame(wire.PING, wire.ACK, 0, bytes(payload)))
         elif kind == wire.PUSH_PROMISE:
             raise Http2Error(wire.PROTOCOL_ERROR, "clients do not push")
         else:
-            self._follies.one()  # frames that need no reaction
+            self._abuse_limit.count()  # frames that need no reaction
 
     def _heads(self, number: int, flags: int, block: bytearray) -> None:
         """Process a header block, as far as it has arrived."""
@@ -328,13 +328,13 @@ class Connection(asyncio.BufferedProtocol):
                     raise Http2Error(wire.PROTOCOL_ERROR, "headers in the middle of a body")
                 stream.arrived(memoryview(b""), True)
             else:
-                self._follies.one()
+                self._abuse_limit.count()
             return
         self._newest = number
         if asked is not None and ends and asked.length:
             asked = None  # it announces a body, and has none
         if asked is None or self._stopping or self._running >= STREAMS_MAX:
-            self._follies.one()
+            self._abuse_limit.count()
             code = wire.PROTOCOL_ERROR if asked is None else wire.REFUSED_STREAM
             self.say(wire.word(number, wire.RST_STREAM, code))
             return
@@ -349,8 +349,8 @@ class Connection(asyncio.BufferedProtocol):
         task.add_done_callback(self._server.tasks.discard)
 
     def _widen(self, number: int, by: int) -> None:
-        if by < WIDER_BYTES_MIN:
-            self._follies.one()
+        if by < UPDATE_BYTES_MIN:
+            self._abuse_limit.count()
         stream = self._streams.get(number)
         if number == 0:
             self.credit += by
@@ -483,7 +483,7 @@ class Connection(asyncio.BufferedProtocol):
     def ended(self, number: int, *, answered: bool) -> None:
         """Forget a request that is over; `answered`: with a complete answer."""
         self._running -= 1
-        self._follies.made_up(answered)
+        self._abuse_limit.request_ended(answered=answered)
         self.flush_soon()
         self._streams.pop(number, None)
         self._unread.watch()

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from tests.unit.http2_connection import ASKED, Into, connected, frames_of
 
 from paramserver.wire import http2 as wire
-from paramserver_node import follies, stream
+from paramserver_node import frame_abuse, stream
 from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
 from paramserver_node.stream import BODY, UNREAD_BYTES_MAX
 
@@ -53,19 +53,19 @@ async def test_who_sends_only_frames_of_no_use_is_cut_off(useless: bytes) -> Non
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
-        sending = asyncio.ensure_future(loop.sock_sendall(theirs, useless * (follies.MOST + 10)))
+        sending = asyncio.ensure_future(loop.sock_sendall(theirs, useless * (frame_abuse.COUNT_MAX + 10)))
         assert await code_of(theirs) == wire.ENHANCE_YOUR_CALM
         await asyncio.gather(sending, return_exceptions=True)
 
 
 def test_who_was_calm_for_long_may_not_send_more_of_them_at_once() -> None:
     """A day of rest allows no more than the first second; a ping now and then is allowed for ever."""
-    days = iter([*range(3000), *[3000] * 2 * follies.MOST])
-    counted = follies.Follies(lambda: 86_400.0 * next(days))
-    for _ in range(2999 + follies.MOST):
-        counted.one()
+    days = iter([*range(3000), *[3000] * 2 * frame_abuse.COUNT_MAX])
+    counted = frame_abuse.FrameAbuseLimit(lambda: 86_400.0 * next(days))
+    for _ in range(2999 + frame_abuse.COUNT_MAX):
+        counted.count()
     with pytest.raises(wire.Http2Error, match="of no use"):
-        counted.one()
+        counted.count()
 
 
 @pytest.mark.asyncio
@@ -73,7 +73,7 @@ async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None
     """However many there are of them."""
     async with connected(nothing) as (theirs, connection):
         loop = asyncio.get_running_loop()
-        count = 2 * follies.MOST
+        count = 2 * frame_abuse.COUNT_MAX
         await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 4096) * count)
         await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
@@ -85,7 +85,7 @@ async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None
     """So simple ones do; it is no folly, however many answers there are."""
     async with connected(nothing) as (theirs, _):
         loop, wider = asyncio.get_running_loop(), b""
-        for n in range(1, 2 * follies.MOST, 2):
+        for n in range(1, 2 * frame_abuse.COUNT_MAX, 2):
             await loop.sock_sendall(theirs, wider + wire.frame(wire.HEADERS, ENDS, n, ASKED))
             await heard(theirs, wire.HEADERS, n)
             wider = wire.word(0, wire.WINDOW_UPDATE, 9) + wire.word(n, wire.WINDOW_UPDATE, 9)
