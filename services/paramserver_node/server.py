@@ -1,4 +1,4 @@
-"""The server of a node: uvicorn, with its HTTP/1.1 and our HTTP/2 on one port (see `either`).
+"""The server of a node: uvicorn, with its HTTP/1.1 and our HTTP/2 on one port (see `protocol_detector`).
 
 It runs in the caller's process and event loop.  When `stop` is set, it accepts no more connections, and finishes the
 requests in flight within `grace_s`.
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from paramserver.errors import problem
 from paramserver.limits import CONNECTIONS_MAX
-from paramserver_node.either import Either
+from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_node.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ async def _serve_on(
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http=type("Either", (Either,), {"carrier": carrier}),
+            http=type("ProtocolDetector", (ProtocolDetector,), {"carrier": carrier}),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -17,8 +17,8 @@ from uvicorn.server import ServerState
 
 import paramserver as ps
 from paramserver.wire import http2 as wire
-from paramserver_node import either, http1, unread
-from paramserver_node.either import Either
+from paramserver_node import http1, protocol_detector, unread
+from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_node.http2 import HEADER_BYTES_MAX
 
 ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
@@ -109,7 +109,7 @@ async def serving(app: ASGIApp = echo) -> AsyncIterator[tuple[Client, ServerStat
     loop, config, state = asyncio.get_running_loop(), Config(app, log_config=None, ws="none"), ServerState()
     config.load()
     made: dict[str, Any] = {}
-    server = await loop.create_server(lambda: Either(config, state, made), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: ProtocolDetector(config, state, made), "127.0.0.1", 0)
     async with asyncio.timeout(WITHIN_S):
         with closing(server), socket.socket() as connected:
             connected.setblocking(False)
@@ -365,7 +365,7 @@ async def test_many_offers_at_once_are_ignored() -> None:
 )
 async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first request's head has as long to arrive as in HTTP/1.1."""
-    monkeypatch.setattr(either, "HEAD_S", 0.05)
+    monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
     async with serving() as (client, _):
         await client.send(begun)
         await client.to_the_end()
@@ -374,7 +374,7 @@ async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch
 @pytest.mark.asyncio
 async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody counts the time between two requests."""
-    monkeypatch.setattr(either, "HEAD_S", 0.05)
+    monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
     rested = asyncio.Event()
     async with serving() as (client, _):
         await client.send(HELLO)
