@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 import paramserver as ps
 from paramserver.wire import http2 as wire
 from paramserver_node import http1, protocol_detector, unread
-from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_node.http2 import HEADER_BYTES_MAX
+from paramserver_node.protocol_detector import ProtocolDetector
 
 ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
