@@ -27,12 +27,12 @@ from paramserver.wire.http2 import Http2Error
 from paramserver_node.frame_abuse import UPDATE_BYTES_MIN, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first
-from paramserver_node.stream import BODY, TRIP_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of, scope_of
+from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of, scope_of
 from paramserver_node.unread import Unread
 
 if TYPE_CHECKING:
     from paramserver.kernels.sockets import Received
-    from paramserver_node.carrier import Carrier
+    from paramserver_node.transfer_threads import TransferThreads
 
 log = logging.getLogger("paramserver.node")
 
@@ -62,10 +62,15 @@ class Connection(asyncio.BufferedProtocol):
     """Shared by all connections: its contents are processed before the next read."""
 
     def __init__(
-        self, config: Config, server: ServerState, app: ASGIApp, state: dict[str, Any], carrier: "Carrier | None" = None
+        self,
+        config: Config,
+        server: ServerState,
+        app: ASGIApp,
+        state: dict[str, Any],
+        threads: "TransferThreads | None" = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self._carrier = carrier
+        self._threads = threads
         self._app, self._state, self._server, self._root_path = app, state, server, config.root_path
         self._greeted = False
         self._scanner = wire.Scanner(FRAME_BYTES, HEADER_BYTES_MAX)
@@ -112,7 +117,7 @@ class Connection(asyncio.BufferedProtocol):
         over_tcp = self._socket.family != socket.AF_UNIX
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
         self._unread = Unread(transport)
-        self._lent = LentSocket(self._carrier if self._can_wait else None, self._socket.fileno(), self.abort)
+        self._lent = LentSocket(self._threads if self._can_wait else None, self._socket.fileno(), self.abort)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = scope_of(transport, self._root_path)
         values = {
@@ -247,7 +252,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def fetch(self, number: int, places: Pieces, size: int) -> bool:
         """Have a thread read the rest of a body, `size` bytes, into `places`; returns False if none can."""
-        at, asked = self._scanner.between(number), min(size, TRIP_BYTES_MAX)
+        at, asked = self._scanner.between(number), min(size, TRANSFER_BYTES_MAX)
         if at is None or self._lent.writes or self.transport.is_closing():
             return False
         then = partial(self._fetched, number, asked)
@@ -342,8 +347,8 @@ class Connection(asyncio.BufferedProtocol):
         own = {"headers": list(asked.scope["headers"]), "state": dict(self._state), "extensions": {BODY: stream}}
         scope = self._scope | asked.scope | own
         self._running += 1
-        if self._carrier is not None:
-            self._carrier.asked(self._socket.fileno())
+        if self._threads is not None:
+            self._threads.note_request(self._socket.fileno())
         task = self.loop.create_task(stream.run(self._app, scope))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)

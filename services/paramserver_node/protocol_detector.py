@@ -20,7 +20,7 @@ from paramserver_node.http1 import HEAD_S, TOO_LONG, Http1, refusal
 from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
 
 if TYPE_CHECKING:
-    from paramserver_node.carrier import Carrier
+    from paramserver_node.transfer_threads import TransferThreads
 
 KEEPALIVE_IDLE_S: Final = 60
 """Idle time after which the kernel sends TCP keep-alive probes; a live connection may be idle for hours."""
@@ -58,8 +58,8 @@ class ProtocolDetector(asyncio.Protocol):
     """A connection whose protocol is not known yet."""
 
     alpn_protocols: ClassVar[list[str]] = ["h2", "http/1.1"]
-    carrier: "ClassVar[Carrier | None]" = None
-    """The server's carrier, if it has one."""
+    transfer_threads: "ClassVar[TransferThreads | None]" = None
+    """The server's threads for large bodies, if it has any."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ProtocolDetector(asyncio.Protocol):
         self._buffer += data
         if self._buffer.startswith(PREFACE):
             app = self._config.loaded_app
-            self._switch_to(_Http2(self._config, self._server, app, self._state, self.carrier)).feed(
+            self._switch_to(_Http2(self._config, self._server, app, self._state, self.transfer_threads)).feed(
                 memoryview(self._buffer)[len(PREFACE) :]
             )
         elif PREFACE.startswith(self._buffer):

@@ -28,7 +28,7 @@ from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_node.settings import NodeSettings
 
 if TYPE_CHECKING:
-    from paramserver_node.carrier import Carrier
+    from paramserver_node.transfer_threads import TransferThreads
 
 GRACE_S: Final = 10.0
 
@@ -84,7 +84,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def spare_imports() -> None:
+def freeze_gc() -> None:
     """Exempt all present objects from garbage collection: they stay, and scanning them blocks everything for 0.1 s."""
     gc.freeze()
 
@@ -114,22 +114,27 @@ async def serve_tcp(
     tls: Tls | None = None,
     proxied: bool = False,
     grace_s: float = GRACE_S,
-    carrier: "Carrier | None" = None,
+    transfer_threads: "TransferThreads | None" = None,
 ) -> None:
     """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.  Raises CannotListen.
 
-    `proxied`: trust what a proxy on this machine says about its client.  `carrier`: its threads transfer large bodies.
+    `proxied`: trust what a proxy on this machine says about its client.  `transfer_threads` transfer large bodies.
     """
     _raise_file_limit()
-    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, carrier=carrier)
+    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, transfer_threads=transfer_threads)
 
 
 async def serve_unix(
-    app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S, carrier: "Carrier | None" = None
+    app: ASGIApp,
+    path: str,
+    stop: asyncio.Event,
+    *,
+    grace_s: float = GRACE_S,
+    transfer_threads: "TransferThreads | None" = None,
 ) -> None:
     """Serve on a Unix socket until `stop`; raises OSError if it cannot be created at that path.
 
-    `carrier`: that of the app's TCP port, which must know of the requests here, too (`Carrier.asked`).
+    `transfer_threads`: those of the app's TCP port, which must know of the requests here, too (`note_request`).
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -138,7 +143,7 @@ async def serve_unix(
     except OSError:
         listener.close()
         raise
-    await _serve_on(listener, app, stop, grace_s, carrier=carrier)
+    await _serve_on(listener, app, stop, grace_s, transfer_threads=transfer_threads)
 
 
 async def _serve_on(
@@ -149,12 +154,12 @@ async def _serve_on(
     tls: Tls | None = None,
     *,
     proxied: bool = False,
-    carrier: "Carrier | None" = None,
+    transfer_threads: "TransferThreads | None" = None,
 ) -> None:
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http=type("ProtocolDetector", (ProtocolDetector,), {"carrier": carrier}),
+            http=type("ProtocolDetector", (ProtocolDetector,), {"transfer_threads": transfer_threads}),
             log_config=None,
             access_log=False,
             lifespan="off",

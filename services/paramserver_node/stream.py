@@ -35,9 +35,9 @@ AHEAD_BYTES: Final = 4 << 20
 WORD_S: Final = 2.0
 """Longest silence towards a client whose bodies are arriving, after which it is sent a PING: over a slow path window
 updates are rare, and clients take a silent server for dead."""
-TRIP_BYTES_MIN: Final = 1 << 20
-"""At least this much of a body is worth a thread of the server's carrier, if it has one."""
-TRIP_BYTES_MAX: Final = 16 << 20
+TRANSFER_BYTES_MIN: Final = 1 << 20
+"""At least this much of a body is worth one of the server's transfer threads, if it has any."""
+TRANSFER_BYTES_MAX: Final = 16 << 20
 """Most that a thread transfers at a time, so that other requests on the connection get their turn."""
 
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
@@ -226,7 +226,7 @@ class Stream:
         """Have a thread read the rest of the body; returns False if it is not worth one, or none can."""
         places = () if self._slow else sink.rest()
         size = sum(map(len, places))
-        if size < TRIP_BYTES_MIN or not self._client.fetch(self._number, places, size):
+        if size < TRANSFER_BYTES_MIN or not self._client.fetch(self._number, places, size):
             return False
         if size > self._window:  # there is memory for all of it, so all of it may be sent
             self._used -= size - self._window
@@ -276,9 +276,9 @@ class Stream:
         client, left = self._client, list(pieces)
         rest = sum(map(len, left))
         while rest and not self._cut:
-            payloads = cut(left, client.frame_bytes, min(TRIP_BYTES_MAX, self.credit, client.credit))
+            payloads = cut(left, client.frame_bytes, min(TRANSFER_BYTES_MAX, self.credit, client.credit))
             size = sum(map(len, payloads))
-            if size < min(rest, TRIP_BYTES_MIN):
+            if size < min(rest, TRANSFER_BYTES_MIN):
                 break
             heads = [wire.head(len(data), wire.DATA, 0, self._number) for data in payloads]
             if size == rest:

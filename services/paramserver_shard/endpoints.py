@@ -28,7 +28,7 @@ from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
 from paramserver_node.middleware import terse
 from paramserver_node.race import while_there
-from paramserver_node.stream import BODY, TRIP_BYTES_MIN, Arrival
+from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, Arrival
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
@@ -202,7 +202,7 @@ async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -
     await send({"type": "http.response.start", "status": status, "headers": headers})
     arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)
-    if arrival is not None and size >= TRIP_BYTES_MIN and answer.lies_ready:
+    if arrival is not None and size >= TRANSFER_BYTES_MIN and answer.lies_ready:
         chunks = await arrival.burst([memoryview(chunk) for chunk in chunks])
         size = sum(map(len, chunks))
     for message in _messages(chunks, size):

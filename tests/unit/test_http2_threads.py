@@ -14,15 +14,15 @@ from tests.unit.http2_connection import ASKED, BODY_BYTES, LINUX, Into, connecte
 
 from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
-from paramserver_node.carrier import SEVERAL_S, Carrier
 from paramserver_node.http2 import Connection
 from paramserver_node.server import serve_unix
-from paramserver_node.stream import BODY, TRIP_BYTES_MAX
+from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX
+from paramserver_node.transfer_threads import ALTERNATION_S, TransferThreads
 
 pytestmark = LINUX
 
-ANSWER = bytes(range(251)) * (TRIP_BYTES_MAX // 200)
-"""More than one trip, and more than a socket holds."""
+ANSWER = bytes(range(251)) * (TRANSFER_BYTES_MAX // 200)
+"""More than one transfer, and more than a socket holds."""
 TAKEN = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/taken")])
 SMALL = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/small")])
 
@@ -145,7 +145,7 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client that has its answer sends the next body before the event loop knows that the answer is out."""
-    trips, sinks, body = Mock(side_effect=sockets.receive), [], bytes(range(256)) * (BODY_BYTES >> 8)
+    transfers, sinks, body = Mock(side_effect=sockets.receive), [], bytes(range(256)) * (BODY_BYTES >> 8)
 
     async def answers_or_takes(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/taken":
@@ -154,7 +154,7 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
             scope["path"] = "/small"
         await app(scope, receive, send)
 
-    monkeypatch.setattr(sockets, "receive", trips)
+    monkeypatch.setattr(sockets, "receive", transfers)
     loop = asyncio.get_running_loop()
     async with connected(answers_or_takes, threads=True) as (theirs, connection):
         client = Client(theirs)
@@ -169,26 +169,26 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
         await client.read([1])
         await loop.sock_sendall(theirs, frames_of(3, rest, 1 << 20))
         await client.read([3])
-    assert trips.called
+    assert transfers.called
     assert client.bodies == {1: ANSWER, 3: b"small"}
     assert sinks[0].memory == body
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("trip", ["send", "receive"])
-async def test_a_trip_that_fails_ends_its_connection(trip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", ["send", "receive"])
+async def test_a_transfer_that_fails_ends_its_connection(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows how far it came, so the client is told at once, and not left to wait."""
 
     def broken(*_: Any) -> NoReturn:
         raise MemoryError("planted")
 
     async def both(scope: Scope, receive: Receive, send: Send) -> None:
-        if trip == "receive":
+        if direction == "receive":
             await scope["extensions"][BODY].into(Into())
         await app(scope, receive, send)
 
-    monkeypatch.setattr(sockets, trip, broken)
-    loop, body = asyncio.get_running_loop(), bytes(BODY_BYTES if trip == "receive" else 1)
+    monkeypatch.setattr(sockets, direction, broken)
+    loop, body = asyncio.get_running_loop(), bytes(BODY_BYTES if direction == "receive" else 1)
     async with connected(both, threads=True) as (theirs, connection):
         client = Client(theirs)
         await client.greet()
@@ -205,33 +205,33 @@ async def test_a_trip_that_fails_ends_its_connection(trip: str, monkeypatch: pyt
 @pytest.mark.asyncio
 async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """For one alone the event loop does, and again when the others have been silent for a while."""
-    loop, carrier = asyncio.get_running_loop(), Carrier()
+    loop, threads = asyncio.get_running_loop(), TransferThreads()
     time_s = [100.0]
-    monkeypatch.setattr(carrier, "_loop", Mock(wraps=loop, time=lambda: time_s[0]))
+    monkeypatch.setattr(threads, "_loop", Mock(wraps=loop, time=lambda: time_s[0]))
     taken: list[bool] = []
 
     def asks(by: int, after_s: float) -> None:
         time_s[0] += after_s
-        carrier.asked(by)
-        taken.append(carrier.send(-1, [], lambda _: None))  # nothing, to nowhere
+        threads.note_request(by)
+        taken.append(threads.send(-1, [], lambda _: None))  # nothing, to nowhere
 
     asks(3, 0.0)
-    asks(3, SEVERAL_S)
+    asks(3, ALTERNATION_S)
     asks(4, 0.0)
-    asks(4, SEVERAL_S / 2)
-    asks(3, SEVERAL_S / 4)
-    asks(3, SEVERAL_S)
-    while carrier._away:
+    asks(4, ALTERNATION_S / 2)
+    asks(3, ALTERNATION_S / 4)
+    asks(3, ALTERNATION_S)
+    while threads._in_progress:
         await asyncio.sleep(0)
-    carrier.close()
+    threads.close()
     assert taken == [False, False, True, True, True, False]
 
 
 @pytest.mark.asyncio
 async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> None:
     """No thread moves the bodies of such a connection, but its small calls are kept waiting by those of others."""
-    loop, stop, carrier = asyncio.get_running_loop(), asyncio.Event(), Mock()
-    serving = asyncio.create_task(serve_unix(app, str(tmp_path / "socket"), stop, carrier=carrier))
+    loop, stop, threads = asyncio.get_running_loop(), asyncio.Event(), Mock()
+    serving = asyncio.create_task(serve_unix(app, str(tmp_path / "socket"), stop, transfer_threads=threads))
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.setblocking(False)
         while not (tmp_path / "socket").exists():
@@ -244,5 +244,5 @@ async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> 
         await client.read([1])
     stop.set()
     await serving
-    assert carrier.asked.called
-    assert not carrier.send.called
+    assert threads.note_request.called
+    assert not threads.send.called
