@@ -2,7 +2,7 @@
 
 Limits: a head, trailers and everything else that is not body may have `HEADER_BYTES_MAX` bytes, and a head must arrive
 within `HEAD_S`.  What is unread of a response once it is written, or when the connection is closed, must be read at the
-pace required of bodies (see `unread`).
+pace required of bodies (see `read_deadline`).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 from paramserver.errors import PsError, problem
 from paramserver_node.http2 import HEADER_BYTES_MAX
 from paramserver_node.negotiate import json_text
-from paramserver_node.unread import Unread
+from paramserver_node.read_deadline import ReadDeadline
 
 HEAD_S: Final = 30.0
 """Time within which a request's head must arrive; for the first one, from the start of the connection."""
@@ -91,25 +91,25 @@ class Http1(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take over the connection, whose first head has arrived."""
         super().connection_made(transport)
-        self._unread = Unread(transport)
+        self._read_deadline = ReadDeadline(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel all timers."""
         super().connection_lost(exc)
         self.app = self._app  # the bound method `_called` would keep this connection alive
-        self._unread.close()
+        self._read_deadline.close()
         if self._giving_up is not None:
             self._giving_up.cancel()
 
     def pause_writing(self) -> None:
         """Start the deadline for unread data: the next response's head waits for it, without a deadline of its own."""
         super().pause_writing()
-        self._unread.watch()
+        self._read_deadline.start()
 
     def resume_writing(self) -> None:
         """Cancel that deadline: the client has caught up."""
         super().resume_writing()
-        self._unread.caught_up()
+        self._read_deadline.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Process the next bytes from the client, and check the limits."""
@@ -121,7 +121,7 @@ class Http1(HttpToolsProtocol):
                 self.transport.write(TOO_LONG)
             self.transport.close()
         if self.transport.is_closing():
-            self._unread.watch()
+            self._read_deadline.start()
         elif not self._asked:
             self._await_head()
 
@@ -134,13 +134,13 @@ class Http1(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """Close the connection, which has been idle for too long."""
         super().timeout_keep_alive_handler()
-        self._unread.watch()
+        self._read_deadline.start()
 
     def shutdown(self) -> None:
         """Take no new requests; those in flight are finished."""
         super().shutdown()
         if self.transport.is_closing():
-            self._unread.watch()
+            self._read_deadline.start()
 
     # Parser callbacks
 
@@ -196,7 +196,7 @@ class Http1(HttpToolsProtocol):
 
     def _answered(self, _: "asyncio.Task[None]") -> None:
         if self.transport.is_closing():
-            self._unread.watch()
+            self._read_deadline.start()
 
     def on_response_complete(self) -> None:
         """Continue after a complete response; start the timer if the next head has begun to arrive."""

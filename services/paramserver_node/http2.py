@@ -27,8 +27,8 @@ from paramserver.wire.http2 import Http2Error
 from paramserver_node.frame_abuse import UPDATE_BYTES_MIN, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first
+from paramserver_node.read_deadline import ReadDeadline
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of, scope_of
-from paramserver_node.unread import Unread
 
 if TYPE_CHECKING:
     from paramserver.kernels.sockets import Received
@@ -116,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
         tcp.prepare(self._socket)  # asyncio sets no TCP_NODELAY if it was given the listening socket
         over_tcp = self._socket.family != socket.AF_UNIX
         self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
-        self._unread = Unread(transport)
+        self._read_deadline = ReadDeadline(transport)
         self._lent = LentSocket(self._threads if self._can_wait else None, self._socket.fileno(), self.abort)
         self._server.connections.add(self)  # type: ignore[arg-type]
         self._scope = scope_of(transport, self._root_path)
@@ -134,7 +134,7 @@ class Connection(asyncio.BufferedProtocol):
         """Notify all requests in flight."""
         self._server.connections.discard(self)
         self._writable.set()
-        self._unread.close()
+        self._read_deadline.close()
         self._lent.close()
         for stream in self._streams.values():
             stream.cut()
@@ -390,7 +390,7 @@ class Connection(asyncio.BufferedProtocol):
             said, self._said = self._said, []
             if not self.transport.is_closing():
                 data = said[0] if len(said) == 1 else b"".join(said)
-                self._unread.handed += len(data)
+                self._read_deadline.bytes_written += len(data)
                 self.transport.write(data)
 
     def flush_soon(self, *, more: bool = False) -> bool:
@@ -423,7 +423,7 @@ class Connection(asyncio.BufferedProtocol):
         said, self._said = self._said, []
         if not self.transport.is_closing():
             before = b"".join(said) + head
-            self._unread.handed += len(before) + len(data)
+            self._read_deadline.bytes_written += len(before) + len(data)
             self.transport.writelines((before, data))
         return True
 
@@ -454,7 +454,7 @@ class Connection(asyncio.BufferedProtocol):
         self.credit -= sum(map(len, parts[1 : 2 * count : 2]))
         self._writable.set()
         if went < end and not self.transport.is_closing():
-            self._unread.handed += end - went
+            self._read_deadline.bytes_written += end - went
             self.transport.writelines(first(after(parts, went), end - went))
         self.flush()
         for stream in self._streams.values():
@@ -491,7 +491,7 @@ class Connection(asyncio.BufferedProtocol):
         self._abuse_limit.request_ended(answered=answered)
         self.flush_soon()
         self._streams.pop(number, None)
-        self._unread.watch()
+        self._read_deadline.start()
         self._close_if_idle()
 
     def abort(self) -> None:
@@ -506,4 +506,4 @@ class Connection(asyncio.BufferedProtocol):
         """Close the connection when all is sent, or when the client has not read it in time."""
         self.flush()
         self.transport.close()
-        self._unread.watch()
+        self._read_deadline.start()

@@ -26,7 +26,7 @@ from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
-from paramserver_node.middleware import terse
+from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, Arrival
 from paramserver_shard.arriving import Arriving
@@ -75,7 +75,7 @@ class _Endpoint:
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == _FRAME or value.split(b";")[0].strip().lower() == _FRAME:
-                    terse(scope)
+                    omit_request_id(scope)
                     await self.by_frame(scope, receive, send, began_s)
                     return
                 break

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paramserver.errors import CODES, InternalError, as_problem, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node import health, middleware, negotiate, problems, roles
+from paramserver_node.deadlines import Deadlines
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.patience import Patience
 
 T = TypeVar("T")
 SIZE_MAX = 1000
@@ -299,12 +299,12 @@ async def test_a_body_that_is_cut_off_is_refused() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["1.1", "2"])
 async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
-    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides the patience; over
+    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides `PATIENCE_S`; over
     HTTP/1.1 it waits for the one before it as well."""
     sizes = [2 << 20, 100]
     dues: list[float] = []
 
-    class Noted(Patience):
+    class Noted(Deadlines):
         async def within(self, due_s: float, step: Awaitable[T]) -> T:
             dues.append(due_s - self.now())
             return await super().within(due_s, step)
@@ -315,7 +315,7 @@ async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
             await send({"type": "http.response.body", "body": bytes(size), "more_body": i == 0})
 
     node = NodeMiddleware(app)
-    node._patience = Noted(asyncio.get_running_loop())
+    node._deadlines = Noted(asyncio.get_running_loop())
     await exchange(node, {**scope_of("GET", b"/", []), "http_version": version}, [])
 
     sent = sizes if version == "2" else [sizes[0], sum(sizes)]
