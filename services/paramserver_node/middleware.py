@@ -16,7 +16,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver.wire.sink import Destination
 from paramserver_node import problems
-from paramserver_node.access import Guard, Neighbours
+from paramserver_node.access import Guard, LocalOnly
 from paramserver_node.deadlines import Deadlines
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.pieces import Pieces
@@ -56,7 +56,7 @@ class NodeMiddleware:
     did not read of the body is read and dropped before the response begins.
     """
 
-    def __init__(self, app: ASGIApp, guard: Guard | Neighbours | None = None) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard | LocalOnly | None = None) -> None:
         self.app = app
         self._guard = guard
         """None: no access control."""

@@ -22,7 +22,7 @@ from paramserver.kernels import sockets
 from paramserver.limits import MIB, SHARED_BYTES_MAX
 from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
-from paramserver_node.access import Access, Neighbours, credentials
+from paramserver_node.access import Access, LocalOnly, credentials
 from paramserver_node.forward import Forwarder
 from paramserver_node.server import (
     CannotListen,
@@ -140,7 +140,7 @@ class Shard:
         await self.bulk_redis.aclose()
 
 
-def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | Neighbours | None = None) -> Shard:
+def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | LocalOnly | None = None) -> Shard:
     """Build a shard from its settings; `group` owns its tasks. Nothing is connected yet."""
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time
