@@ -20,7 +20,7 @@ from paramserver_node.access import Guard, LocalOnly
 from paramserver_node.deadlines import Deadlines
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
 from paramserver_node.pieces import Pieces
-from paramserver_node.stream import BODY, Arrival
+from paramserver_node.stream import BODY, BodyTransfer
 
 log = logging.getLogger("paramserver.node")
 
@@ -107,7 +107,7 @@ class _Exchange:
         self._body_ended = self._size == 0
         extensions = scope.get("extensions", {})
         if BODY in extensions:
-            self._arrival: Arrival = extensions[BODY]
+            self._body_transfer: BodyTransfer = extensions[BODY]
             extensions[BODY] = self
             self._size = None  # over HTTP/2 a body may exceed its announced size, and is then refused: wait for its end
         self._reading: asyncio.Lock | None = None
@@ -131,19 +131,19 @@ class _Exchange:
         return message
 
     def whole(self) -> bytes | None:
-        """See `Arrival`."""
-        body = self._arrival.whole()
+        """See `BodyTransfer`."""
+        body = self._body_transfer.whole()
         if body is not None:
             self.received = len(body)
             self._body_ended = True
         return body
 
     async def into(self, sink: Destination) -> bool:
-        """See `Arrival`; raises like `_received_in_time`."""
+        """See `BodyTransfer`; raises like `_received_in_time`."""
         counted = _Counted(self, sink)
         while True:
             try:
-                whole: bool = await self._deadlines.within(self._due_s(), self._arrival.into(counted))
+                whole: bool = await self._deadlines.within(self._due_s(), self._body_transfer.into(counted))
                 break
             except TimeoutError:
                 if self._due_s() <= self._deadlines.now():
@@ -151,9 +151,9 @@ class _Exchange:
         self._body_ended = True
         return whole
 
-    async def burst(self, pieces: Pieces) -> Pieces:
-        """See `Arrival`."""
-        left = await self._arrival.burst(pieces)
+    async def send_rest(self, pieces: Pieces) -> Pieces:
+        """See `BodyTransfer`."""
+        left = await self._body_transfer.send_rest(pieces)
         self.ended = not left
         return left
 

@@ -34,7 +34,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"small"})
         return
     pieces = [memoryview(ANSWER)[a:b] for a, b in ((0, 10), (10, 5_000_000), (5_000_000, len(ANSWER)))]
-    left = await scope["extensions"][BODY].burst(pieces)
+    left = await scope["extensions"][BODY].send_rest(pieces)
     for i, piece in enumerate(left):
         await send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(left)})
 
@@ -98,7 +98,7 @@ async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
         await client.ask((1, ASKED), (3, SMALL), (5, ASKED), (7, SMALL))
         await client.read([1, 3, 5, 7])
         assert client.bodies == {1: ANSWER, 3: b"small", 5: ANSWER, 7: b"small"}
-        assert connection.credit == wire.WINDOW_BYTES + (1 << 30) - 2 * len(ANSWER) - 10
+        assert connection.send_window == wire.WINDOW_BYTES + (1 << 30) - 2 * len(ANSWER) - 10
 
 
 @pytest.mark.asyncio
@@ -116,7 +116,7 @@ async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
     """What is not allowed yet is not sent, by whomever."""
     async with answering(window=3_000_000) as (client, connection):
         await until(connection, writes=False)
-        while connection._streams[1].credit:
+        while connection._streams[1].send_window:
             await asyncio.sleep(0)
         await asyncio.get_running_loop().sock_sendall(client.theirs, wire.word(1, wire.WINDOW_UPDATE, len(ANSWER)))
         await client.read([1])
