@@ -127,8 +127,8 @@ def _wrong_redis(text: str) -> str:
     if _is_redis_url(text):
         return _refused_by_client(text) if "?" in text else ""
     # Without a scheme, `shown` cannot tell where the password is.
-    told = shown(text) if "://" in text else text.rpartition("@")[2]
-    return f"must be like redis://HOST:6379/0, not {told!r:.200}"
+    masked = shown(text) if "://" in text else text.rpartition("@")[2]
+    return f"must be like redis://HOST:6379/0, not {masked!r:.200}"
 
 
 def _is_redis_url(text: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NoReturn, Self, get_type_hints
 
 from paramserver.core.urls import is_node_url
 from paramserver.errors import RequestError, problem
-from paramserver_node.plausible import check, shown
+from paramserver_node.setting_checks import check, shown
 
 PREFIX: Final = "PARAMSERVER_"
 FILE: Final = "paramserver.toml"
@@ -58,7 +58,7 @@ class Settings:
             elif env.get(variable) or (variable in env and f.metadata.get("empty")):
                 value, origin = env[variable], variable
             elif env.get(variable + "_FILE"):
-                value, origin = _held_by(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
+                value, origin = _file_contents(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
             elif f.name in own:
                 value, origin = own[f.name], f"{file} [{cls.section}]"
             elif f.name in common:
@@ -227,7 +227,7 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     return url
 
 
-def _held_by(path: str, origin: str) -> str:
+def _file_contents(path: str, origin: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:

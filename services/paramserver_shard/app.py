@@ -13,11 +13,11 @@ from paramserver.errors import problem
 from paramserver.limits import NAMED_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
 from paramserver_node.access import Access, LocalOnly, guard
+from paramserver_node.fast_path import FastPathApp, routed
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
 from paramserver_node.roles import role
-from paramserver_node.short import ShortApp, routed
 from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, ArrayService, Conditions, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
@@ -55,7 +55,7 @@ def make_app(services: Services) -> FastAPI:
     """Build the ASGI app of one shard."""
     s = services
     short: dict[str, ASGIApp] = {}
-    app = ShortApp(
+    app = FastPathApp(
         short.get,
         title="paramserver shard",
         version=__version__,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paramserver.errors import RequestError
-from paramserver_node.plausible import shown
+from paramserver_node.setting_checks import shown
 from paramserver_node.settings import ClientSettings, SchedulerSettings, Settings, ShardSettings, WorkerSettings, url_of
 
 FILE_TEXT = """
