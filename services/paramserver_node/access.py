@@ -93,7 +93,9 @@ class Access:
         if authorization is not None:
             holder = self._bearer(authorization)
             if holder is None:
-                raise problem("unauthorized", "the token is not valid, or not any more", hint="psctl token makes one")
+                raise problem(
+                    "unauthorized", "the token is invalid, expired or revoked", hint="create one with psctl token"
+                )
             if forwarded is not None and holder.role == "node":
                 stated = forwarded.decode("latin-1")
                 return next((r for r in ROLES if r == stated), "open")
@@ -150,8 +152,8 @@ class LocalOnly:
             return "admin"
         raise problem(
             "forbidden",
-            "this node lets in what runs on its machine, and no web page of elsewhere",
-            hint="a node that is to be reached under another name takes a secret: psctl secret",
+            "this node accepts requests from its own machine only, not from web pages of other origins",
+            hint="set a secret (psctl secret) to use another host name",
         )
 
 
@@ -190,7 +192,7 @@ class _Table:
         """Roles by (method, path), for routes without path parameters."""
         for route in routes(app):
             if not isinstance(route, Route) or not route.methods:
-                raise TypeError(f"a route of this kind cannot be guarded: {route!r}")
+                raise TypeError(f"a route of this type cannot be guarded: {route!r}")
             self._patterns.append((route.path_regex, frozenset(route.methods), role_of(route) or "admin"))
             if "{" not in route.path:
                 self._plain |= {(method, route.path): self._find(method, route.path) for method in route.methods}
@@ -209,8 +211,9 @@ class _Table:
 
 def _refusal(have: Role, need: Role) -> PsError:
     if have == "open":
-        return problem("unauthorized", "this needs a token", hint="psctl token prints one, PARAMSERVER_TOKEN takes it")
-    return problem("forbidden", f"this needs a token of the role '{need}'; yours is '{have}'", role=need)
+        hint = "create one with psctl token and set PARAMSERVER_TOKEN"
+        return problem("unauthorized", "this request requires a token", hint=hint)
+    return problem("forbidden", f"this request requires a token with the role '{need}'; yours has '{have}'", role=need)
 
 
 def guard(app: FastAPI, access: Access | LocalOnly | None) -> Guard | LocalOnly | None:

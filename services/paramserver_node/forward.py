@@ -108,7 +108,7 @@ class Forwarder:
                     outgoing = outgoing.body_stream(body.pieces())
                 stream = outgoing.build_streamed()
             except (BuilderError, ValueError) as e:
-                raise problem("malformed", f"the request cannot be handed on: {e}") from None
+                raise problem("malformed", f"the request cannot be forwarded: {e}") from None
             try:
                 return _Answer(stream, await stream.__aenter__())
             except ClientDisconnect:
@@ -118,7 +118,9 @@ class Forwarder:
             if body.cut_off:
                 raise problem("malformed", "the body was cut off")
             if request.method not in _SAFE and "client error (Connect)" not in _causes(last):
-                raise problem("in_doubt", f"the node that serves this broke off before it answered: {_why(last)}")
+                raise problem(
+                    "in_doubt", f"the node that serves this closed the connection before it answered: {_why(last)}"
+                )
         raise problem(code, f"the node that serves this does not answer: {_why(last)}")
 
 
@@ -198,7 +200,7 @@ def target(scope: Scope) -> str:
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path = quote(raw.split(b"?")[0], safe="/%:@!$&'()*+,;=-._~")
     if not path.startswith("/") or _DOTS.match(path):
-        raise problem("malformed", "the path cannot be handed on")
+        raise problem("malformed", "the path cannot be forwarded")
     query: bytes = scope.get("query_string", b"")
     escaped = "?" + quote(query, safe="/%:@!$&'()*+,;=-._~?[]") if query else ""
     return _DOTS.sub(r"%2F\1", path) + escaped

@@ -30,7 +30,7 @@ class FrameAbuseLimit:
         self._count = max(0.0, self._count - (now_s - self._at_s) * DECREASE_PER_S) + 1.0
         self._at_s = now_s
         if self._count > COUNT_MAX:
-            raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many frames of no use")
+            raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many useless frames")
 
     def request_ended(self, *, answered: bool) -> None:
         """Note the end of a request; if it was answered, lower the count."""

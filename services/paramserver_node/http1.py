@@ -33,7 +33,10 @@ def refusal(error: PsError) -> bytes:
 
 
 TOO_LONG: Final = refusal(
-    problem("headers_too_large", f"headers, trailers and what else is no body have {HEADER_BYTES_MAX} bytes at most")
+    problem(
+        "headers_too_large",
+        f"headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
+    )
 )
 
 
@@ -166,7 +169,9 @@ class Http1(HttpToolsProtocol):
         codings = b",".join([value for name, value in self.headers if name == b"transfer-encoding"])
         if codings.strip().lower() not in (b"", b"chunked"):
             # Otherwise the still encoded body would be taken for its content.
-            self._invalid_reason = f"of transfer codings only 'chunked' is understood, not {codings[:80]!r}"
+            self._invalid_reason = (
+                f"only the transfer coding 'chunked' is supported, not {codings[:80].decode('latin-1')!r}"
+            )
             raise ValueError(self._invalid_reason)
         self._progressed = True
         if self._head_timer is not None:

@@ -217,14 +217,16 @@ class Connection(asyncio.BufferedProtocol):
     def _feed(self, data: memoryview) -> None:
         for kind, flags, number, payload, cost in self._scanner.scan(data):
             if not self._settings_received and (kind != wire.SETTINGS or flags & wire.ACK):
-                raise Http2Error(wire.PROTOCOL_ERROR, "settings come first")
+                raise Http2Error(wire.PROTOCOL_ERROR, "the first frame must be SETTINGS")
             if (self._block is None) != (kind != wire.CONTINUATION):
-                raise Http2Error(wire.PROTOCOL_ERROR, "headers that are interrupted, or go on without a beginning")
+                raise Http2Error(
+                    wire.PROTOCOL_ERROR, "a header block that is interrupted, or a CONTINUATION without one"
+                )
             if kind == wire.DATA:
                 self._data(number, payload, cost, bool(flags & wire.END_STREAM))
             elif kind == wire.HEADERS:
                 if number % 2 == 0:
-                    raise Http2Error(wire.PROTOCOL_ERROR, "a request on a stream that is not the client's")
+                    raise Http2Error(wire.PROTOCOL_ERROR, "a request on a stream with an even number")
                 self._headers(number, flags, bytearray(wire.block_in(flags, payload)))
             else:
                 self._control(kind, flags, number, payload)
@@ -233,17 +235,17 @@ class Connection(asyncio.BufferedProtocol):
         """Process a piece of a body."""
         stream = self._streams.get(number)
         if stream is None and (number > self._newest or number % 2 == 0):
-            raise Http2Error(wire.PROTOCOL_ERROR, "a body without a request")
+            raise Http2Error(wire.PROTOCOL_ERROR, "DATA for a stream that was never opened")
         self._receive_window -= cost
         if self._receive_window < 0 or (stream is not None and not stream.takes(cost)):
-            raise Http2Error(wire.FLOW_CONTROL_ERROR, "more than the window allows")
+            raise Http2Error(wire.FLOW_CONTROL_ERROR, "more DATA than the flow-control window allows")
         if not data and not ends and not self._scanner.due:
             self._abuse_limit.count()
         if stream is None:
             self.used(cost)
             return
         if stream.body_ended:
-            raise Http2Error(wire.STREAM_CLOSED, "a body that goes on after its end")
+            raise Http2Error(wire.STREAM_CLOSED, "DATA after END_STREAM")
         if cost > len(data):
             stream.used(cost - len(data))  # padding
         if in_place:
@@ -282,21 +284,21 @@ class Connection(asyncio.BufferedProtocol):
 
     def _control(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
-            raise Http2Error(wire.PROTOCOL_ERROR, "what concerns the connection, on a stream")
+            raise Http2Error(wire.PROTOCOL_ERROR, "a frame for the connection on a stream")
         if kind == wire.WINDOW_UPDATE:
             self._widen(number, wire.word_in(payload))
         elif kind == wire.CONTINUATION:
             assert self._block is not None
             opened, first_flags, block = self._block
             if opened != number:
-                raise Http2Error(wire.PROTOCOL_ERROR, "headers that are interrupted")
+                raise Http2Error(wire.PROTOCOL_ERROR, "a header block that is interrupted")
             self._abuse_limit.count()
             self._block = None
             self._headers(number, flags & wire.END_HEADERS | first_flags & wire.END_STREAM, block + payload)
         elif kind == wire.RST_STREAM:
             wire.word_in(payload)
             if number == 0 or number > self._newest:
-                raise Http2Error(wire.PROTOCOL_ERROR, "a stream that never was is cut")
+                raise Http2Error(wire.PROTOCOL_ERROR, "RST_STREAM for a stream that was never opened")
             self._abuse_limit.count()
             if (stream := self._streams.pop(number, None)) is not None:
                 stream.cut()
@@ -309,12 +311,12 @@ class Connection(asyncio.BufferedProtocol):
                 self.queue_frame(wire.frame(wire.SETTINGS, wire.ACK, 0))
         elif kind == wire.PING:
             if len(payload) != 8:
-                raise Http2Error(wire.FRAME_SIZE_ERROR, "a ping that is not eight bytes")
+                raise Http2Error(wire.FRAME_SIZE_ERROR, "a PING that is not eight bytes long")
             self._abuse_limit.count()
             if not flags & wire.ACK:
                 self.queue_frame(wire.frame(wire.PING, wire.ACK, 0, bytes(payload)))
         elif kind == wire.PUSH_PROMISE:
-            raise Http2Error(wire.PROTOCOL_ERROR, "clients do not push")
+            raise Http2Error(wire.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             self._abuse_limit.count()  # frames that need no reaction
 
@@ -331,7 +333,7 @@ class Connection(asyncio.BufferedProtocol):
             stream = self._streams.get(number)
             if stream is not None:
                 if not ends or stream.body_ended:
-                    raise Http2Error(wire.PROTOCOL_ERROR, "headers in the middle of a body")
+                    raise Http2Error(wire.PROTOCOL_ERROR, "HEADERS in the middle of a body")
                 stream.arrived(memoryview(b""), True)
             else:
                 self._abuse_limit.count()
@@ -365,7 +367,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             return
         if not by or (self.send_window if stream is None else stream.send_window) > wire.WINDOW_MAX:
-            raise Http2Error(wire.FLOW_CONTROL_ERROR, "a window that is too large, or no wider")
+            raise Http2Error(wire.FLOW_CONTROL_ERROR, "a WINDOW_UPDATE of 0, or beyond the largest window")
         for one in self._streams.values() if stream is None else (stream,):
             one.wake()
 

@@ -49,20 +49,20 @@ class Tls:
         if not settings.tls_certificate and not settings.tls_key:
             return None
         if not settings.tls_certificate or not settings.tls_key:
-            raise problem("invalid_field", "TLS takes two files: set both tls_certificate and tls_key, or neither")
+            raise problem("invalid_field", "TLS requires two files: set both tls_certificate and tls_key, or neither")
         tls = cls(Path(settings.tls_certificate), Path(settings.tls_key))
         try:  # the server would report it only later, and in its own words
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, _no_password)
         except (OSError, ValueError) as e:
             detail = (
-                f"tls_certificate and tls_key: {tls.certificate} and {tls.key} are no certificate with its key: {e}"
+                f"tls_certificate and tls_key: {tls.certificate} and {tls.key} are not a certificate and its key: {e}"
             )
             raise problem("invalid_field", detail) from None
         return tls
 
 
 def _no_password() -> NoReturn:
-    raise ValueError("a key under a password cannot be used")
+    raise ValueError("encrypted private keys are not supported")
 
 
 class CannotListen(OSError):

@@ -85,8 +85,8 @@ class Stream:
         self.is_new = True
         """Whether the app has not been started yet."""
         self._slow = False
-        """Whether a thread read less than asked for, as the client paused or another frame came between: no thread is used for
-        the rest of this body."""
+        """Whether a thread read less than asked for, as the client paused or sent another frame: it was the last thread
+        that is used for this body."""
         self._cut = False
         self._answered = False
         self._head = b""

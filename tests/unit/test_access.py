@@ -275,7 +275,7 @@ def test_tls_takes_two_files_that_fit(tmp_path: Path) -> None:
     assert Tls.of(ShardSettings()) is None
     assert Tls.of(ShardSettings(tls_certificate=str(certificate), tls_key=str(key))) == Tls(certificate, key)
     for one, two in ((certificate, ""), ("", key), (certificate, other), (missing, key), (key, certificate)):
-        with pytest.raises(RequestError, match=r"TLS takes two files|no certificate with its key"):
+        with pytest.raises(RequestError, match=r"TLS requires two files|not a certificate and its key"):
             Tls.of(ShardSettings(tls_certificate=str(one), tls_key=str(two)))
 
 
