@@ -79,7 +79,7 @@ class LentSocket:
             try:
                 self._socket = socket.socket(fileno=os.dup(self._fd))
             except OSError as e:
-                log.warning("http2.no_thread reason=%s: too many files are open", e)
+                log.warning("http2.no_thread reason=%s", e)
         return self._socket
 
     def _close_if_unused(self) -> None:

@@ -15,6 +15,7 @@ from tests.unit.http2_connection import ASKED, BODY_BYTES, LINUX, Into, connecte
 from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import Connection
+from paramserver_node.lent_socket import LentSocket
 from paramserver_node.server import serve_unix
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX
 from paramserver_node.transfer_threads import ALTERNATION_S, TransferThreads
@@ -200,6 +201,14 @@ async def test_a_transfer_that_fails_ends_its_connection(direction: str, monkeyp
         assert connection.transport.is_closing()
         assert not connection._lent.reads
         assert not connection._lent.writes
+
+
+def test_why_a_socket_cannot_be_lent_is_logged_as_the_system_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Too many open files are not the only reason."""
+    lent = LentSocket(Mock(), -1, lambda: None)
+
+    assert not lent.write([], lambda _: None)
+    assert [r.getMessage() for r in caplog.records] == ["http2.no_thread reason=[Errno 9] Bad file descriptor"]
 
 
 @pytest.mark.asyncio
