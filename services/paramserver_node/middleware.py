@@ -163,7 +163,8 @@ class _Exchange:
 
     def _slow(self) -> PsError:
         self._too_slow = True
-        return problem("too_slow", f"after {PATIENCE_S:g} s only {self.received} bytes of the body are here")
+        passed_s = self._deadlines.now() - self._began_s
+        return problem("too_slow", f"only {self.received} bytes of the body arrived in {passed_s:.0f} s")
 
     async def _received_in_time(self) -> Message:
         """Return the next piece of the body; raises Unavailable (`too_slow`) if it is late, as bodies hold memory."""
@@ -187,13 +188,13 @@ class _Exchange:
             return
         try:
             size = len(message.get("body", b""))
-            pace_s = (self._before + size) / PACE_BYTES_PER_S
+            within_s = PATIENCE_S + (self._before + size) / PACE_BYTES_PER_S
             self._before = 0 if self._scope["http_version"] == "2" else size
-            await self._deadlines.within(self._deadlines.now() + PATIENCE_S + pace_s, self._send(message))
+            await self._deadlines.within(self._deadlines.now() + within_s, self._send(message))
         except TimeoutError:
             self.ended = True
             log.info("request.unread path=%s request_id=%s", self._scope["path"], self.request_id)
-            raise problems.SlowReader(f"nobody has read the answer for {PATIENCE_S:g} s") from None
+            raise problems.SlowReader(f"a piece of the response was not read within {within_s:.0f} s") from None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.ended = True
 
