@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paramserver_node.pieces import Pieces
 
-if TYPE_CHECKING:  # without a carrier, no kernels are needed
+if TYPE_CHECKING:  # without threads, no kernels are needed
     from paramserver.kernels.sockets import Received
     from paramserver_node.transfer_threads import TransferThreads
 
