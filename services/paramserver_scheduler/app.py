@@ -10,10 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import paramserver
 from paramserver_node import docs_page, health, problems
 from paramserver_node.access import Access, LocalOnly, guard
+from paramserver_node.fast_path import FastPathApp, routed
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
-from paramserver_node.fast_path import FastPathApp, routed
 from paramserver_scheduler import login, page
 from paramserver_scheduler.door import Door
 from paramserver_scheduler.lease import Lease

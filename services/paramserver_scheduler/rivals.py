@@ -18,7 +18,7 @@ class Rivals:
     def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._lease = lease
         self._http = httpx.AsyncClient(
-            headers={**credentials.headers, FORWARDED_TO_LEADER: "0"},  # standbys do not forward it: only a leader answers
+            headers={**credentials.headers, FORWARDED_TO_LEADER: "0"},  # only a leader answers such a request
             verify=credentials.context(),
             timeout=httpx.Timeout(ASK_S),
             trust_env=False,
