@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.utils import is_ssl
 from uvicorn.server import ServerState
@@ -26,7 +25,7 @@ from paramserver.wire import tcp
 from paramserver.wire.http2 import Http2Error
 from paramserver_node.frame_abuse import UPDATE_BYTES_MIN, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
-from paramserver_node.pieces import Pieces, after, first
+from paramserver_node.pieces import Pieces, after, first, frames_begun
 from paramserver_node.read_deadline import ReadDeadline
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream, request_of, scope_of
 
@@ -62,16 +61,11 @@ class Connection(asyncio.BufferedProtocol):
     """Shared by all connections: its contents are processed before the next read."""
 
     def __init__(
-        self,
-        config: Config,
-        server: ServerState,
-        app: ASGIApp,
-        state: dict[str, Any],
-        threads: "TransferThreads | None" = None,
+        self, config: Config, server: ServerState, state: dict[str, Any], threads: "TransferThreads | None" = None
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._threads = threads
-        self._app, self._state, self._server, self._root_path = app, state, server, config.root_path
+        self._app, self._state, self._server, self._root_path = config.loaded_app, state, server, config.root_path
         self._settings_received = False
         self._scanner = wire.Scanner(FRAME_BYTES, HEADER_BYTES_MAX)
         self._requests = wire.HeaderDecoder(HEADER_BYTES_MAX, request_of)
@@ -114,8 +108,7 @@ class Connection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         self._socket = transport.get_extra_info("socket")
         tcp.prepare(self._socket)  # asyncio sets no TCP_NODELAY if it was given the listening socket
-        over_tcp = self._socket.family != socket.AF_UNIX
-        self._can_wait = sys.platform == "linux" and over_tcp and not is_ssl(transport)
+        self._can_wait = sys.platform == "linux" and self._socket.family != socket.AF_UNIX and not is_ssl(transport)
         self._read_deadline = ReadDeadline(transport)
         self._lent = LentSocket(self._threads if self._can_wait else None, self._socket.fileno(), self.abort)
         self._server.connections.add(self)  # type: ignore[arg-type]
@@ -163,8 +156,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process what was read, and set up the next read."""
-        # An idle connection must not keep this memory from being reused.
-        sink_buffer, self._sink_buffer = self._sink_buffer, None
+        sink_buffer, self._sink_buffer = self._sink_buffer, None  # an idle connection would keep it from being reused
         if sink_buffer is None:
             self.feed(self._read_buffer[:nbytes])
         else:
@@ -219,9 +211,7 @@ class Connection(asyncio.BufferedProtocol):
             if not self._settings_received and (kind != wire.SETTINGS or flags & wire.ACK):
                 raise Http2Error(wire.PROTOCOL_ERROR, "the first frame must be SETTINGS")
             if (self._block is None) != (kind != wire.CONTINUATION):
-                raise Http2Error(
-                    wire.PROTOCOL_ERROR, "a header block that is interrupted, or a CONTINUATION without one"
-                )
+                raise Http2Error(wire.PROTOCOL_ERROR, "a header block that is interrupted or has no beginning")
             if kind == wire.DATA:
                 self._data(number, payload, cost, bool(flags & wire.END_STREAM))
             elif kind == wire.HEADERS:
@@ -440,20 +430,16 @@ class Connection(asyncio.BufferedProtocol):
             return None
         parts = [memoryview(part) for frame in frames for part in frame]
         parts[0] = memoryview(b"".join((*self._queued, parts[0])))
-        sizes = [len(head) + len(payload) for head, payload in zip(parts[::2], parts[1::2], strict=True)]
         sent = self.loop.create_future()
-        if not self._lent.write(parts, partial(self._sent_by_thread, parts, sizes, sent)):
+        if not self._lent.write(parts, partial(self._sent_by_thread, parts, sent)):
             return None
         self._queued = []
         self._writable.clear()
         return sent
 
-    def _sent_by_thread(self, parts: Pieces, sizes: Sequence[int], sent: "asyncio.Future[int]", written: int) -> None:
+    def _sent_by_thread(self, parts: Pieces, sent: "asyncio.Future[int]", written: int) -> None:
         """Continue after a thread has written; if it stopped within a frame, the rest of that is written here."""
-        count, end = 1, sizes[0]
-        while end < written:
-            end += sizes[count]
-            count += 1
+        count, end = frames_begun(parts, written)
         self.send_window -= sum(map(len, parts[1 : 2 * count : 2]))
         self._writable.set()
         if written < end and not self.transport.is_closing():

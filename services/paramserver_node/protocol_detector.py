@@ -100,8 +100,7 @@ class ProtocolDetector(asyncio.Protocol):
         """Collect the first bytes until they tell the protocol, then hand the connection over."""
         self._buffer += data
         if self._buffer.startswith(PREFACE):
-            app = self._config.loaded_app
-            self._switch_to(_Http2(self._config, self._server, app, self._state, self.transfer_threads)).feed(
+            self._switch_to(_Http2(self._config, self._server, self._state, self.transfer_threads)).feed(
                 memoryview(self._buffer)[len(PREFACE) :]
             )
         elif PREFACE.startswith(self._buffer):

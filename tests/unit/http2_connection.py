@@ -70,7 +70,7 @@ async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tup
         await loop.sock_connect(theirs, listener.getsockname())
         ours, _ = listener.accept()
         transport, connection = await loop.create_connection(
-            lambda: Connection(config, ServerState(), app, made, transfer_threads), sock=ours
+            lambda: Connection(config, ServerState(), made, transfer_threads), sock=ours
         )
         await loop.sock_sendall(theirs, wire.settings({}))
         yield theirs, connection

@@ -33,9 +33,7 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
     made: dict[str, Any] = {}
-    transport, connection = await loop.create_connection(
-        lambda: Connection(config, ServerState(), app, made), sock=ours
-    )
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), made), sock=ours)
     with theirs:
         await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
         await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 1 << 30))
@@ -65,7 +63,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
     theirs.setblocking(False)
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), app, {}), sock=ours)
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
     with theirs:
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.word(0, wire.WINDOW_UPDATE, size)
         await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
@@ -104,7 +102,7 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
     theirs.setblocking(False)
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), app, {}), sock=ours)
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
     long = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/long")])
     with theirs:
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 30)
