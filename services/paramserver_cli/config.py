@@ -14,7 +14,7 @@ import paramserver as ps
 from paramserver_cli.cluster_file import StateDir
 from paramserver_cli.display import console
 from paramserver_node import tokens
-from paramserver_node.plausible import check_ca, shown
+from paramserver_node.setting_checks import check_ca, shown
 from paramserver_node.settings import (
     FILE,
     ClientSettings,

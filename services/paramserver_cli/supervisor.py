@@ -25,7 +25,7 @@ from paramserver_cli.children import ChildSpec, Guard, signal_group, start
 from paramserver_cli.cluster_file import Cluster, Phase, Plan, StateDir, SupervisorState
 from paramserver_cli.processes import Processes
 from paramserver_node import redis_server
-from paramserver_node.plausible import shown
+from paramserver_node.setting_checks import shown
 
 log = logging.getLogger("paramserver.supervisor")
 

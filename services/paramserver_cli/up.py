@@ -18,7 +18,7 @@ from paramserver_cli.cluster_file import Cluster, Plan, StateDir, running
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
 from paramserver_cli.display import console
 from paramserver_cli.launch import Failed
-from paramserver_node.plausible import shown
+from paramserver_node.setting_checks import shown
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 WATCH_S = 0.5

@@ -21,13 +21,13 @@ from paramserver.client.credentials import Credentials
 from paramserver.errors import PsError, problem
 from paramserver.limits import TOKENS_KNOWN_MAX
 from paramserver_node import tokens
-from paramserver_node.forward import VOUCHED
+from paramserver_node.forward import FORWARDED_ROLE
 from paramserver_node.roles import ROLES, Role, allows, role_of, routes
 from paramserver_node.settings import NodeSettings, is_loopback
 
 log = logging.getLogger("paramserver.node")
 
-_VOUCHED: Final = VOUCHED.encode()
+_FORWARDED_ROLE: Final = FORWARDED_ROLE.encode()
 COOKIE: Final = "paramserver"
 """Name of the cookie with a reader's token, for the status page; accepted for GET and HEAD only."""
 
@@ -45,7 +45,7 @@ class Access:
         """Holders by verified `Authorization` header.  Lookups use a keyed hash, so their timing reveals nothing."""
 
     @classmethod
-    def of(cls, settings: NodeSettings) -> "Access | Neighbours | None":
+    def of(cls, settings: NodeSettings) -> "Access | LocalOnly | None":
         """Return the access control of a node: by tokens, by machine, or none (None), if the settings say `insecure`.
 
         Raises RequestError (`invalid_field`) for an invalid secret, and, with the remedies, for a node that other
@@ -56,7 +56,7 @@ class Access:
             revoked = [name.strip() for name in settings.revoked.split(",") if name.strip()]
             return cls(keys, revoked, secure=bool(settings.tls_certificate))
         if is_loopback(settings.host):
-            return Neighbours()
+            return LocalOnly()
         if settings.insecure:
             log.warning("access.open host=%s: whoever reaches this node may read, change and delete", settings.host)
             return None
@@ -82,21 +82,23 @@ class Access:
 
         Raises AuthError (`unauthorized`) for an invalid token; one in a cookie is ignored instead.
         """
-        authorization = cookies = vouched = None
+        authorization = cookies = forwarded = None
         for name, value in scope["headers"]:
             if name == b"authorization":
                 authorization = value
             elif name == b"cookie":
                 cookies = value
-            elif name == _VOUCHED:
-                vouched = value
+            elif name == _FORWARDED_ROLE:
+                forwarded = value
         if authorization is not None:
             holder = self._bearer(authorization)
             if holder is None:
-                raise problem("unauthorized", "the token is not valid, or not any more", hint="psctl token makes one")
-            if vouched is not None and holder.role == "node":
-                said = vouched.decode("latin-1")
-                return next((r for r in ROLES if r == said), "open")
+                raise problem(
+                    "unauthorized", "the token is invalid, expired or revoked", hint="create one with psctl token"
+                )
+            if forwarded is not None and holder.role == "node":
+                stated = forwarded.decode("latin-1")
+                return next((r for r in ROLES if r == stated), "open")
             return holder.role
         if cookies is not None and scope["method"] in ("GET", "HEAD"):
             holder = self.holder(_cookie(cookies.decode("latin-1")))
@@ -130,7 +132,7 @@ class Access:
         return f"{COOKIE}={token}; Max-Age={lifetime_s}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
 
-class Neighbours:
+class LocalOnly:
     """Admits callers on this machine, but not web pages from elsewhere in a browser that runs on it.
 
     Such a page can send requests to 127.0.0.1, and can read the responses if its own host name is made to resolve to
@@ -150,8 +152,8 @@ class Neighbours:
             return "admin"
         raise problem(
             "forbidden",
-            "this node lets in what runs on its machine, and no web page of elsewhere",
-            hint="a node that is to be reached under another name takes a secret: psctl secret",
+            "this node accepts requests from its own machine only, not from web pages of other origins",
+            hint="set a secret (psctl secret) to use another host name",
         )
 
 
@@ -190,7 +192,7 @@ class _Table:
         """Roles by (method, path), for routes without path parameters."""
         for route in routes(app):
             if not isinstance(route, Route) or not route.methods:
-                raise TypeError(f"a route of this kind cannot be guarded: {route!r}")
+                raise TypeError(f"a route of this type cannot be guarded: {route!r}")
             self._patterns.append((route.path_regex, frozenset(route.methods), role_of(route) or "admin"))
             if "{" not in route.path:
                 self._plain |= {(method, route.path): self._find(method, route.path) for method in route.methods}
@@ -209,11 +211,12 @@ class _Table:
 
 def _refusal(have: Role, need: Role) -> PsError:
     if have == "open":
-        return problem("unauthorized", "this needs a token", hint="psctl token prints one, PARAMSERVER_TOKEN takes it")
-    return problem("forbidden", f"this needs a token of the role '{need}'; yours is '{have}'", role=need)
+        hint = "create one with psctl token and set PARAMSERVER_TOKEN"
+        return problem("unauthorized", "this request requires a token", hint=hint)
+    return problem("forbidden", f"this request requires a token with the role '{need}'; yours has '{have}'", role=need)
 
 
-def guard(app: FastAPI, access: Access | Neighbours | None) -> Guard | Neighbours | None:
+def guard(app: FastAPI, access: Access | LocalOnly | None) -> Guard | LocalOnly | None:
     """Return the object that checks an app's callers; None if there is no access control."""
     return Guard(app, access) if isinstance(access, Access) else access
 

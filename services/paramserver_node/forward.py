@@ -19,12 +19,12 @@ from paramserver.client.transport import trusting
 from paramserver.errors import problem
 from paramserver_node.race import hung_up, race
 
-MARK: Final = "x-paramserver-forwarded"
+FORWARDED_BY_SHARD: Final = "x-paramserver-forwarded"
 """Header on requests that a shard forwards to another node: the receiver must not forward them again."""
 
-HANDED_ON: Final = "x-paramserver-handed-on"
+FORWARDED_TO_LEADER: Final = "x-paramserver-handed-on"
 """Header on requests that a standby scheduler forwards to the leader: a receiver that does not lead refuses them."""
-VOUCHED: Final = "x-paramserver-role"
+FORWARDED_ROLE: Final = "x-paramserver-role"
 """Header on requests that a node forwards under its own token: the role of the client."""
 
 CONNECT_S: Final = 2.0
@@ -36,9 +36,9 @@ _CHUNK_BYTES_MAX: Final = 1 << 20
 
 _HOP_BY_HOP: Final = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server", HANDED_ON,
+    "transfer-encoding", "upgrade", "host", "expect", "x-request-id", "date", "server", FORWARDED_TO_LEADER,
 }  # fmt: skip
-_OWN: Final = {"authorization", "cookie", VOUCHED}
+_OWN: Final = {"authorization", "cookie", FORWARDED_ROLE}
 """Headers that are not forwarded, as they identify the client only to the node that it called."""
 
 
@@ -76,7 +76,7 @@ class Forwarder:
         request: Request,
         urls: Sequence[str],
         *,
-        mark: bool,
+        by_shard: bool,
         code: str = "unavailable",
         headers: Mapping[str, str] | None = None,
     ) -> Response:
@@ -91,11 +91,11 @@ class Forwarder:
         sent = [(k, v) for k, v in _kept(own) if k not in _OWN]
         sent.append(("x-request-id", str(request.scope.get("state", {}).get("request_id", ""))))
         sent += (headers or {}).items()
-        if mark:
-            sent.append((MARK, "1"))
+        if by_shard:
+            sent.append((FORWARDED_BY_SHARD, "1"))
         if self._credentials.token:
             sent += self._credentials.headers.items()
-            sent.append((VOUCHED, str(request.scope["state"]["role"])))
+            sent.append((FORWARDED_ROLE, str(request.scope["state"]["role"])))
         last: Exception | None = None
         for url in urls:
             if body.started:
@@ -108,7 +108,7 @@ class Forwarder:
                     outgoing = outgoing.body_stream(body.pieces())
                 stream = outgoing.build_streamed()
             except (BuilderError, ValueError) as e:
-                raise problem("malformed", f"the request cannot be handed on: {e}") from None
+                raise problem("malformed", f"the request cannot be forwarded: {e}") from None
             try:
                 return _Answer(stream, await stream.__aenter__())
             except ClientDisconnect:
@@ -118,7 +118,9 @@ class Forwarder:
             if body.cut_off:
                 raise problem("malformed", "the body was cut off")
             if request.method not in _SAFE and "client error (Connect)" not in _causes(last):
-                raise problem("in_doubt", f"the node that serves this broke off before it answered: {_why(last)}")
+                raise problem(
+                    "in_doubt", f"the node that serves this closed the connection before it answered: {_why(last)}"
+                )
         raise problem(code, f"the node that serves this does not answer: {_why(last)}")
 
 
@@ -198,7 +200,7 @@ def target(scope: Scope) -> str:
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path = quote(raw.split(b"?")[0], safe="/%:@!$&'()*+,;=-._~")
     if not path.startswith("/") or _DOTS.match(path):
-        raise problem("malformed", "the path cannot be handed on")
+        raise problem("malformed", "the path cannot be forwarded")
     query: bytes = scope.get("query_string", b"")
     escaped = "?" + quote(query, safe="/%:@!$&'()*+,;=-._~?[]") if query else ""
     return _DOTS.sub(r"%2F\1", path) + escaped

@@ -2,7 +2,7 @@
 
 Limits: a head, trailers and everything else that is not body may have `HEADER_BYTES_MAX` bytes, and a head must arrive
 within `HEAD_S`.  What is unread of a response once it is written, or when the connection is closed, must be read at the
-pace required of bodies (see `unread`).
+pace required of bodies (see `read_deadline`).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 from paramserver.errors import PsError, problem
 from paramserver_node.http2 import HEADER_BYTES_MAX
 from paramserver_node.negotiate import json_text
-from paramserver_node.unread import Unread
+from paramserver_node.read_deadline import ReadDeadline
 
 HEAD_S: Final = 30.0
 """Time within which a request's head must arrive; for the first one, from the start of the connection."""
@@ -33,7 +33,10 @@ def refusal(error: PsError) -> bytes:
 
 
 TOO_LONG: Final = refusal(
-    problem("headers_too_large", f"headers, trailers and what else is no body have {HEADER_BYTES_MAX} bytes at most")
+    problem(
+        "headers_too_large",
+        f"headers, trailers and other data outside the body are limited to {HEADER_BYTES_MAX} bytes",
+    )
 )
 
 
@@ -53,9 +56,9 @@ class _Parser(httptools.HttpRequestParser):
                 super(_Parser, parser).feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as e:
-                if not self._protocol.offers:
+                if not self._protocol.offers_upgrade:
                     raise
-                rest, head = rest[e.args[0] :], self._protocol.head_without_offer()
+                rest, head = rest[e.args[0] :], self._protocol.head_without_upgrade()
                 # A new parser, as this one takes no more data if the head also has `Connection: close`.
                 parser = self._protocol.parser = _Parser(self._protocol)
                 super(_Parser, parser).feed_data(head)
@@ -74,16 +77,16 @@ class Http1(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.parser = _Parser(self)
         self._app: ASGIApp = config.loaded_app
-        self.app = self._called
+        self.app = self._run_app
         self._in_message = False
         """Whether a request has begun to arrive and is not complete."""
-        self._moved = False
+        self._progressed = False
         """Whether the last read made progress: completed a head or a message, or contained some of a body."""
-        self._held = 0
+        self._bytes_without_progress = 0
         """Bytes read since the last progress."""
-        self._wrong = ""
+        self._invalid_reason = ""
         """What is wrong with a request that the parser itself accepts."""
-        self._giving_up: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
         """Timer that runs while a head is awaited."""
 
     # Transport callbacks
@@ -91,65 +94,65 @@ class Http1(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take over the connection, whose first head has arrived."""
         super().connection_made(transport)
-        self._unread = Unread(transport)
+        self._read_deadline = ReadDeadline(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel all timers."""
         super().connection_lost(exc)
-        self.app = self._app  # the bound method `_called` would keep this connection alive
-        self._unread.close()
-        if self._giving_up is not None:
-            self._giving_up.cancel()
+        self.app = self._app  # the bound method `_run_app` would keep this connection alive
+        self._read_deadline.close()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
 
     def pause_writing(self) -> None:
         """Start the deadline for unread data: the next response's head waits for it, without a deadline of its own."""
         super().pause_writing()
-        self._unread.watch()
+        self._read_deadline.start()
 
     def resume_writing(self) -> None:
         """Cancel that deadline: the client has caught up."""
         super().resume_writing()
-        self._unread.caught_up()
+        self._read_deadline.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Process the next bytes from the client, and check the limits."""
-        self._moved = False
+        self._progressed = False
         super().data_received(data)
-        self._held = 0 if self._moved else self._held + len(data)
-        if self._held > HEADER_BYTES_MAX and not self.transport.is_closing():
-            if not self._answers:
+        self._bytes_without_progress = 0 if self._progressed else self._bytes_without_progress + len(data)
+        if self._bytes_without_progress > HEADER_BYTES_MAX and not self.transport.is_closing():
+            if not self._response_pending:
                 self.transport.write(TOO_LONG)
             self.transport.close()
         if self.transport.is_closing():
-            self._unread.watch()
-        elif not self._asked:
+            self._read_deadline.start()
+        elif not self._answering:
             self._await_head()
 
     def send_400_response(self, msg: str) -> None:
         """Answer an invalid request with a problem document, unless a response is in progress; close the connection."""
-        if not self._answers:
-            self.transport.write(refusal(problem("malformed", self._wrong or msg)))
+        if not self._response_pending:
+            self.transport.write(refusal(problem("malformed", self._invalid_reason or msg)))
         self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close the connection, which has been idle for too long."""
         super().timeout_keep_alive_handler()
-        self._unread.watch()
+        self._read_deadline.start()
 
     def shutdown(self) -> None:
         """Take no new requests; those in flight are finished."""
         super().shutdown()
         if self.transport.is_closing():
-            self._unread.watch()
+            self._read_deadline.start()
 
     # Parser callbacks
 
     @property
-    def offers(self) -> bool:
+    def offers_upgrade(self) -> bool:
         """Whether the head just parsed offers another protocol, which a server may ignore (RFC 9110, 7.8)."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
-    def head_without_offer(self) -> bytes:
+    def head_without_upgrade(self) -> bytes:
         """Return the same head without the offer, as of an ordinary request."""
         first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         return b"".join((first, *(b"%s: %s\r\n" % h for h in self.headers if h[0] != b"upgrade"), b"\r\n"))
@@ -161,61 +164,63 @@ class Http1(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin the request, unless its head is to be parsed again without its offer."""
-        if self.offers:
+        if self.offers_upgrade:
             return
         codings = b",".join([value for name, value in self.headers if name == b"transfer-encoding"])
         if codings.strip().lower() not in (b"", b"chunked"):
             # Otherwise the still encoded body would be taken for its content.
-            self._wrong = f"of transfer codings only 'chunked' is understood, not {codings[:80]!r}"
-            raise ValueError(self._wrong)
-        self._moved = True
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+            self._invalid_reason = (
+                f"only the transfer coding 'chunked' is supported, not {codings[:80].decode('latin-1')!r}"
+            )
+            raise ValueError(self._invalid_reason)
+        self._progressed = True
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""
-        self._moved = True
+        self._progressed = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Note that the request is complete."""
-        if self.offers:
+        if self.offers_upgrade:
             return
-        self._moved, self._in_message = True, False
+        self._progressed, self._in_message = True, False
         super().on_message_complete()
 
     # The app
 
-    async def _called(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        task.add_done_callback(self._answered)
+        task.add_done_callback(self._app_done)
         await self._app(scope, receive, send)
 
-    def _answered(self, _: "asyncio.Task[None]") -> None:
+    def _app_done(self, _: "asyncio.Task[None]") -> None:
         if self.transport.is_closing():
-            self._unread.watch()
+            self._read_deadline.start()
 
     def on_response_complete(self) -> None:
         """Continue after a complete response; start the timer if the next head has begun to arrive."""
         super().on_response_complete()
-        if self._in_message and not self._asked and not self.transport.is_closing():
+        if self._in_message and not self._answering and not self.transport.is_closing():
             self._await_head()
 
     @property
-    def _asked(self) -> bool:
+    def _answering(self) -> bool:
         """Whether a request is being answered: then the middleware around the app enforces its pace."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def _answers(self) -> bool:
+    def _response_pending(self) -> bool:
         """Whether a response is in progress or another request waits for its turn, so that no error can be written."""
-        return self._asked and (self.cycle.response_started or bool(self.pipeline))
+        return self._answering and (self.cycle.response_started or bool(self.pipeline))
 
     # Limits
 
     def _await_head(self) -> None:
-        if self._giving_up is None:
-            self._giving_up = self.loop.call_later(HEAD_S, self.transport.abort)
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)

@@ -1,4 +1,4 @@
-"""A connection's socket, lent to a carrier's threads: they keep it until they are done, even if the connection ends."""
+"""A connection's socket, lent to transfer threads: they keep it until they are done, even if the connection ends."""
 
 import logging
 import os
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from paramserver_node.pieces import Pieces
 
-if TYPE_CHECKING:  # without a carrier, no kernels are needed
+if TYPE_CHECKING:  # without threads, no kernels are needed
     from paramserver.kernels.sockets import Received
-    from paramserver_node.carrier import Carrier
+    from paramserver_node.transfer_threads import TransferThreads
 
 log = logging.getLogger("paramserver.node")
 
@@ -18,12 +18,12 @@ log = logging.getLogger("paramserver.node")
 class LentSocket:
     """The socket, for at most one reading and one writing thread; while one does, nobody else may."""
 
-    def __init__(self, carrier: "Carrier | None", fd: int, failed: Callable[[], None]) -> None:
-        """`fd` is the connection's file descriptor; without a carrier, no threads are used.
+    def __init__(self, threads: "TransferThreads | None", fd: int, failed: Callable[[], None]) -> None:
+        """`fd` is the connection's file descriptor; without `threads`, the event loop transfers everything.
 
         `failed` is called if a thread raised: its progress is unknown, so the connection cannot go on.
         """
-        self._carrier = carrier
+        self._threads = threads
         self._fd = fd
         self._failed = failed
         self._socket: socket.socket | None = None
@@ -36,52 +36,52 @@ class LentSocket:
     ) -> bool:
         """Have a thread read the rest of a body into `places`, then call `then`; returns False if there is none."""
 
-        def over(received: "Received | None") -> None:
+        def done(received: "Received | None") -> None:
             self.reads = False
-            self._let_go()
+            self._close_if_unused()
             if received is None:
                 self._failed()
             else:
                 then(received)
 
-        if self._carrier is not None and not self.reads and (own := self._own()) is not None:
-            self.reads = self._carrier.receive(own.fileno(), places, frame, bytes_max, over)
+        if self._threads is not None and not self.reads and (duplicate := self._duplicate()) is not None:
+            self.reads = self._threads.receive(duplicate.fileno(), places, frame, bytes_max, done)
             return self.reads
         return False
 
     def write(self, pieces: Pieces, then: Callable[[int], None]) -> bool:
         """Have a thread write `pieces`, then call `then` with the bytes written; returns False if there is none."""
 
-        def over(went: int | None) -> None:
+        def done(went: int | None) -> None:
             self.writes = False
-            self._let_go()
+            self._close_if_unused()
             if went is None:
                 self._failed()
             then(went or 0)
 
-        if self._carrier is not None and not self.writes and (own := self._own()) is not None:
-            self.writes = self._carrier.send(own.fileno(), pieces, over)
+        if self._threads is not None and not self.writes and (duplicate := self._duplicate()) is not None:
+            self.writes = self._threads.send(duplicate.fileno(), pieces, done)
             return self.writes
         return False
 
     def close(self) -> None:
         """Stop lending, as the connection is lost; threads that use the socket return early."""
-        self._carrier = None
+        self._threads = None
         if self._socket is not None and (self.reads or self.writes):
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # disconnected already
-        self._let_go()
+        self._close_if_unused()
 
-    def _own(self) -> socket.socket | None:
+    def _duplicate(self) -> socket.socket | None:
         if self._socket is None:
             try:
                 self._socket = socket.socket(fileno=os.dup(self._fd))
             except OSError as e:
-                log.warning("http2.no_thread reason=%s: too many files are open", e)
+                log.warning("http2.no_thread reason=%s", e)
         return self._socket
 
-    def _let_go(self) -> None:
-        if self._carrier is None and self._socket is not None and not (self.reads or self.writes):
+    def _close_if_unused(self) -> None:
+        if self._threads is None and self._socket is not None and not (self.reads or self.writes):
             self._socket.close()

@@ -16,11 +16,11 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver.wire.sink import Destination
 from paramserver_node import problems
-from paramserver_node.access import Guard, Neighbours
+from paramserver_node.access import Guard, LocalOnly
+from paramserver_node.deadlines import Deadlines
 from paramserver_node.metrics import IN_FLIGHT, REQUEST_S, REQUESTS
-from paramserver_node.patience import Patience
 from paramserver_node.pieces import Pieces
-from paramserver_node.stream import BODY, Arrival
+from paramserver_node.stream import BODY, BodyTransfer
 
 log = logging.getLogger("paramserver.node")
 
@@ -32,21 +32,21 @@ _ID: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
-_LASTING: Final = "lasting"
-_TERSE: Final = "terse"
+_NO_DEADLINE: Final = "no_body_deadline"
+_OMIT_ID: Final = "omit_request_id"
 _PROCESS: Final = secrets.token_hex(8)
 _NUMBERS: Final = itertools.count(1)
 """Request numbers; prefixed with the random `_PROCESS` they are unique ids."""
 
 
-def lasting(scope: Scope) -> None:
+def no_body_deadline(scope: Scope) -> None:
     """Let the body of this request arrive without a deadline; only after its sender has been authorized."""
-    scope["state"][_LASTING] = True
+    scope["state"][_NO_DEADLINE] = True
 
 
-def terse(scope: Scope) -> None:
+def omit_request_id(scope: Scope) -> None:
     """Omit the request id from a good answer unless the client gave one, so that equal answers are equal bytes."""
-    scope["state"][_TERSE] = True
+    scope["state"][_OMIT_ID] = True
 
 
 class NodeMiddleware:
@@ -56,11 +56,11 @@ class NodeMiddleware:
     did not read of the body is read and dropped before the response begins.
     """
 
-    def __init__(self, app: ASGIApp, guard: Guard | Neighbours | None = None) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard | LocalOnly | None = None) -> None:
         self.app = app
         self._guard = guard
         """None: no access control."""
-        self._patience: Patience | None = None
+        self._deadlines: Deadlines | None = None
         """Deadlines, on the event loop that serves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,9 +68,9 @@ class NodeMiddleware:
             await self.app(scope, receive, send)
             return
         loop = asyncio.get_running_loop()
-        if self._patience is None or self._patience.loop is not loop:
-            self._patience = Patience(loop)
-        exchange = _Exchange(scope, receive, send, self._patience)
+        if self._deadlines is None or self._deadlines.loop is not loop:
+            self._deadlines = Deadlines(loop)
+        exchange = _Exchange(scope, receive, send, self._deadlines)
         scope.setdefault("state", {})["request_id"] = exchange.request_id
         started_at = time.monotonic()
         IN_FLIGHT.total += 1
@@ -100,18 +100,18 @@ class NodeMiddleware:
 class _Exchange:
     """One request and its response: how much of the body was read, and how much of the response sent."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, patience: Patience) -> None:
-        self._receive, self._send, self._patience = receive, send, patience
+    def __init__(self, scope: Scope, receive: Receive, send: Send, deadlines: Deadlines) -> None:
+        self._receive, self._send, self._deadlines = receive, send, deadlines
         self._scope = scope
-        self._size, self.request_id, self._named = _told(scope)
+        self._size, self.request_id, self._id_given = _head_facts(scope)
         self._body_ended = self._size == 0
         extensions = scope.get("extensions", {})
         if BODY in extensions:
-            self._arrival: Arrival = extensions[BODY]
+            self._body_transfer: BodyTransfer = extensions[BODY]
             extensions[BODY] = self
             self._size = None  # over HTTP/2 a body may exceed its announced size, and is then refused: wait for its end
         self._reading: asyncio.Lock | None = None
-        self._began_s = patience.now()
+        self._began_s = deadlines.now()
         self.received = 0
         self._too_slow = False
         self._before = 0
@@ -124,36 +124,36 @@ class _Exchange:
         if self._reading is None:
             self._reading = asyncio.Lock()
         async with self._reading:  # an endpoint may wait for a disconnect while the rest is being drained
-            patient = self._body_ended or _LASTING in self._scope["state"]
-            message = await (self._receive() if patient else self._received_in_time())
+            untimed = self._body_ended or _NO_DEADLINE in self._scope["state"]
+            message = await (self._receive() if untimed else self._received_in_time())
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._body_ended = True
         return message
 
     def whole(self) -> bytes | None:
-        """See `Arrival`."""
-        body = self._arrival.whole()
+        """See `BodyTransfer`."""
+        body = self._body_transfer.whole()
         if body is not None:
             self.received = len(body)
             self._body_ended = True
         return body
 
     async def into(self, sink: Destination) -> bool:
-        """See `Arrival`; raises like `_received_in_time`."""
+        """See `BodyTransfer`; raises like `_received_in_time`."""
         counted = _Counted(self, sink)
         while True:
             try:
-                whole: bool = await self._patience.within(self._due_s(), self._arrival.into(counted))
+                whole: bool = await self._deadlines.within(self._due_s(), self._body_transfer.into(counted))
                 break
             except TimeoutError:
-                if self._due_s() <= self._patience.now():
+                if self._due_s() <= self._deadlines.now():
                     raise self._slow() from None
         self._body_ended = True
         return whole
 
-    async def burst(self, pieces: Pieces) -> Pieces:
-        """See `Arrival`."""
-        left = await self._arrival.burst(pieces)
+    async def send_rest(self, pieces: Pieces) -> Pieces:
+        """See `BodyTransfer`."""
+        left = await self._body_transfer.send_rest(pieces)
         self.ended = not left
         return left
 
@@ -163,12 +163,13 @@ class _Exchange:
 
     def _slow(self) -> PsError:
         self._too_slow = True
-        return problem("too_slow", f"after {PATIENCE_S:g} s only {self.received} bytes of the body are here")
+        passed_s = self._deadlines.now() - self._began_s
+        return problem("too_slow", f"only {self.received} bytes of the body arrived in {passed_s:.0f} s")
 
     async def _received_in_time(self) -> Message:
         """Return the next piece of the body; raises Unavailable (`too_slow`) if it is late, as bodies hold memory."""
         try:
-            message = await self._patience.within(self._due_s(), self._receive())
+            message = await self._deadlines.within(self._due_s(), self._receive())
         except TimeoutError:
             raise self._slow() from None
         self.received += len(message.get("body", b""))
@@ -179,21 +180,21 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self._named or self.status >= 400 or _TERSE not in self._scope["state"]:
+            if self._id_given or self.status >= 400 or _OMIT_ID not in self._scope["state"]:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
-            if not self._body_ended and not self._too_slow and _LASTING not in self._scope["state"]:
+            if not self._body_ended and not self._too_slow and _NO_DEADLINE not in self._scope["state"]:
                 await self._drain()
             await self._send(message)  # no deadline: HTTP/2 holds the head back for the body, `Http1` has its own
             return
         try:
             size = len(message.get("body", b""))
-            pace_s = (self._before + size) / PACE_BYTES_PER_S
+            within_s = PATIENCE_S + (self._before + size) / PACE_BYTES_PER_S
             self._before = 0 if self._scope["http_version"] == "2" else size
-            await self._patience.within(self._patience.now() + PATIENCE_S + pace_s, self._send(message))
+            await self._deadlines.within(self._deadlines.now() + within_s, self._send(message))
         except TimeoutError:
             self.ended = True
             log.info("request.unread path=%s request_id=%s", self._scope["path"], self.request_id)
-            raise problems.Unread(f"nobody has read the answer for {PATIENCE_S:g} s") from None
+            raise problems.SlowReader(f"a piece of the response was not read within {within_s:.0f} s") from None
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.ended = True
 
@@ -241,7 +242,7 @@ def _check_path(scope: Scope) -> None:
         raise problem("malformed", "the path is not UTF-8") from None
 
 
-def _told(scope: Scope) -> tuple[int | None, str, bool]:
+def _head_facts(scope: Scope) -> tuple[int | None, str, bool]:
     """Return (length of the body, None if only its end will tell; the request's id; whether the client gave the id).
 
     The id is the client's `X-Request-Id` if it is a plain word, else a new one.

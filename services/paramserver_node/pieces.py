@@ -37,3 +37,15 @@ def cut(pieces: Pieces, payload_bytes_max: int, size: int) -> list[memoryview]:
             size -= len(payload)
             out.append(payload)
     return out
+
+
+def frames_begun(pieces: Pieces, size: int) -> tuple[int, int]:
+    """Return how many frames (a header and a payload each) begin in the first `size` bytes, and where the last ends.
+
+    The first frame is always counted.
+    """
+    count, end = 1, len(pieces[0]) + len(pieces[1])
+    while end < size:
+        end += len(pieces[2 * count]) + len(pieces[2 * count + 1])
+        count += 1
+    return count, end

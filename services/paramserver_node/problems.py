@@ -22,7 +22,7 @@ _BY_STATUS: Final = {
 _METHODS: Final = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
-class Unread(Exception):
+class SlowReader(Exception):
     """Raised to cut off a client that does not read its answer: it cannot be told, and the error is not ours."""
 
 
@@ -85,8 +85,8 @@ async def _validation(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    wrong = error.split(Unread)[1] if isinstance(error, ExceptionGroup) else error
-    if wrong is None or isinstance(wrong, Unread):
+    ours = error.split(SlowReader)[1] if isinstance(error, ExceptionGroup) else error
+    if ours is None or isinstance(ours, SlowReader):
         return Response(status_code=503)  # never sent, as half of another response is out already
     return failed(request, error)
 

@@ -37,8 +37,8 @@ def check_query(scope: Scope) -> None:
         return
     known: tuple[str, ...] = getattr(scope["route"].endpoint, "paramserver_query", ())
     unknown = sorted(set(QueryParams(scope["query_string"])) - set(known))
-    hint = f"known: {', '.join(known)}" if known else "this route takes none"
+    hint = f"known: {', '.join(known)}" if known else "this route accepts none"
     if unknown:
         raise combined(
-            [problem("invalid_field", f"query value {n!r:.80} is not known", hint=hint, where=n[:80]) for n in unknown]
+            [problem("invalid_field", f"unknown query parameter {n!r:.80}", hint=hint, where=n[:80]) for n in unknown]
         )

@@ -30,7 +30,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; raises Unavailable if the client, whose body has been read, disconnects first."""
     found = await race(work, hung_up(receive))
     if found is None:
-        raise problem("unavailable", "the client has gone")
+        raise problem("unavailable", "the client disconnected")
     return found[0]
 
 

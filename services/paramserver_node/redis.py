@@ -16,7 +16,7 @@ from paramserver.errors import problem
 from paramserver.limits import MIB
 
 TIMEOUT_S: Final = 5.0
-"""Timeout for one write or reply; for large transfers see `patience`."""
+"""Timeout for one write or reply; for large transfers see `transfer_timeout`."""
 PACE_BYTES_PER_S: Final = 4 * MIB
 """Lowest transfer rate expected of Redis: over a slow disk or network that reaches it, Redis counts as available."""
 AWAY: Final = (RedisConnectionError, RedisTimeoutError, OSError)
@@ -33,7 +33,7 @@ FSYNC_HINT: Final = (
 def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
     """Return a client of the Redis at `url`; it connects when first used.
 
-    `timeout_s` applies to each write and each reply; None: the caller uses `patience` instead.
+    `timeout_s` applies to each write and each reply; None: the caller uses `transfer_timeout` instead.
     """
     return Redis.from_url(  # type: ignore[no-any-return, unused-ignore]
         url,
@@ -45,7 +45,7 @@ def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
 
 
 @asynccontextmanager
-async def patience(size_bytes: int) -> AsyncIterator[None]:
+async def transfer_timeout(size_bytes: int) -> AsyncIterator[None]:
     """Limit the time of a block that transfers `size_bytes` to or from Redis; raises TimeoutError if it is too slow."""
     within_s = TIMEOUT_S + size_bytes / PACE_BYTES_PER_S
     try:

@@ -1,4 +1,4 @@
-"""The server of a node: uvicorn, with its HTTP/1.1 and our HTTP/2 on one port (see `either`).
+"""The server of a node: uvicorn, with its HTTP/1.1 and our HTTP/2 on one port (see `protocol_detector`).
 
 It runs in the caller's process and event loop.  When `stop` is set, it accepts no more connections, and finishes the
 requests in flight within `grace_s`.
@@ -24,11 +24,11 @@ from starlette.types import ASGIApp
 
 from paramserver.errors import problem
 from paramserver.limits import CONNECTIONS_MAX
-from paramserver_node.either import Either
+from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_node.settings import NodeSettings
 
 if TYPE_CHECKING:
-    from paramserver_node.carrier import Carrier
+    from paramserver_node.transfer_threads import TransferThreads
 
 GRACE_S: Final = 10.0
 
@@ -49,20 +49,20 @@ class Tls:
         if not settings.tls_certificate and not settings.tls_key:
             return None
         if not settings.tls_certificate or not settings.tls_key:
-            raise problem("invalid_field", "TLS takes two files: set both tls_certificate and tls_key, or neither")
+            raise problem("invalid_field", "TLS requires two files: set both tls_certificate and tls_key, or neither")
         tls = cls(Path(settings.tls_certificate), Path(settings.tls_key))
         try:  # the server would report it only later, and in its own words
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, _no_password)
         except (OSError, ValueError) as e:
             detail = (
-                f"tls_certificate and tls_key: {tls.certificate} and {tls.key} are no certificate with its key: {e}"
+                f"tls_certificate and tls_key: {tls.certificate} and {tls.key} are not a certificate and its key: {e}"
             )
             raise problem("invalid_field", detail) from None
         return tls
 
 
 def _no_password() -> NoReturn:
-    raise ValueError("a key under a password cannot be used")
+    raise ValueError("encrypted private keys are not supported")
 
 
 class CannotListen(OSError):
@@ -84,7 +84,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def spare_imports() -> None:
+def freeze_gc() -> None:
     """Exempt all present objects from garbage collection: they stay, and scanning them blocks everything for 0.1 s."""
     gc.freeze()
 
@@ -114,22 +114,27 @@ async def serve_tcp(
     tls: Tls | None = None,
     proxied: bool = False,
     grace_s: float = GRACE_S,
-    carrier: "Carrier | None" = None,
+    transfer_threads: "TransferThreads | None" = None,
 ) -> None:
     """Serve HTTP/1.1 and HTTP/2 (by prior knowledge, under TLS by ALPN) until `stop`.  Raises CannotListen.
 
-    `proxied`: trust what a proxy on this machine says about its client.  `carrier`: its threads transfer large bodies.
+    `proxied`: trust what a proxy on this machine says about its client.  `transfer_threads` transfer large bodies.
     """
     _raise_file_limit()
-    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, carrier=carrier)
+    await _serve_on(_listener(host, port), app, stop, grace_s, tls, proxied=proxied, transfer_threads=transfer_threads)
 
 
 async def serve_unix(
-    app: ASGIApp, path: str, stop: asyncio.Event, *, grace_s: float = GRACE_S, carrier: "Carrier | None" = None
+    app: ASGIApp,
+    path: str,
+    stop: asyncio.Event,
+    *,
+    grace_s: float = GRACE_S,
+    transfer_threads: "TransferThreads | None" = None,
 ) -> None:
     """Serve on a Unix socket until `stop`; raises OSError if it cannot be created at that path.
 
-    `carrier`: that of the app's TCP port, which must know of the requests here, too (`Carrier.asked`).
+    `transfer_threads`: those of the app's TCP port, which must know of the requests here, too (`note_request`).
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -138,7 +143,7 @@ async def serve_unix(
     except OSError:
         listener.close()
         raise
-    await _serve_on(listener, app, stop, grace_s, carrier=carrier)
+    await _serve_on(listener, app, stop, grace_s, transfer_threads=transfer_threads)
 
 
 async def _serve_on(
@@ -149,12 +154,12 @@ async def _serve_on(
     tls: Tls | None = None,
     *,
     proxied: bool = False,
-    carrier: "Carrier | None" = None,
+    transfer_threads: "TransferThreads | None" = None,
 ) -> None:
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http=type("Either", (Either,), {"carrier": carrier}),
+            http=type("ProtocolDetector", (ProtocolDetector,), {"transfer_threads": transfer_threads}),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NoReturn, Self, get_type_hints
 
 from paramserver.core.urls import is_node_url
 from paramserver.errors import RequestError, problem
-from paramserver_node.plausible import check, shown
+from paramserver_node.setting_checks import check, shown
 
 PREFIX: Final = "PARAMSERVER_"
 FILE: Final = "paramserver.toml"
@@ -58,7 +58,7 @@ class Settings:
             elif env.get(variable) or (variable in env and f.metadata.get("empty")):
                 value, origin = env[variable], variable
             elif env.get(variable + "_FILE"):
-                value, origin = _held_by(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
+                value, origin = _file_contents(env[variable + "_FILE"], variable + "_FILE"), variable + "_FILE"
             elif f.name in own:
                 value, origin = own[f.name], f"{file} [{cls.section}]"
             elif f.name in common:
@@ -223,11 +223,11 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     scheme = "https" if tls else "http"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     if not is_node_url(url):
-        raise problem("invalid_field", f"advertise: must be set, for nobody can connect to {url!r:.200}")
+        raise problem("invalid_field", f"advertise: must be set, as nobody can connect to {url!r:.200}")
     return url
 
 
-def _held_by(path: str, origin: str) -> str:
+def _file_contents(path: str, origin: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
@@ -242,7 +242,7 @@ def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, A
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         # The hint is not `psctl config`, which would fail on the same file.
-        raise problem("malformed", f"{file}: {e}", hint="docs/settings.md says what it may hold") from None
+        raise problem("malformed", f"{file}: {e}", hint="its settings are listed in docs/settings.md") from None
     known = {s.section: {f.name for f in fields(s)} for s in SERVICES}
     tables = {name: found.pop(name) for name in known if name in found}
     _check_names(set(found), set().union(*known.values(), known), str(file))
@@ -257,7 +257,7 @@ def _check_names(names: set[str], known: set[str], where: str) -> None:
     for name in sorted(names - known):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(known))}"
-        raise problem("invalid_field", f"{where}: no setting is called '{name:.60}'", hint=hint)
+        raise problem("invalid_field", f"{where}: unknown setting '{name:.60}'", hint=hint)
 
 
 def _converted(value: Any, kind: type, name: str, origin: str) -> Any:

@@ -1,7 +1,7 @@
 """One request over HTTP/2 and its answer, for an ASGI app.
 
-An app may receive the body as ASGI messages, or through the `Arrival` in the scope's extension `BODY`: it can have the
-body put into place as it arrives, read straight into its memory, or take it whole if all of it has arrived already.
+An app may receive the body as ASGI messages, or through the `BodyTransfer` in the scope's extension `BODY`: it can have
+the body put into place as it arrives, read straight into its memory, or take it whole if all of it has arrived already.
 Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it.
 """
 
@@ -27,17 +27,17 @@ T = TypeVar("T")
 log = logging.getLogger("paramserver.node")
 
 BODY: Final = "paramserver.body"
-"""Key of the `Arrival` in the scope's extensions."""
+"""Key of the `BodyTransfer` in the scope's extensions."""
 UNREAD_BYTES_MAX: Final = 512 << 10
 """Receive window of a stream until the app asks for the body; most bodies fit, and need no window updates."""
-AHEAD_BYTES: Final = 4 << 20
+READING_WINDOW_BYTES: Final = 4 << 20
 """Receive window while the body is handed on as it arrives, so that no client has to wait for window updates."""
-WORD_S: Final = 2.0
+PING_AFTER_S: Final = 2.0
 """Longest silence towards a client whose bodies are arriving, after which it is sent a PING: over a slow path window
 updates are rare, and clients take a silent server for dead."""
-TRIP_BYTES_MIN: Final = 1 << 20
-"""At least this much of a body is worth a thread of the server's carrier, if it has one."""
-TRIP_BYTES_MAX: Final = 16 << 20
+TRANSFER_BYTES_MIN: Final = 1 << 20
+"""At least this much of a body is worth one of the server's transfer threads, if it has any."""
+TRANSFER_BYTES_MAX: Final = 16 << 20
 """Most that a thread transfers at a time, so that other requests on the connection get their turn."""
 
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
@@ -49,7 +49,7 @@ _OF_A_REQUEST: Final = {b":method", b":scheme", b":path", b":authority"}
 _NOWHERE: Final = memoryview(b"")
 
 
-class Arrival(Protocol):
+class BodyTransfer(Protocol):
     """A request's body as it arrives, and a way to send the answer's."""
 
     def whole(self) -> bytes | None:
@@ -58,22 +58,22 @@ class Arrival(Protocol):
     async def into(self, sink: Destination) -> bool:
         """Put the rest of the body into `sink` as it arrives; returns whether all came.  Raises what `sink` does."""
 
-    async def burst(self, pieces: Pieces) -> Pieces:
+    async def send_rest(self, pieces: Pieces) -> Pieces:
         """Send `pieces`, all the rest of an answer, as far as the client takes them at once; returns what is left."""
 
 
 class Stream:
     """One request and its answer."""
 
-    def __init__(self, client: "Connection", number: int, body_ended: bool, asked: "Asked") -> None:
-        self._client, self._number, self._bodyless = client, number, asked.scope["method"] == "HEAD"
+    def __init__(self, client: "Connection", number: int, body_ended: bool, head: "RequestHead") -> None:
+        self._client, self._number, self._bodyless = client, number, head.scope["method"] == "HEAD"
         self.body_ended = body_ended
         """Whether the client has sent all of the body."""
-        self._due = asked.length
+        self._due = head.length
         """Bytes of the body that are still to come, if its length was announced."""
-        self.credit = client.new_credit
+        self.send_window = client.initial_send_window
         """Send window of the stream, in bytes."""
-        self._window = self._ahead = UNREAD_BYTES_MAX
+        self._receive_window = self._window_size = UNREAD_BYTES_MAX
         """Receive window: bytes that the client may still send, and its size when nothing is held."""
         self._used = 0
         self._began_s = client.loop.time()
@@ -81,24 +81,25 @@ class Stream:
         self._sink: Destination | None = None
         self._failed: Exception | None = None
         """The exception that `_sink` raised."""
-        self._end_told = False
+        self._end_delivered = False
         self.is_new = True
         """Whether the app has not been started yet."""
         self._slow = False
-        """Whether a thread read less than asked for, as of a slow client: no thread is used for this body any more."""
+        """Whether a thread read less than asked for, as the client paused or sent another frame: it was the last thread
+        that is used for this body."""
         self._cut = False
         self._answered = False
         self._head = b""
         """HEADERS frame of the answer, which is sent with its first piece."""
-        self._moved = asyncio.Event()
+        self._may_continue = asyncio.Event()
         """Set when some of the body has arrived, or there may be room for the answer."""
 
     # Called by the connection
 
     def takes(self, size: int) -> bool:
         """Count `size` bytes against the receive window; returns whether the client was allowed to send them."""
-        self._window -= size
-        return self._window >= 0
+        self._receive_window -= size
+        return self._receive_window >= 0
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes of the body; empty if it is not known."""
@@ -117,7 +118,7 @@ class Stream:
         elif data:
             self._pieces.append(bytes(data))
         if self._sink is None or ends or self._failed is not None:
-            self._moved.set()
+            self._may_continue.set()
 
     def filled(self, size: int, *, ends: bool) -> None:
         """Note that `size` bytes of the body were written into the sink's memory."""
@@ -128,7 +129,7 @@ class Stream:
             self._into_sink(self._sink.filled, size)
         self.used(size)
         if ends or self._failed is not None:
-            self._moved.set()
+            self._may_continue.set()
 
     def _refused(self, size: int, ends: bool) -> bool:
         """Return whether to drop the body: its length is not the announced one (RFC 9113, 8.1.1), or it was cut.
@@ -138,7 +139,7 @@ class Stream:
         if self._due is not None and not self._cut:
             self._due -= size
             if self._due < 0 or (ends and self._due):
-                self._client.say(wire.word(self._number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
+                self._client.queue_frame(wire.word(self._number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
                 self.cut()
         if self._cut:
             self._client.used(size)
@@ -152,30 +153,32 @@ class Stream:
 
     def fetched(self, size: int, *, ends: bool, paused: bool) -> None:
         """Note that a thread has put `size` bytes into place; `paused`: it was asked for more than that."""
-        self._window -= size
+        self._receive_window -= size
         self._slow = paused
         self.filled(size, ends=ends)
-        self._moved.set()
+        self._may_continue.set()
 
     def cut(self) -> None:
         """End the request: the client has disconnected or cancelled it, or it was reset."""
         self._cut = True
         self._drop()
-        self._moved.set()
+        self._may_continue.set()
 
     def wake(self) -> None:
         """Wake the sender of the answer, for which there may be more room."""
-        self._moved.set()
+        self._may_continue.set()
 
     def used(self, size: int) -> None:
         """Return `size` bytes to the receive windows, as they are no longer held; send a PING if one is due."""
         self._client.used(size)
         self._used += size
-        if self._used >= self._ahead // 2 and not self._ends():
+        if self._used >= self._window_size // 2 and not self._ends():
             self._widen(self._used)
             self._used = 0
-        elif not self.body_ended and self._client.loop.time() - max(self._began_s, self._client.spoke_s) >= WORD_S:
-            self._say(wire.frame(wire.PING, 0, 0, bytes(8)))
+        elif not self.body_ended:
+            silent_s = self._client.loop.time() - max(self._began_s, self._client.last_body_frame_s)
+            if silent_s >= PING_AFTER_S:
+                self._queue_frame(wire.frame(wire.PING, 0, 0, bytes(8)))
 
     def _ends(self) -> bool:
         """Whether the client needs no more window: the body has arrived, or its last frame is being received."""
@@ -186,24 +189,24 @@ class Stream:
         self._pieces.clear()
 
     def _widen(self, size: int) -> None:
-        self._window += size
-        self._say(wire.word(self._number, wire.WINDOW_UPDATE, size))
+        self._receive_window += size
+        self._queue_frame(wire.word(self._number, wire.WINDOW_UPDATE, size))
 
-    def _say(self, frame: bytes) -> None:
-        self._client.spoke_s = self._client.loop.time()
-        self._client.say(frame)
+    def _queue_frame(self, frame: bytes) -> None:
+        self._client.last_body_frame_s = self._client.loop.time()
+        self._client.queue_frame(frame)
 
     # Called by the app
 
     def whole(self) -> bytes | None:
-        """See `Arrival`."""
-        if not self.body_ended or self._end_told or self._cut:
+        """See `BodyTransfer`."""
+        if not self.body_ended or self._end_delivered or self._cut:
             return None
-        self._end_told = True
-        return self._taken()
+        self._end_delivered = True
+        return self._take_pieces()
 
     async def into(self, sink: Destination) -> bool:
-        """See `Arrival`; can be cancelled and called again."""
+        """See `BodyTransfer`; can be cancelled and called again."""
         while self._pieces:
             piece = self._pieces.pop(0)
             self.used(len(piece))
@@ -212,46 +215,46 @@ class Stream:
         try:
             while not (self.body_ended or self._cut or self._failed is not None):
                 if not self._fetch(sink):
-                    self._look_ahead()
-                await _next(self._moved)
+                    self._widen_for_reading()
+                await _clear_and_wait(self._may_continue)
         finally:
             self._sink = None
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
-        self._end_told = self.body_ended
+        self._end_delivered = self.body_ended
         return self.body_ended
 
     def _fetch(self, sink: Destination) -> bool:
         """Have a thread read the rest of the body; returns False if it is not worth one, or none can."""
         places = () if self._slow else sink.rest()
         size = sum(map(len, places))
-        if size < TRIP_BYTES_MIN or not self._client.fetch(self._number, places, size):
+        if size < TRANSFER_BYTES_MIN or not self._client.fetch(self._number, places, size):
             return False
-        if size > self._window:  # there is memory for all of it, so all of it may be sent
-            self._used -= size - self._window
-            self._widen(size - self._window)
+        if size > self._receive_window:  # there is memory for all of it, so all of it may be sent
+            self._used -= size - self._receive_window
+            self._widen(size - self._receive_window)
         self._client.flush()
         return True
 
-    def _look_ahead(self) -> None:
-        """Widen the receive window to `AHEAD_BYTES`, now that the app takes the body."""
-        if self._ahead < AHEAD_BYTES and not self._ends():
-            self._widen(AHEAD_BYTES - self._ahead)
-            self._ahead = AHEAD_BYTES
+    def _widen_for_reading(self) -> None:
+        """Widen the receive window to `READING_WINDOW_BYTES`, now that the app takes the body."""
+        if self._window_size < READING_WINDOW_BYTES and not self._ends():
+            self._widen(READING_WINDOW_BYTES - self._window_size)
+            self._window_size = READING_WINDOW_BYTES
             self._client.flush_soon()
 
     async def receive(self) -> Message:
         """Return the next ASGI event."""
-        while not self._pieces and not self._cut and (self._end_told or not self.body_ended):
+        while not self._pieces and not self._cut and (self._end_delivered or not self.body_ended):
             self._client.flush_soon()
-            await _next(self._moved)
-        if self._cut and not self._pieces and (self._end_told or not self.body_ended):
+            await _clear_and_wait(self._may_continue)
+        if self._cut and not self._pieces and (self._end_delivered or not self.body_ended):
             return {"type": "http.disconnect"}
-        self._end_told = self.body_ended
-        return {"type": "http.request", "body": self._taken(), "more_body": not self._end_told}
+        self._end_delivered = self.body_ended
+        return {"type": "http.request", "body": self._take_pieces(), "more_body": not self._end_delivered}
 
-    def _taken(self) -> bytes:
+    def _take_pieces(self) -> bytes:
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         self.used(len(body))  # the window update is sent when the app wants more
@@ -271,29 +274,29 @@ class Stream:
             if data or ends:
                 await self._send(data, ends)
 
-    async def burst(self, pieces: Pieces) -> Pieces:
-        """See `Arrival`."""
+    async def send_rest(self, pieces: Pieces) -> Pieces:
+        """See `BodyTransfer`."""
         client, left = self._client, list(pieces)
         rest = sum(map(len, left))
         while rest and not self._cut:
-            payloads = cut(left, client.frame_bytes, min(TRIP_BYTES_MAX, self.credit, client.credit))
+            payloads = cut(left, client.frame_bytes, min(TRANSFER_BYTES_MAX, self.send_window, client.send_window))
             size = sum(map(len, payloads))
-            if size < min(rest, TRIP_BYTES_MIN):
+            if size < min(rest, TRANSFER_BYTES_MIN):
                 break
             heads = [wire.head(len(data), wire.DATA, 0, self._number) for data in payloads]
             if size == rest:
                 heads[-1] = wire.head(len(payloads[-1]), wire.DATA, wire.END_STREAM, self._number)
             heads[0] = self._head + heads[0]
-            delivered = client.deliver(list(zip(heads, payloads, strict=True)))
-            if delivered is None:
+            sent = client.send_by_thread(list(zip(heads, payloads, strict=True)))
+            if sent is None:
                 break
             self._head = b""
-            went = sum(map(len, payloads[: await delivered]))
-            self.credit -= went
-            rest -= went
+            written = sum(map(len, payloads[: await sent]))
+            self.send_window -= written
+            rest -= written
             self._answered = not rest
-            left = after(left, went)
-            if went < size:
+            left = after(left, written)
+            if written < size:
                 break
         return left
 
@@ -301,25 +304,26 @@ class Stream:
         client, head, at = self._client, self._head, 0
         self._head = b""
         while not self._cut:
-            n = max(0, min(len(data) - at, client.frame_bytes, self.credit, client.credit))  # windows can be negative
+            window = max(0, min(self.send_window, client.send_window))  # windows can be negative
+            n = min(len(data) - at, client.frame_bytes, window)
             if n == 0 and at < len(data):
-                client.say(head)
+                client.queue_frame(head)
                 client.flush()
                 head = b""
-                await _next(self._moved)
+                await _clear_and_wait(self._may_continue)
                 continue
             if not client.writable:  # a client that does not read gets no more, and soon reaches the limit of streams
                 await client.drained()
                 continue
             last = at + n == len(data)
-            self.credit -= n
-            client.credit -= n
+            self.send_window -= n
+            client.send_window -= n
             self._answered = ends and last
             flags = wire.END_STREAM if self._answered else 0
             head += wire.head(n, wire.DATA, flags, self._number)
-            went = client.send(head, data[at : at + n], more=not self._answered)
+            flushed = client.send(head, data[at : at + n], more=not self._answered)
             head, at = b"", at + n
-            if went and not self._answered:
+            if flushed and not self._answered:
                 await client.drained()
             if last:
                 return
@@ -334,16 +338,16 @@ class Stream:
         finally:
             if not self._cut:
                 if not self._answered:
-                    self._client.say(wire.word(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
+                    self._client.queue_frame(wire.word(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
                     if not self._client.writable:
                         self._client.abort()  # it reads nothing, so it would not get the reset either
                 elif not self.body_ended:
-                    self._client.say(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
+                    self._client.queue_frame(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
                 self._drop()
             self._client.ended(self._number, answered=self._answered)
 
 
-async def _next(event: asyncio.Event) -> None:
+async def _clear_and_wait(event: asyncio.Event) -> None:
     """Clear the event, then wait until it is set again."""
     event.clear()
     await event.wait()
@@ -362,7 +366,7 @@ def scope_of(transport: asyncio.Transport, root_path: str) -> dict[str, Any]:
     }
 
 
-class Asked(NamedTuple):
+class RequestHead(NamedTuple):
     """The parsed headers of a request."""
 
     scope: dict[str, Any]
@@ -371,7 +375,7 @@ class Asked(NamedTuple):
     """Announced length of the body, if any."""
 
 
-def request_of(headers: Sequence[Header]) -> Asked | None:
+def request_of(headers: Sequence[Header]) -> RequestHead | None:
     """Parse the headers of a request; returns None if they are not valid as such (RFC 9113, 8.2 and 8.3)."""
     special: dict[bytes, bytes] = {}
     rest: list[Header] = []
@@ -407,4 +411,4 @@ def request_of(headers: Sequence[Header]) -> Asked | None:
         "query_string": query,
         "headers": rest,
     }
-    return Asked(scope, length)
+    return RequestHead(scope, length)

@@ -70,24 +70,24 @@ def make(key: bytes, role: Role, name: str = "", expires_at_s: int = 0) -> str:
         raise problem("invalid_field", f"no token has the role '{role}'", hint=", ".join(ROLES[1:]))
     if _NAME.fullmatch(name) is None:
         raise problem("invalid_field", f"a token's name has 1 to 64 letters, digits, '_' and '-'; not {name!r:.80}")
-    said = f"{_FORMAT}.{role}.{name}.{expires_at_s}"
-    return f"{said}.{_mac(key, said)}"
+    payload = f"{_FORMAT}.{role}.{name}.{expires_at_s}"
+    return f"{payload}.{_mac(key, payload)}"
 
 
 def read(token: str, keys: Iterable[bytes], now_s: float) -> Holder | None:
     """Return the holder of a token; None if no key made it or it has expired."""
-    said, _, mac = token.rpartition(".")
-    parts = said.split(".")
+    payload, _, mac = token.rpartition(".")
+    parts = payload.split(".")
     if len(token) > TOKEN_CHARS_MAX or len(parts) != 4 or not token.isascii() or parts[0] != _FORMAT:
         return None
     _, role, name, expires = parts
     # All keys are tried, even if the first one matches, so that the time taken reveals nothing.
-    made = [hmac.compare_digest(_mac(key, said), mac) for key in keys]
+    made = [hmac.compare_digest(_mac(key, payload), mac) for key in keys]
     if not any(made) or role not in ROLES[1:] or not _NAME.fullmatch(name) or not _EXPIRES.fullmatch(expires):
         return None
     holder = Holder(role, name, int(expires))
     return holder if not holder.expires_at_s or now_s < holder.expires_at_s else None
 
 
-def _mac(key: bytes, said: str) -> str:
-    return urlsafe_b64encode(hmac.digest(key, said.encode(), "sha256")).rstrip(b"=").decode()
+def _mac(key: bytes, payload: str) -> str:
+    return urlsafe_b64encode(hmac.digest(key, payload.encode(), "sha256")).rstrip(b"=").decode()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-AGAIN_S: Final = 0.05
+RETRY_S: Final = 0.05
 
 
 class Terminated(SystemExit):
@@ -21,22 +21,22 @@ class Terminated(SystemExit):
 
 def on_signals() -> None:
     """Make SIGTERM raise Terminated in the main thread; from now on, neither that nor Ctrl-C is lost."""
-    told: BaseException = Terminated(128 + signal.SIGTERM)
+    pending: BaseException = Terminated(128 + signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(128 + number)
 
-    def once_more(number: int, frame: FrameType | None) -> None:
-        raise told
+    def raise_again(number: int, frame: FrameType | None) -> None:
+        raise pending
 
     def ignored(what: "UnraisableHookArgs") -> None:
-        nonlocal told
+        nonlocal pending
         if isinstance(what.exc_value, Terminated | KeyboardInterrupt):
-            told = what.exc_value
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+            pending = what.exc_value
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S)
         else:
             before(what)
 
     before, sys.unraisablehook = sys.unraisablehook, ignored
     signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGALRM, once_more)
+    signal.signal(signal.SIGALRM, raise_again)

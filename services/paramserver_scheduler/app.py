@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import paramserver
 from paramserver_node import docs_page, health, problems
-from paramserver_node.access import Access, Neighbours, guard
+from paramserver_node.access import Access, LocalOnly, guard
+from paramserver_node.fast_path import FastPathApp, routed
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
-from paramserver_node.short import ShortApp, routed
 from paramserver_scheduler import login, page
 from paramserver_scheduler.door import Door
 from paramserver_scheduler.lease import Lease
@@ -51,7 +51,7 @@ def _clock(path: str) -> ASGIApp | None:
 
 def make_app() -> FastAPI:
     """Build the app; its routes answer 503 unless `app.state.service` is set, as it is while this scheduler leads."""
-    app = ShortApp(
+    app = FastPathApp(
         _clock,
         title="paramserver scheduler",
         version=paramserver.__version__,
@@ -86,7 +86,7 @@ def make_app() -> FastAPI:
     return app
 
 
-def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | Neighbours | None = None) -> ASGIApp:
+def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | LocalOnly | None = None) -> ASGIApp:
     """Wrap the app for the server: request ids, access control, draining of bodies, metrics, dispatch to the leader.
 
     Args:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paramserver.client.addresses import SCHEDULERS
 from paramserver.errors import problem
 from paramserver_node import problems
-from paramserver_node.forward import HANDED_ON, Forwarder
+from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder
 from paramserver_node.race import race
 from paramserver_scheduler.lease import Lease
 
@@ -69,7 +69,7 @@ class Door:
     async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         leader = self._lease.leader
-        if leader is None or leader.place == self._lease.place or HANDED_ON in request.headers:
+        if leader is None or leader.place == self._lease.place or FORWARDED_TO_LEADER in request.headers:
             raise problem("no_leader", "no scheduler leads just now; another takes over within seconds")
         begun = False
 
@@ -80,7 +80,7 @@ class Door:
 
         async def hand_on() -> None:
             answer = await self._forwarder.forward(
-                request, [leader.url], mark=False, code="no_leader", headers={HANDED_ON: str(leader.term)}
+                request, [leader.url], by_shard=False, code="no_leader", headers={FORWARDED_TO_LEADER: str(leader.term)}
             )
             try:
                 await answer(scope, receive, passed)

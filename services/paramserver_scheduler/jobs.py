@@ -236,7 +236,7 @@ class Jobs:
         """Return the document of that creation of the model; raises PsError if it is gone or replaced."""
         document = self._runtime.core.read.model(model.name)
         if document["generation"] != model.generation:
-            raise problem("model_replaced", f"model '{model.name}' was created anew")
+            raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
         return document
 
     def _timeline(self, model: ModelKey) -> Callable[[], int]:

@@ -111,7 +111,7 @@ async def enter(request: Request) -> Response:
     body = await negotiate.read_body(request, FORM_BYTES_MAX)
     token = parse_qs(body.decode("latin-1")).get("token", [""])[0].strip()
     cookie = login.enter(token)
-    return _ask("This token is not valid, or not any more.", 401) if cookie is None else _to_page(cookie)
+    return _ask("This token is invalid, expired or revoked.", 401) if cookie is None else _to_page(cookie)
 
 
 def _to_page(cookie: str | None) -> Response:

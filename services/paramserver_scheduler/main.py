@@ -20,7 +20,7 @@ from paramserver_node.crash import crash_point
 from paramserver_node.forward import Forwarder
 from paramserver_node.log import setup
 from paramserver_node.redis import connect
-from paramserver_node.server import CannotListen, Tls, first_cause, serve_tcp, spare_imports, stop_on_signals
+from paramserver_node.server import CannotListen, Tls, first_cause, freeze_gc, serve_tcp, stop_on_signals
 from paramserver_node.settings import SchedulerSettings, end, url_of
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -171,7 +171,7 @@ async def serve(settings: SchedulerSettings) -> None:
     http.state.checkpoints = CheckpointStore(Path(settings.state_dir).absolute())
     redis = connect(settings.redis, timeout_s=2.0)
     lease, forwarder = _lease_of(settings, redis), Forwarder(credentials(settings))
-    spare_imports()
+    freeze_gc()
     try:
         async with asyncio.TaskGroup() as group:
             # Listen before trying for the lease: once the port is bound, no other process can have the same place.

@@ -6,7 +6,7 @@ from typing import Final
 import httpx
 
 from paramserver.client.credentials import NO_CREDENTIALS, Credentials
-from paramserver_node.forward import HANDED_ON
+from paramserver_node.forward import FORWARDED_TO_LEADER
 from paramserver_scheduler.lease import Lease
 
 ASK_S: Final = 1.0
@@ -18,7 +18,7 @@ class Rivals:
     def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._lease = lease
         self._http = httpx.AsyncClient(
-            headers={**credentials.headers, HANDED_ON: "0"},  # standbys do not forward it: only a leader answers
+            headers={**credentials.headers, FORWARDED_TO_LEADER: "0"},  # only a leader answers such a request
             verify=credentials.context(),
             timeout=httpx.Timeout(ASK_S),
             trust_env=False,

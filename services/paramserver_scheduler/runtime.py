@@ -236,7 +236,7 @@ class Runtime:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         if not future.done():
-            raise problem("unavailable", "the client has gone")
+            raise problem("unavailable", "the client disconnected")
 
     async def _wait_for_redis(self) -> None:
         try:

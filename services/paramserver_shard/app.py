@@ -12,12 +12,12 @@ from paramserver import __version__
 from paramserver.errors import problem
 from paramserver.limits import NAMED_BODY_BYTES_MAX
 from paramserver_node import docs_page, health, negotiate, problems
-from paramserver_node.access import Access, Neighbours, guard
-from paramserver_node.forward import MARK, Forwarder
+from paramserver_node.access import Access, LocalOnly, guard
+from paramserver_node.fast_path import FastPathApp, routed
+from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
 from paramserver_node.roles import role
-from paramserver_node.short import ShortApp, routed
 from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, ArrayService, Conditions, read_npy
 from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
@@ -47,7 +47,7 @@ class Services:
     reader: FrameReader
     forwarder: Forwarder
     telemetry: Telemetry
-    access: Access | Neighbours | None = None
+    access: Access | LocalOnly | None = None
     """None: no access control."""
 
 
@@ -55,7 +55,7 @@ def make_app(services: Services) -> FastAPI:
     """Build the ASGI app of one shard."""
     s = services
     short: dict[str, ASGIApp] = {}
-    app = ShortApp(
+    app = FastPathApp(
         short.get,
         title="paramserver shard",
         version=__version__,
@@ -140,9 +140,9 @@ def _add_forwarding(app: FastAPI, s: Services) -> None:
     @role("reader")
     async def forward(request: Request) -> Response:
         """Forward the request to the leading scheduler, which checks the caller's role again."""
-        if MARK in request.headers:
+        if FORWARDED_BY_SHARD in request.headers:
             raise problem("not_found", f"a shard does not serve {unquote(request.url.path)[:200]}")
-        return await s.forwarder.forward(request, s.membership.link.urls, mark=True, code="no_leader")
+        return await s.forwarder.forward(request, s.membership.link.urls, by_shard=True, code="no_leader")
 
     @role("open")
     async def page(request: Request) -> Response:

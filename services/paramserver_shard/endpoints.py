@@ -26,9 +26,9 @@ from paramserver.types import ITEMSIZE
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, encode_header
 from paramserver.wire.tensor import from_f32, to_json, to_msgpack
 from paramserver_node import negotiate
-from paramserver_node.middleware import terse
+from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
-from paramserver_node.stream import BODY, TRIP_BYTES_MIN, Arrival
+from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
@@ -75,7 +75,7 @@ class _Endpoint:
         for name, value in scope["headers"]:
             if name == b"content-type":
                 if value == _FRAME or value.split(b";")[0].strip().lower() == _FRAME:
-                    terse(scope)
+                    omit_request_id(scope)
                     await self.by_frame(scope, receive, send, began_s)
                     return
                 break
@@ -202,10 +202,10 @@ async def _send_body(scope: Scope, send: Send, status: int, answer: FrameBody) -
     size = len(first) + answer.body_bytes
     headers = [(b"content-type", _FRAME), (b"content-length", str(size).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
+    arrival: BodyTransfer | None = scope.get("extensions", {}).get(BODY)
     chunks: Iterable[bytes | memoryview] = answer.chunks(first)
-    if arrival is not None and size >= TRIP_BYTES_MIN and answer.zero_copy:
-        chunks = await arrival.burst([memoryview(chunk) for chunk in chunks])
+    if arrival is not None and size >= TRANSFER_BYTES_MIN and answer.zero_copy:
+        chunks = await arrival.send_rest([memoryview(chunk) for chunk in chunks])
         size = sum(map(len, chunks))
     for message in _messages(chunks, size):
         await send(message)

@@ -123,7 +123,7 @@ class Journal:
 
     async def read(self, key: PartitionKey, after: int) -> list[JournalEntry]:
         """Return all entries above lsn `after`, checked.  Raises CorruptState if one is damaged or missing."""
-        async with node_redis.patience(0):
+        async with node_redis.transfer_timeout(0):
             text = await self._redis.get(f"{{{key}}}:lsn")
         try:
             last = 0 if text is None else int(text)
@@ -135,7 +135,7 @@ class Journal:
         count = 1
         while last > after + len(entries):
             start = f"({after + len(entries)}-0"
-            async with node_redis.patience(PARTITION_BYTES_MAX):  # one entry can hold a whole partition
+            async with node_redis.transfer_timeout(PARTITION_BYTES_MAX):  # one entry can hold a whole partition
                 page: _Page = await self._redis.xrange(f"{{{key}}}:journal", min=start, count=count)  # type: ignore[assignment]
             if not page:
                 break
@@ -144,7 +144,7 @@ class Journal:
             count = max(1, min(_PAGE_GROWTH * count, _PAGE_ENTRIES_MAX, _PAGE_BYTES * len(page) // max(1, size)))
         if last != after + len(entries):
             raise _damaged(key, f"it ends at {after + len(entries)}, but {last} were written")
-        async with node_redis.patience(PARTITION_BYTES_MAX):
+        async with node_redis.transfer_timeout(PARTITION_BYTES_MAX):
             more = await self._redis.xrange(f"{{{key}}}:journal", min=f"({last}-0", count=1)
         if more:
             raise _damaged(key, f"there are entries behind the last one, {last}")

@@ -22,19 +22,19 @@ from paramserver.kernels import sockets
 from paramserver.limits import MIB, SHARED_BYTES_MAX
 from paramserver_node import log as node_log
 from paramserver_node import redis as node_redis
-from paramserver_node.access import Access, Neighbours, credentials
-from paramserver_node.carrier import Carrier
+from paramserver_node.access import Access, LocalOnly, credentials
 from paramserver_node.forward import Forwarder
 from paramserver_node.server import (
     CannotListen,
     Tls,
     first_cause,
+    freeze_gc,
     serve_tcp,
     serve_unix,
-    spare_imports,
     stop_on_signals,
 )
 from paramserver_node.settings import ShardSettings, end, url_of
+from paramserver_node.transfer_threads import TransferThreads
 from paramserver_shard.app import Services, make_app
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.arriving import check_part
@@ -142,7 +142,7 @@ class Shard:
         await self.bulk_redis.aclose()
 
 
-def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | Neighbours | None = None) -> Shard:
+def assemble(settings: ShardSettings, group: asyncio.TaskGroup, access: Access | LocalOnly | None = None) -> Shard:
     """Build a shard from its settings; `group` owns its tasks. Nothing is connected yet."""
     shown = credentials(settings)
     clock = asyncio.get_running_loop().time
@@ -222,17 +222,17 @@ async def serve(settings: ShardSettings) -> None:
         membership, runtime = shard.services.membership, shard.services.runtime
         try:
             app = make_app(shard.services)
-            carrier = Carrier.here()
-            tcp = serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S, carrier=carrier)
+            threads = TransferThreads.if_supported()
+            tcp = serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S, transfer_threads=threads)
             serving = group.create_task(tcp)
             ending = group.create_task(Stopping(membership, runtime).run(asked, stop))
             if shard.folder is not None and shard.lending is not None:
-                group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop, carrier=carrier))
+                group.create_task(serve_unix(app, str(shard.folder.path / SOCKET), stop, transfer_threads=threads))
                 lending = group.create_task(shard.lending.expire_periodically())
             await runtime.offload(kernels.warm_up)  # compile before joining, so no push waits for it
-            if carrier is not None:
+            if threads is not None:
                 await runtime.offload(sockets.warm_up)
-            spare_imports()
+            freeze_gc()
             joined = group.create_task(membership.run())
             await serving
             ending.cancel()
@@ -240,8 +240,8 @@ async def serve(settings: ShardSettings) -> None:
             if shard.lending is not None:
                 lending.cancel()
             runtime.close()
-            if carrier is not None:
-                carrier.close()
+            if threads is not None:
+                threads.close()
         finally:
             await shard.aclose()
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import psutil
 
-from paramserver_node.plausible import size_bytes
+from paramserver_node.setting_checks import size_bytes
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")

@@ -14,7 +14,7 @@ from paramserver.limits import BODY_BYTES_MAX
 from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, Header, decode_header, header_end
 from paramserver.wire.sink import pour
-from paramserver_node.stream import BODY, Arrival
+from paramserver_node.stream import BODY, BodyTransfer
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.inflight import account
 
@@ -112,7 +112,7 @@ class FrameReader:
 
         Raises RequestError for a body that is cut off or has the wrong length, Unavailable if there is no room for it.
         """
-        arrival: Arrival | None = scope.get("extensions", {}).get(BODY)
+        arrival: BodyTransfer | None = scope.get("extensions", {}).get(BODY)
         if arrival is not None and (data := arrival.whole()) is not None:
             request, body = await self._start(scope, data, of, handle_header)
             body.end()
@@ -136,7 +136,12 @@ class FrameReader:
         return request, body
 
     async def _arriving(
-        self, scope: Scope, receive: Receive, arrival: Arrival | None, of: type[H], handle_header: HeaderHandler[H, T]
+        self,
+        scope: Scope,
+        receive: Receive,
+        arrival: BodyTransfer | None,
+        of: type[H],
+        handle_header: HeaderHandler[H, T],
     ) -> tuple[T, Body]:
         data, more = await _next(receive)
         while more and (len(data) < PREFIX_BYTES or len(data) < header_end(data)):

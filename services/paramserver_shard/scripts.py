@@ -39,7 +39,7 @@ class ScriptRunner:
         cannot confirm that writes are on disk. After an error the scripts may or may not have taken effect.
         """
         try:
-            async with node_redis.patience(size_bytes):
+            async with node_redis.transfer_timeout(size_bytes):
                 return await self._run(scripts, fsync)
         except (RedisError, OSError, PsError):
             self._fsync_way = None  # the next call may reach another server

@@ -132,7 +132,7 @@ def test_training_with_the_least_role(cluster: Nodes) -> None:
             assert reader.model(name).pull(min_version=i + 1)["w"].tolist() == [-1.0 - i] * 6
             with pytest.raises(AuthError, match="'worker'"):
                 reader.model(name).push({"w": np.ones(6, np.float32)})
-        with ps.connect(url) as nobody, pytest.raises(AuthError, match="needs a token"):
+        with ps.connect(url) as nobody, pytest.raises(AuthError, match="requires a token"):
             nobody.model(name).pull()
     saved = model.save()  # the scheduler fetches every partition from the shards under its own token
     assert [c["name"] for c in model.checkpoints()] == [saved["name"]]

@@ -19,7 +19,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from paramserver_node import redis_server
-from paramserver_node.either import Either
+from paramserver_node.protocol_detector import ProtocolDetector
 from paramserver_shard.membership import TERM_KEY
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio, pytest.mark.timeout(120)]
@@ -108,7 +108,7 @@ async def member(redis_url: str, log: Path, *leaders: Leader) -> AsyncIterator[R
     for leader in leaders:
         config = Config(leader.app, log_config=None, ws="none")
         config.load()
-        server = await loop.create_server(partial(Either, config, ServerState(), {}), "127.0.0.1", 0)
+        server = await loop.create_server(partial(ProtocolDetector, config, ServerState(), {}), "127.0.0.1", 0)
         leader.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         servers.append(server)
     port, urls = str(redis_server.free_port()), ",".join(leader.url for leader in leaders)

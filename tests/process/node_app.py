@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
 from paramserver_node import problems
-from paramserver_node.forward import MARK, Forwarder
+from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.server import leave, serve_tcp, stop_on_signals
 
@@ -30,7 +30,7 @@ def answering(app: FastAPI) -> None:
         size = 0
         async for piece in request.stream():
             size += len(piece)
-        kept = ("content-length", "x-kept", "x-dropped", "x-request-id", MARK)
+        kept = ("content-length", "x-kept", "x-dropped", "x-request-id", FORWARDED_BY_SHARD)
         return {"size": size, "query": request.url.query} | {k: request.headers.get(k) for k in kept}
 
     @app.post("/ignore")
@@ -93,7 +93,7 @@ def handing_on(app: FastAPI, forwarder: Forwarder, upstreams: list[str]) -> None
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST"])
     async def everything(request: Request) -> Response:
-        return await forwarder.forward(request, upstreams, mark=True, code="no_leader")
+        return await forwarder.forward(request, upstreams, by_shard=True, code="no_leader")
 
 
 async def main(port: int, upstreams: list[str]) -> None:

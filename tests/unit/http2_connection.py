@@ -15,8 +15,8 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from paramserver.wire import http2 as wire
-from paramserver_node.carrier import Carrier
 from paramserver_node.http2 import Connection
+from paramserver_node.transfer_threads import TransferThreads
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere no threads move bodies")
 WAYS = [pytest.param(False, id="loop"), pytest.param(True, id="threads", marks=LINUX)]
@@ -60,25 +60,25 @@ class Into:
 @asynccontextmanager
 async def connected(app: ASGIApp, *, threads: bool = False) -> AsyncIterator[tuple[socket.socket, Connection]]:
     """The client's socket, greeted, and the server's end, which calls the app."""
-    carrier = Carrier() if threads else None
+    transfer_threads = TransferThreads() if threads else None
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
     made: dict[str, Any] = {}
-    several = patch("paramserver_node.carrier.SEVERAL_S", math.inf)  # whoever asks, and when
-    with several, socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as theirs:
+    always = patch("paramserver_node.transfer_threads.ALTERNATION_S", math.inf)  # whoever asks, and when
+    with always, socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as theirs:
         theirs.setblocking(False)
         await loop.sock_connect(theirs, listener.getsockname())
         ours, _ = listener.accept()
         transport, connection = await loop.create_connection(
-            lambda: Connection(config, ServerState(), app, made, carrier), sock=ours
+            lambda: Connection(config, ServerState(), made, transfer_threads), sock=ours
         )
         await loop.sock_sendall(theirs, wire.settings({}))
         yield theirs, connection
         transport.abort()
         while connection._running or connection._lent.reads or connection._lent.writes:
             await asyncio.sleep(0)
-    if carrier is not None:
-        carrier.close()
+    if transfer_threads is not None:
+        transfer_threads.close()
 
 
 def frames_of(stream: int, body: bytes, frame_bytes: int, *, ends: bool = True) -> bytes:

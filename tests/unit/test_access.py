@@ -18,7 +18,7 @@ from paramserver import limits
 from paramserver.client.credentials import Credentials
 from paramserver.errors import AuthError, RequestError
 from paramserver_node import problems, roles, tokens
-from paramserver_node.access import COOKIE, Access, Guard, Neighbours, credentials, guard
+from paramserver_node.access import COOKIE, Access, Guard, LocalOnly, credentials, guard
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.roles import ROLES, Role
 from paramserver_node.server import Tls
@@ -30,7 +30,7 @@ KEY = b"k" * 43
 SECRET = KEY.decode()
 
 
-def served(access: Access | Neighbours) -> NodeMiddleware:
+def served(access: Access | LocalOnly) -> NodeMiddleware:
     app = FastAPI(redirect_slashes=False)
     problems.install(app)
     for name in ROLES:
@@ -211,7 +211,7 @@ async def test_only_a_node_speaks_for_others() -> None:
 def test_only_loopback_is_open(caplog: pytest.LogCaptureFixture) -> None:
     """Any other address takes a secret or an explicit word, and says which lines help."""
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
-        assert isinstance(Access.of(ShardSettings(host=host)), Neighbours)
+        assert isinstance(Access.of(ShardSettings(host=host)), LocalOnly)
     for host in ("0.0.0.0", "::", "10.0.0.1", "fd00::5", "ps.example.org", ""):
         with pytest.raises(RequestError) as refused:
             Access.of(ShardSettings(host=host))
@@ -248,7 +248,7 @@ async def test_a_node_for_its_machine_is_closed_to_web_pages_of_elsewhere(
 ) -> None:
     """A page's name for this machine, or where it comes from, gives it away; programs here may do everything."""
     headers = {"host": host} | ({} if origin is None else {"origin": origin})
-    transport = httpx.ASGITransport(served(Neighbours()))
+    transport = httpx.ASGITransport(served(LocalOnly()))
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
         answer = await client.post("/admin", headers=headers)
 
@@ -275,7 +275,7 @@ def test_tls_takes_two_files_that_fit(tmp_path: Path) -> None:
     assert Tls.of(ShardSettings()) is None
     assert Tls.of(ShardSettings(tls_certificate=str(certificate), tls_key=str(key))) == Tls(certificate, key)
     for one, two in ((certificate, ""), ("", key), (certificate, other), (missing, key), (key, certificate)):
-        with pytest.raises(RequestError, match=r"TLS takes two files|no certificate with its key"):
+        with pytest.raises(RequestError, match=r"TLS requires two files|not a certificate and its key"):
             Tls.of(ShardSettings(tls_certificate=str(one), tls_key=str(two)))
 
 

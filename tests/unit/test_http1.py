@@ -17,9 +17,9 @@ from uvicorn.server import ServerState
 
 import paramserver as ps
 from paramserver.wire import http2 as wire
-from paramserver_node import either, http1, unread
-from paramserver_node.either import Either
+from paramserver_node import http1, protocol_detector, read_deadline
 from paramserver_node.http2 import HEADER_BYTES_MAX
+from paramserver_node.protocol_detector import ProtocolDetector
 
 ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -109,7 +109,7 @@ async def serving(app: ASGIApp = echo) -> AsyncIterator[tuple[Client, ServerStat
     loop, config, state = asyncio.get_running_loop(), Config(app, log_config=None, ws="none"), ServerState()
     config.load()
     made: dict[str, Any] = {}
-    server = await loop.create_server(lambda: Either(config, state, made), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: ProtocolDetector(config, state, made), "127.0.0.1", 0)
     async with asyncio.timeout(WITHIN_S):
         with closing(server), socket.socket() as connected:
             connected.setblocking(False)
@@ -216,8 +216,8 @@ async def test_a_request_has_its_time_once_its_head_is_there(monkeypatch: pytest
 @pytest.mark.parametrize("ask", [b"connection: close\r\n", b""], ids=["closed", "failed"])
 async def test_an_answer_that_nobody_reads_is_not_kept(ask: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever closes the connection: what has not been read when its time is over is dropped."""
-    monkeypatch.setattr(unread, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
     async with serving(large) as (client, state):
         await client.send(b"GET / HTTP/1.1\r\nhost: x\r\n" + ask + b"\r\n")
         await client.until(b"\r\n\r\n")
@@ -232,8 +232,8 @@ async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
     again: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that is kept, and whose answer nobody reads, ends like one that is closed."""
-    monkeypatch.setattr(unread, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES * 100)
 
     async with serving(kept) as (client, state):
         await client.send(GET)
@@ -247,8 +247,8 @@ async def test_the_next_answer_does_not_wait_for_ever_for_one_before_it(
 @pytest.mark.asyncio
 async def test_a_kept_connection_whose_answers_are_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of what has been read is over: it does not run on into a rest, or into the next answer."""
-    monkeypatch.setattr(unread, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES)
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES)
     async with serving(kept) as (client, state):
         for _ in range(3):
             await client.send(GET)
@@ -256,14 +256,14 @@ async def test_a_kept_connection_whose_answers_are_read_is_kept(monkeypatch: pyt
             await client.some(LARGE_BYTES - len(answer.partition(b"\r\n\r\n")[2]))
             (connection,) = state.connections
             assert isinstance(connection, http1.Http1)
-            assert connection._unread._timer is None
+            assert connection._read_deadline._timer is None
 
 
 @pytest.mark.asyncio
 async def test_an_answer_that_is_read_at_its_pace_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes after the server has said all."""
-    monkeypatch.setattr(unread, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", LARGE_BYTES // 10)
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", LARGE_BYTES // 10)
     turn, came = asyncio.Event(), 0
     async with serving(large) as (client, _):
         await client.send(GET[:-2] + b"connection: close\r\n\r\n")
@@ -365,7 +365,7 @@ async def test_many_offers_at_once_are_ignored() -> None:
 )
 async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first request's head has as long to arrive as in HTTP/1.1."""
-    monkeypatch.setattr(either, "HEAD_S", 0.05)
+    monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
     async with serving() as (client, _):
         await client.send(begun)
         await client.to_the_end()
@@ -374,7 +374,7 @@ async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch
 @pytest.mark.asyncio
 async def test_http2_that_has_asked_may_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody counts the time between two requests."""
-    monkeypatch.setattr(either, "HEAD_S", 0.05)
+    monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
     rested = asyncio.Event()
     async with serving() as (client, _):
         await client.send(HELLO)

@@ -59,7 +59,7 @@ async def test_a_body_is_put_where_it_belongs(frame_bytes: int, piece_bytes: int
         assert await answered(theirs, 1) == [wire.encoded([(b":status", b"200")])]
         assert sink.memory == body
         assert threads or (sink.direct > 0) == (frame_bytes >= DIRECT_BYTES_MIN)
-        assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
+        assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
         assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
         while sink.memory:
             with suppress(BufferError):  # a thread lets go a moment later
@@ -82,7 +82,7 @@ async def test_other_frames_may_come_in_the_middle_of_a_body(threads: bool) -> N
         await loop.sock_sendall(theirs, frames_of(1, body, frame_bytes)[2 * (frame_bytes + wire.HEAD_BYTES) :])
         assert await answered(theirs, 2) == [wire.encoded([(b":status", b"200")])] * 2
         assert [s.memory for s in sinks] == [body, body[::-1]]
-        assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
+        assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
 @pytest.mark.asyncio

@@ -99,7 +99,7 @@ async def test_a_body_that_is_not_as_long_as_its_head_says_is_never_whole(
         await loop.sock_sendall(theirs, head(3, 3, b"/true") + frames_of(3, b"abc", 2))
         assert await ends_of(theirs, 3) == [(3, 0)]
         assert applied == ["/true"]
-        assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
+        assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
 @pytest.mark.asyncio
@@ -174,7 +174,7 @@ async def test_what_still_comes_of_a_refused_body_is_dropped(read: Read) -> None
         await send(theirs, head(1, 150, b"/lie") + b"".join(late) + wire.frame(wire.HEADERS, 5, 3, ASKED))
         await ends_of(theirs, 3)
         assert "/lie" not in applied
-        assert connection._window + connection._used == CONNECTION_WINDOW_BYTES
+        assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from tests.unit.http2_connection import ASKED, Into, connected, frames_of
 
 from paramserver.wire import http2 as wire
-from paramserver_node import follies, stream
+from paramserver_node import frame_abuse, stream
 from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
 from paramserver_node.stream import BODY, UNREAD_BYTES_MAX
 
@@ -53,19 +53,19 @@ async def test_who_sends_only_frames_of_no_use_is_cut_off(useless: bytes) -> Non
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
-        sending = asyncio.ensure_future(loop.sock_sendall(theirs, useless * (follies.MOST + 10)))
+        sending = asyncio.ensure_future(loop.sock_sendall(theirs, useless * (frame_abuse.COUNT_MAX + 10)))
         assert await code_of(theirs) == wire.ENHANCE_YOUR_CALM
         await asyncio.gather(sending, return_exceptions=True)
 
 
 def test_who_was_calm_for_long_may_not_send_more_of_them_at_once() -> None:
     """A day of rest allows no more than the first second; a ping now and then is allowed for ever."""
-    days = iter([*range(3000), *[3000] * 2 * follies.MOST])
-    counted = follies.Follies(lambda: 86_400.0 * next(days))
-    for _ in range(2999 + follies.MOST):
-        counted.one()
-    with pytest.raises(wire.Http2Error, match="of no use"):
-        counted.one()
+    days = iter([*range(3000), *[3000] * 2 * frame_abuse.COUNT_MAX])
+    counted = frame_abuse.FrameAbuseLimit(lambda: 86_400.0 * next(days))
+    for _ in range(2999 + frame_abuse.COUNT_MAX):
+        counted.count()
+    with pytest.raises(wire.Http2Error, match="useless frames"):
+        counted.count()
 
 
 @pytest.mark.asyncio
@@ -73,11 +73,11 @@ async def test_windows_that_the_client_widens_as_it_reads_are_no_folly() -> None
     """However many there are of them."""
     async with connected(nothing) as (theirs, connection):
         loop = asyncio.get_running_loop()
-        count = 2 * follies.MOST
+        count = 2 * frame_abuse.COUNT_MAX
         await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 4096) * count)
         await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.HEADERS, 1)
-        assert connection.credit == wire.WINDOW_BYTES + 4096 * count
+        assert connection.send_window == wire.WINDOW_BYTES + 4096 * count
 
 
 @pytest.mark.asyncio
@@ -85,7 +85,7 @@ async def test_a_client_may_widen_both_windows_after_each_short_answer() -> None
     """So simple ones do; it is no folly, however many answers there are."""
     async with connected(nothing) as (theirs, _):
         loop, wider = asyncio.get_running_loop(), b""
-        for n in range(1, 2 * follies.MOST, 2):
+        for n in range(1, 2 * frame_abuse.COUNT_MAX, 2):
             await loop.sock_sendall(theirs, wider + wire.frame(wire.HEADERS, ENDS, n, ASKED))
             await heard(theirs, wire.HEADERS, n)
             wider = wire.word(0, wire.WINDOW_UPDATE, 9) + wire.word(n, wire.WINDOW_UPDATE, 9)
@@ -136,7 +136,7 @@ async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
 @pytest.mark.asyncio
 async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a slow way megabytes lie between it and the server, so that even its pings come late."""
-    monkeypatch.setattr(stream, "WORD_S", 0.0)
+    monkeypatch.setattr(stream, "PING_AFTER_S", 0.0)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await scope["extensions"][BODY].into(Into())
@@ -152,7 +152,7 @@ async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.Monke
 @pytest.mark.asyncio
 async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers each ping, and many of them at once would be taken for folly."""
-    monkeypatch.setattr(stream, "WORD_S", 60.0)
+    monkeypatch.setattr(stream, "PING_AFTER_S", 60.0)
     numbers = range(1, 200, 2)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,7 +165,7 @@ async def test_one_word_is_enough_for_all_bodies_of_a_client(monkeypatch: pytest
         while len(connection._streams) < len(numbers) or any(s._sink is None for s in connection._streams.values()):
             await asyncio.sleep(0)
         for s in connection._streams.values():
-            s._began_s = connection.spoke_s = loop.time() - stream.WORD_S
+            s._began_s = connection.last_body_frame_s = loop.time() - stream.PING_AFTER_S
         for n in numbers:
             await loop.sock_sendall(theirs, wire.frame(wire.DATA, 0, n, b"a"))
         await loop.sock_sendall(theirs, wire.frame(wire.PING, 0, 0, b"the last"))
@@ -191,12 +191,12 @@ async def test_an_answer_ends_though_its_window_was_made_smaller_than_what_is_ou
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(theirs, wire.frame(wire.HEADERS, ENDS, 1, ASKED))
         await heard(theirs, wire.DATA, 1)
-        before = connection.credit
+        before = connection.send_window
         await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: 1000}))
         await heard(theirs, wire.SETTINGS)
         smaller.set()
         assert await heard(theirs, wire.DATA, 1) == (wire.END_STREAM, b"")
-        assert connection.credit == before
+        assert connection.send_window == before
 
 
 @pytest.mark.asyncio

@@ -14,15 +14,16 @@ from tests.unit.http2_connection import ASKED, BODY_BYTES, LINUX, Into, connecte
 
 from paramserver.kernels import sockets
 from paramserver.wire import http2 as wire
-from paramserver_node.carrier import SEVERAL_S, Carrier
 from paramserver_node.http2 import Connection
+from paramserver_node.lent_socket import LentSocket
 from paramserver_node.server import serve_unix
-from paramserver_node.stream import BODY, TRIP_BYTES_MAX
+from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX
+from paramserver_node.transfer_threads import ALTERNATION_S, TransferThreads
 
 pytestmark = LINUX
 
-ANSWER = bytes(range(251)) * (TRIP_BYTES_MAX // 200)
-"""More than one trip, and more than a socket holds."""
+ANSWER = bytes(range(251)) * (TRANSFER_BYTES_MAX // 200)
+"""More than one transfer, and more than a socket holds."""
 TAKEN = wire.encoded([(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/taken")])
 SMALL = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/small")])
 
@@ -34,7 +35,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"small"})
         return
     pieces = [memoryview(ANSWER)[a:b] for a, b in ((0, 10), (10, 5_000_000), (5_000_000, len(ANSWER)))]
-    left = await scope["extensions"][BODY].burst(pieces)
+    left = await scope["extensions"][BODY].send_rest(pieces)
     for i, piece in enumerate(left):
         await send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(left)})
 
@@ -98,7 +99,7 @@ async def test_an_answer_arrives_whole_and_small_ones_beside_it() -> None:
         await client.ask((1, ASKED), (3, SMALL), (5, ASKED), (7, SMALL))
         await client.read([1, 3, 5, 7])
         assert client.bodies == {1: ANSWER, 3: b"small", 5: ANSWER, 7: b"small"}
-        assert connection.credit == wire.WINDOW_BYTES + (1 << 30) - 2 * len(ANSWER) - 10
+        assert connection.send_window == wire.WINDOW_BYTES + (1 << 30) - 2 * len(ANSWER) - 10
 
 
 @pytest.mark.asyncio
@@ -116,7 +117,7 @@ async def test_an_answer_keeps_to_the_window_of_its_client() -> None:
     """What is not allowed yet is not sent, by whomever."""
     async with answering(window=3_000_000) as (client, connection):
         await until(connection, writes=False)
-        while connection._streams[1].credit:
+        while connection._streams[1].send_window:
             await asyncio.sleep(0)
         await asyncio.get_running_loop().sock_sendall(client.theirs, wire.word(1, wire.WINDOW_UPDATE, len(ANSWER)))
         await client.read([1])
@@ -145,7 +146,7 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client that has its answer sends the next body before the event loop knows that the answer is out."""
-    trips, sinks, body = Mock(side_effect=sockets.receive), [], bytes(range(256)) * (BODY_BYTES >> 8)
+    transfers, sinks, body = Mock(side_effect=sockets.receive), [], bytes(range(256)) * (BODY_BYTES >> 8)
 
     async def answers_or_takes(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/taken":
@@ -154,7 +155,7 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
             scope["path"] = "/small"
         await app(scope, receive, send)
 
-    monkeypatch.setattr(sockets, "receive", trips)
+    monkeypatch.setattr(sockets, "receive", transfers)
     loop = asyncio.get_running_loop()
     async with connected(answers_or_takes, threads=True) as (theirs, connection):
         client = Client(theirs)
@@ -169,26 +170,26 @@ async def test_a_body_that_comes_while_an_answer_is_written_has_a_thread_after_i
         await client.read([1])
         await loop.sock_sendall(theirs, frames_of(3, rest, 1 << 20))
         await client.read([3])
-    assert trips.called
+    assert transfers.called
     assert client.bodies == {1: ANSWER, 3: b"small"}
     assert sinks[0].memory == body
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("trip", ["send", "receive"])
-async def test_a_trip_that_fails_ends_its_connection(trip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", ["send", "receive"])
+async def test_a_transfer_that_fails_ends_its_connection(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows how far it came, so the client is told at once, and not left to wait."""
 
     def broken(*_: Any) -> NoReturn:
         raise MemoryError("planted")
 
     async def both(scope: Scope, receive: Receive, send: Send) -> None:
-        if trip == "receive":
+        if direction == "receive":
             await scope["extensions"][BODY].into(Into())
         await app(scope, receive, send)
 
-    monkeypatch.setattr(sockets, trip, broken)
-    loop, body = asyncio.get_running_loop(), bytes(BODY_BYTES if trip == "receive" else 1)
+    monkeypatch.setattr(sockets, direction, broken)
+    loop, body = asyncio.get_running_loop(), bytes(BODY_BYTES if direction == "receive" else 1)
     async with connected(both, threads=True) as (theirs, connection):
         client = Client(theirs)
         await client.greet()
@@ -202,36 +203,44 @@ async def test_a_trip_that_fails_ends_its_connection(trip: str, monkeypatch: pyt
         assert not connection._lent.writes
 
 
+def test_why_a_socket_cannot_be_lent_is_logged_as_the_system_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Too many open files are not the only reason."""
+    lent = LentSocket(Mock(), -1, lambda: None)
+
+    assert not lent.write([], lambda _: None)
+    assert [r.getMessage() for r in caplog.records] == ["http2.no_thread reason=[Errno 9] Bad file descriptor"]
+
+
 @pytest.mark.asyncio
 async def test_threads_move_bodies_while_several_connections_ask_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """For one alone the event loop does, and again when the others have been silent for a while."""
-    loop, carrier = asyncio.get_running_loop(), Carrier()
+    loop, threads = asyncio.get_running_loop(), TransferThreads()
     time_s = [100.0]
-    monkeypatch.setattr(carrier, "_loop", Mock(wraps=loop, time=lambda: time_s[0]))
+    monkeypatch.setattr(threads, "_loop", Mock(wraps=loop, time=lambda: time_s[0]))
     taken: list[bool] = []
 
     def asks(by: int, after_s: float) -> None:
         time_s[0] += after_s
-        carrier.asked(by)
-        taken.append(carrier.send(-1, [], lambda _: None))  # nothing, to nowhere
+        threads.note_request(by)
+        taken.append(threads.send(-1, [], lambda _: None))  # nothing, to nowhere
 
     asks(3, 0.0)
-    asks(3, SEVERAL_S)
+    asks(3, ALTERNATION_S)
     asks(4, 0.0)
-    asks(4, SEVERAL_S / 2)
-    asks(3, SEVERAL_S / 4)
-    asks(3, SEVERAL_S)
-    while carrier._away:
+    asks(4, ALTERNATION_S / 2)
+    asks(3, ALTERNATION_S / 4)
+    asks(3, ALTERNATION_S)
+    while threads._in_progress:
         await asyncio.sleep(0)
-    carrier.close()
+    threads.close()
     assert taken == [False, False, True, True, True, False]
 
 
 @pytest.mark.asyncio
 async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> None:
     """No thread moves the bodies of such a connection, but its small calls are kept waiting by those of others."""
-    loop, stop, carrier = asyncio.get_running_loop(), asyncio.Event(), Mock()
-    serving = asyncio.create_task(serve_unix(app, str(tmp_path / "socket"), stop, carrier=carrier))
+    loop, stop, threads = asyncio.get_running_loop(), asyncio.Event(), Mock()
+    serving = asyncio.create_task(serve_unix(app, str(tmp_path / "socket"), stop, transfer_threads=threads))
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.setblocking(False)
         while not (tmp_path / "socket").exists():
@@ -244,5 +253,5 @@ async def test_who_asks_over_a_unix_socket_is_one_of_several(tmp_path: Path) -> 
         await client.read([1])
     stop.set()
     await serving
-    assert carrier.asked.called
-    assert not carrier.send.called
+    assert threads.note_request.called
+    assert not threads.send.called

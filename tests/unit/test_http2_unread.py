@@ -10,7 +10,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from paramserver.wire import http2 as wire
-from paramserver_node import unread
+from paramserver_node import read_deadline
 from paramserver_node.http2 import STREAMS_MAX, UNSENT_BYTES_MAX, Connection
 
 ANSWER = bytes(100_000)
@@ -33,9 +33,7 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
     made: dict[str, Any] = {}
-    transport, connection = await loop.create_connection(
-        lambda: Connection(config, ServerState(), app, made), sock=ours
-    )
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), made), sock=ours)
     with theirs:
         await loop.sock_sendall(theirs, wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}))
         await loop.sock_sendall(theirs, wire.word(0, wire.WINDOW_UPDATE, 1 << 30))
@@ -54,7 +52,7 @@ async def test_who_asks_and_does_not_read_is_answered_so_far_and_no_further() ->
 @pytest.mark.parametrize("reads", [False, True])
 async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the app is done with it; a client that has read it may rest."""
-    monkeypatch.setattr(unread, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.02)
     size = 4 * len(ANSWER)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +63,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
     theirs.setblocking(False)
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), app, {}), sock=ours)
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
     with theirs:
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: size}) + wire.word(0, wire.WINDOW_UPDATE, size)
         await loop.sock_sendall(theirs, widened + wire.frame(wire.HEADERS, ENDS, 1, ASKED))
@@ -74,7 +72,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
         assert transport.get_write_buffer_size()
         while reads and transport.get_write_buffer_size():
             await loop.sock_recv(theirs, 1 << 20)
-        while not transport.is_closing() and connection._unread._timer is not None:
+        while not transport.is_closing() and connection._read_deadline._timer is not None:
             await asyncio.sleep(0)
         assert transport.is_closing() is not reads
         transport.abort()
@@ -83,20 +81,20 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(reads: bool, monk
 @pytest.mark.asyncio
 async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short answer has been read, and a long one is, however long it takes: the connection goes on."""
-    monkeypatch.setattr(unread, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(unread, "PACE_BYTES_PER_S", 1 << 40)
-    looked = asyncio.Event()
-    look = unread.Unread._look
+    monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(read_deadline, "PACE_BYTES_PER_S", 1 << 40)
+    checked = asyncio.Event()
+    check = read_deadline.ReadDeadline._check
 
-    def told(self: unread.Unread, *when: Any) -> None:
-        look(self, *when)
-        looked.set()
+    def told(self: read_deadline.ReadDeadline, *when: Any) -> None:
+        check(self, *when)
+        checked.set()
 
-    monkeypatch.setattr(unread.Unread, "_look", told)
+    monkeypatch.setattr(read_deadline.ReadDeadline, "_check", told)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while scope["path"] == "/long" and not looked.is_set():
+        while scope["path"] == "/long" and not checked.is_set():
             await send({"type": "http.response.body", "body": ANSWER, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -104,7 +102,7 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
     theirs.setblocking(False)
     loop, config = asyncio.get_running_loop(), Config(app, log_config=None)
     config.load()
-    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), app, {}), sock=ours)
+    transport, connection = await loop.create_connection(lambda: Connection(config, ServerState(), {}), sock=ours)
     long = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/long")])
     with theirs:
         widened = wire.settings({wire.INITIAL_WINDOW_SIZE: wire.WINDOW_MAX}) + wire.word(0, wire.WINDOW_UPDATE, 1 << 30)
@@ -120,7 +118,7 @@ async def test_an_answer_that_is_being_read_is_not_taken_for_one_before_it(monke
             data = await loop.sock_recv(theirs, 16 << 10)
             assert data, "the server has hung up"
             ended |= {n for _, flags, n, _, _ in scanner.scan(memoryview(data)) if n and flags & wire.END_STREAM}
-        assert looked.is_set()
+        assert checked.is_set()
         transport.abort()
         while connection._running:
             await asyncio.sleep(0)

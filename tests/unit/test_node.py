@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paramserver.errors import CODES, InternalError, as_problem, problem
 from paramserver.limits import PACE_BYTES_PER_S, PATIENCE_S
 from paramserver_node import health, middleware, negotiate, problems, roles
+from paramserver_node.deadlines import Deadlines
 from paramserver_node.middleware import NodeMiddleware
-from paramserver_node.patience import Patience
 
 T = TypeVar("T")
 SIZE_MAX = 1000
@@ -299,12 +299,12 @@ async def test_a_body_that_is_cut_off_is_refused() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["1.1", "2"])
 async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
-    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides the patience; over
+    """A piece of an answer may take as long as it takes at the slowest pace that is allowed, besides `PATIENCE_S`; over
     HTTP/1.1 it waits for the one before it as well."""
     sizes = [2 << 20, 100]
     dues: list[float] = []
 
-    class Noted(Patience):
+    class Noted(Deadlines):
         async def within(self, due_s: float, step: Awaitable[T]) -> T:
             dues.append(due_s - self.now())
             return await super().within(due_s, step)
@@ -315,11 +315,73 @@ async def test_a_reader_has_time_for_what_it_is_sent(version: str) -> None:
             await send({"type": "http.response.body", "body": bytes(size), "more_body": i == 0})
 
     node = NodeMiddleware(app)
-    node._patience = Noted(asyncio.get_running_loop())
+    node._deadlines = Noted(asyncio.get_running_loop())
     await exchange(node, {**scope_of("GET", b"/", []), "http_version": version}, [])
 
     sent = sizes if version == "2" else [sizes[0], sum(sizes)]
     assert dues == pytest.approx([PATIENCE_S + size / PACE_BYTES_PER_S for size in sent], abs=1.0)
+
+
+class Expired(Deadlines):
+    """Its clock stands at the deadline that was waited for last."""
+
+    due_s = 0.0
+
+    def now(self) -> float:
+        return self.due_s
+
+    async def within(self, due_s: float, step: Awaitable[T]) -> T:
+        self.due_s = due_s
+        return await super().within(due_s, step)
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_is_too_slow_is_refused_with_the_time_that_it_had() -> None:
+    """What has arrived of it has earned it more time, which the message counts."""
+    size = 2 * PACE_BYTES_PER_S
+    pieces: list[Message] = [{"type": "http.request", "body": bytes(size), "more_body": True}]
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+
+    async def receive() -> Message:
+        if not pieces:
+            raise TimeoutError
+        return pieces.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    node = NodeMiddleware(app)
+    node._deadlines = Expired(asyncio.get_running_loop())
+    await node(scope_of("POST", b"/", []), receive, send)
+
+    assert json.loads(sent[1]["body"])["detail"] == f"only {size} bytes of the body arrived in {PATIENCE_S + 2:g} s"
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_not_read_is_cut_off_with_the_time_that_it_had() -> None:
+    """A large piece has more time than a small one, which the error counts."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with pytest.raises(problems.SlowReader, match=f"within {PATIENCE_S + 2:g} s"):
+            await send({"type": "http.response.body", "body": bytes(2 * PACE_BYTES_PER_S)})
+        reached.set()
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def unread(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            raise TimeoutError
+
+    reached = asyncio.Event()
+    await NodeMiddleware(app)(scope_of("GET", b"/", []), receive, unread)
+
+    assert reached.is_set()
 
 
 @pytest.mark.asyncio

@@ -83,7 +83,7 @@ async def test_a_client_that_hangs_up_ends_what_it_waits_for() -> None:
         return messages.pop(0)
 
     work = Side(7)
-    with pytest.raises(Unavailable, match="the client has gone"):
+    with pytest.raises(Unavailable, match="the client disconnected"):
         await while_there(receive, work.run())
     assert work.ended == "CancelledError"
 

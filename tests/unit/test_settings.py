@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paramserver.errors import RequestError
-from paramserver_node.plausible import shown
+from paramserver_node.setting_checks import shown
 from paramserver_node.settings import ClientSettings, SchedulerSettings, Settings, ShardSettings, WorkerSettings, url_of
 
 FILE_TEXT = """
@@ -148,10 +148,10 @@ def of_environment(service: type[Settings], name: str, value: str) -> Any:
         *[(ClientSettings, "timeout_s", v, "more than 0") for v in ("0", "-1", "nan", "inf", "1e300")],
         *[(s, "port", v, "65535") for s in (ShardSettings, SchedulerSettings) for v in ("0", "-1", "65536", "99999")],
         (ShardSettings, "memory_limit", "x", "'x' is not a size"),
-        (ShardSettings, "memory_limit", "1", "at least 64MiB"),
-        (ShardSettings, "memory_limit", "0.0001", "at least 64MiB"),
+        (ShardSettings, "memory_limit", "1", "from 64MiB"),
+        (ShardSettings, "memory_limit", "0.0001", "from 64MiB"),
         (ShardSettings, "memory_limit", "9" * 400, "not a size"),
-        (ShardSettings, "memory_limit", "1" + "0" * 18, "what a machine can have"),
+        (ShardSettings, "memory_limit", "1" + "0" * 18, "to 8PiB"),
         *[(ShardSettings, "host", v, "host name") for v in ("a..b", "[::1]", "two words", "1.2.3")],
         *[
             (ShardSettings, name, value, "like http://HOST:PORT")

@@ -9,7 +9,7 @@ import pytest
 from paramserver.core.shard_io import PartitionState, PullDone, PulledPart, PushDone, PushPart, PushReceived
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey
-from paramserver_node.plausible import size_bytes
+from paramserver_node.setting_checks import size_bytes
 from paramserver_shard.loads import Loads
 from paramserver_shard.memory import Memory, limit_of
 

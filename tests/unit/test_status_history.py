@@ -208,7 +208,7 @@ async def test_streams_are_bounded() -> None:
     streams = [screen.stream() for _ in range(limits.STATUS_STREAMS_MAX)]
     for stream in streams:
         await anext(stream)
-    with pytest.raises(PsError, match="bound"):
+    with pytest.raises(PsError, match="limit"):
         screen.check_room()
     await streams[0].aclose()  # type: ignore[attr-defined]
 

@@ -91,7 +91,7 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
         raise _unknown(m, name, file)
     at, query = file_path(m, name, file), urlencode(of_creation(creation))
     scope = {**request.scope, "path": at, "raw_path": at.encode(), "query_string": query.encode()}
-    return await s.forwarder.forward(Request(scope, request.receive), [url], mark=False)
+    return await s.forwarder.forward(Request(scope, request.receive), [url], by_shard=False)
 
 
 @router.get("/internal/checkpoints/{m}/{name}/{file}", responses=gives(200, "The file"))

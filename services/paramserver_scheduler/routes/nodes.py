@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from paramserver.core import scheduler_io as io
 from paramserver.errors import PsError, problem
-from paramserver_node.middleware import lasting
+from paramserver_node.middleware import no_body_deadline
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.exchange import ask, gives, read, reply, respond, service, takes
@@ -88,7 +88,7 @@ async def clocks(request: Request, name: str) -> Response:
     """
     epoch = _needed_epoch(request)
     runtime = service(request).runtime
-    lasting(request.scope)
+    no_body_deadline(request.scope)
 
     async def take() -> None:
         rest = b""
@@ -117,7 +117,7 @@ def _clock(line: bytes) -> ClockLine:
 def _needed_epoch(request: Request) -> int:
     epoch = epoch_of(request)
     if epoch is None:
-        raise problem("malformed", "query value 'epoch' is needed")
+        raise problem("malformed", "query value 'epoch' is required")
     return epoch
 
 

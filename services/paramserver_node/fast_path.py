@@ -10,30 +10,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paramserver_node.queries import check_query
 
 
-class ShortApp(FastAPI):
-    """A FastAPI app that asks `short` first; its router has the same routes, too, for whatever inspects them."""
+class FastPathApp(FastAPI):
+    """A FastAPI app with a fast path; its router has the same routes, too, for whatever inspects them."""
 
-    def __init__(self, short: Callable[[str], ASGIApp | None], **options: Any) -> None:
-        """`short` returns the endpoint for the path of a POST, or None to leave the request to the router."""
+    def __init__(self, find_endpoint: Callable[[str], ASGIApp | None], **options: Any) -> None:
+        """`find_endpoint` returns the endpoint for the path of a POST, or None to leave the request to the router."""
         super().__init__(**options)
-        self._short = short
+        self._find_endpoint = find_endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        way = self._short(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if way is None:
+        endpoint = self._find_endpoint(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
             await super().__call__(scope, receive, send)
         else:
             scope["app"] = self
-            await way(scope, receive, send)
+            await endpoint(scope, receive, send)
 
 
 def routed(route: BaseRoute, endpoint: ASGIApp) -> ASGIApp:
     """Wrap an endpoint so that it gets its route in the scope, as from the router, and its query is checked."""
 
-    async def told(scope: Scope, receive: Receive, send: Send) -> None:
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = route
         if scope["query_string"]:
             check_query(scope)
         await endpoint(scope, receive, send)
 
-    return told
+    return wrapped

@@ -1,6 +1,6 @@
 """Threads that transfer large bodies, so that the event loop stays free to answer small requests.
 
-A thread gets one direction of one connection for one trip: as much of one body as the peer sends or takes without a
+A thread gets one direction of one connection for one transfer: as much of one body as the peer sends or takes without a
 pause.  The event loop transfers the rest, and anything that is not worth a thread, as usual (see `lent_socket`).
 """
 
@@ -19,34 +19,34 @@ from paramserver_node.pieces import Pieces
 T = TypeVar("T")
 log = logging.getLogger("paramserver.node")
 
-THREADS: Final = 16
-"""Concurrent trips.  Trips are short; if no thread is free, the event loop transfers the body."""
-SEVERAL_S: Final = 1.0
+THREADS_MAX: Final = 16
+"""Concurrent transfers.  They are short; if no thread is free, the event loop transfers the body."""
+ALTERNATION_S: Final = 1.0
 """How long threads are used after a request that came on another connection than the one before.  For a single
 connection the event loop is faster, as it saves the thread switches, and no other client waits for it."""
 
 
-class Carrier:
+class TransferThreads:
     """The transfer threads of one server.  Linux only."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(THREADS, "carrier")
-        self._away = 0
-        self._asker = 0
-        self._in_turn_s = -SEVERAL_S
+        self._threads = ThreadPoolExecutor(THREADS_MAX, "transfer")
+        self._in_progress = 0
+        self._last_fd = 0
+        self._last_alternation_s = -ALTERNATION_S
         """Time of the last request that came on another connection than the one before."""
 
     @classmethod
-    def here(cls) -> Self | None:
-        """Return a carrier, or None on systems other than Linux, for which there are no transfer loops."""
+    def if_supported(cls) -> Self | None:
+        """Return the threads, or None on systems other than Linux, for which there are no transfer loops."""
         return cls() if sys.platform == "linux" else None
 
-    def asked(self, by: int) -> None:
-        """Note a request on the connection whose file descriptor is `by`."""
-        if self._asker not in (by, 0):
-            self._in_turn_s = self._loop.time()
-        self._asker = by
+    def note_request(self, fd: int) -> None:
+        """Note a request on the connection with the file descriptor `fd`."""
+        if self._last_fd not in (fd, 0):
+            self._last_alternation_s = self._loop.time()
+        self._last_fd = fd
 
     def send(self, fd: int, pieces: Pieces, then: Callable[[int | None], None]) -> bool:
         """Start `sockets.send` in a thread, and call `then` with its result, or with None if it raised.
@@ -66,13 +66,13 @@ class Carrier:
         """Start `sockets.receive` likewise; `frame` is (stream, bytes due of the current frame, its flags)."""
         return self._begin(partial(sockets.receive, fd, places, *frame, bytes_max), then)
 
-    def _begin(self, trip: Callable[[], T], then: Callable[[T | None], None]) -> bool:
-        if self._away == THREADS or self._loop.time() - self._in_turn_s >= SEVERAL_S:
+    def _begin(self, transfer: Callable[[], T], then: Callable[[T | None], None]) -> bool:
+        if self._in_progress == THREADS_MAX or self._loop.time() - self._last_alternation_s >= ALTERNATION_S:
             return False
-        self._away += 1
+        self._in_progress += 1
 
-        def over(done: asyncio.Future[T]) -> None:
-            self._away -= 1
+        def ended(done: asyncio.Future[T]) -> None:
+            self._in_progress -= 1
             error = done.exception()
             if error is None:
                 then(done.result())
@@ -80,9 +80,9 @@ class Carrier:
                 log.error("http2.trip_failed", exc_info=error)
                 then(None)
 
-        self._loop.run_in_executor(self._threads, trip).add_done_callback(over)
+        self._loop.run_in_executor(self._threads, transfer).add_done_callback(ended)
         return True
 
     def close(self) -> None:
-        """Start no more trips; those in progress end by themselves."""
+        """Start no more transfers; those in progress end by themselves."""
         self._threads.shutdown(wait=False)

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, Final, TypeVar
 
-LOOK_S: Final = 0.5
+CHECK_INTERVAL_S: Final = 0.5
 """Interval between checks; a wait may exceed its deadline by this much."""
 
 _INTERRUPTED: Final = -1.0
 T = TypeVar("T")
 
 
-class Patience:
+class Deadlines:
     """Interrupts tasks that wait beyond their deadlines.
 
     It checks all waiting tasks periodically: a timer for each wait would cost a small request a tenth of its time.
@@ -21,7 +21,7 @@ class Patience:
         self.loop: Final = loop
         self._waits: dict[asyncio.Task[Any], float] = {}
         """Deadline of each waiting task, or `_INTERRUPTED`."""
-        self._looks = False
+        self._timer_set = False
 
     def now(self) -> float:
         """Return the event loop's time, in seconds."""
@@ -32,9 +32,9 @@ class Patience:
         task = asyncio.current_task(self.loop)
         assert task is not None
         self._waits[task] = due_s
-        if not self._looks:
-            self._looks = True
-            self.loop.call_later(LOOK_S, self._look)
+        if not self._timer_set:
+            self._timer_set = True
+            self.loop.call_later(CHECK_INTERVAL_S, self._check)
         try:
             return await step
         except asyncio.CancelledError:
@@ -44,12 +44,12 @@ class Patience:
         finally:
             del self._waits[task]
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self.loop.time()
         for task, due_s in self._waits.items():
             if _INTERRUPTED < due_s <= now:
                 self._waits[task] = _INTERRUPTED
                 task.cancel()
-        self._looks = bool(self._waits)
-        if self._looks:
-            self.loop.call_later(LOOK_S, self._look)
+        self._timer_set = bool(self._waits)
+        if self._timer_set:
+            self.loop.call_later(CHECK_INTERVAL_S, self._check)

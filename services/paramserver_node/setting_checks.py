@@ -119,7 +119,7 @@ def _wrong_memory(text: str) -> str:
     except PsError as error:
         return str(error)
     if not MEMORY_BYTES_MIN <= size <= MEMORY_BYTES_MAX:
-        return f"must be at least {MEMORY_BYTES_MIN // MIB}MiB, and what a machine can have, not {text!r:.60}"
+        return f"must be from {MEMORY_BYTES_MIN // MIB}MiB to {MEMORY_BYTES_MAX >> 50}PiB, not {text!r:.60}"
     return ""
 
 
@@ -127,8 +127,8 @@ def _wrong_redis(text: str) -> str:
     if _is_redis_url(text):
         return _refused_by_client(text) if "?" in text else ""
     # Without a scheme, `shown` cannot tell where the password is.
-    told = shown(text) if "://" in text else text.rpartition("@")[2]
-    return f"must be like redis://HOST:6379/0, not {told!r:.200}"
+    masked = shown(text) if "://" in text else text.rpartition("@")[2]
+    return f"must be like redis://HOST:6379/0, not {masked!r:.200}"
 
 
 def _is_redis_url(text: str) -> bool:
@@ -154,5 +154,5 @@ def _refused_by_client(url: str) -> str:
     try:
         connect(url).connection_pool.make_connection()  # type: ignore[no-untyped-call, unused-ignore]
     except (RedisError, ValueError, TypeError, AttributeError) as error:
-        return f"has options that are not Redis's: {shown(error)}"
+        return f"has options that the Redis client rejects: {shown(error)}"
     return ""

@@ -6,17 +6,17 @@ from typing import Final
 from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Http2Error
 
-MOST: Final = 1000
+COUNT_MAX: Final = 1000
 """Count above which a client is disconnected."""
-PER_S: Final = 20.0
+DECREASE_PER_S: Final = 20.0
 """Decrease of the count per second, so that occasional pings do not add up."""
-WIDER_BYTES_MIN: Final = 1 << 10
+UPDATE_BYTES_MIN: Final = 1 << 10
 """Window updates smaller than this count; a client that reads a long answer sends larger ones."""
-PER_ANSWER: Final = 2.0
+DECREASE_PER_ANSWER: Final = 2.0
 """Decrease of the count per request answered: after a short answer the window updates are small, too."""
 
 
-class Follies:
+class FrameAbuseLimit:
     """Counts one client's useless frames; `time` is a clock in seconds."""
 
     def __init__(self, time: Callable[[], float]) -> None:
@@ -24,15 +24,15 @@ class Follies:
         self._count = 0.0
         self._at_s = time()
 
-    def one(self) -> None:
+    def count(self) -> None:
         """Count one more; raises Http2Error if that is too many."""
         now_s = self._time()
-        self._count = max(0.0, self._count - (now_s - self._at_s) * PER_S) + 1.0
+        self._count = max(0.0, self._count - (now_s - self._at_s) * DECREASE_PER_S) + 1.0
         self._at_s = now_s
-        if self._count > MOST:
-            raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many frames of no use")
+        if self._count > COUNT_MAX:
+            raise Http2Error(wire.ENHANCE_YOUR_CALM, "too many useless frames")
 
-    def made_up(self, answered: bool) -> None:
+    def request_ended(self, *, answered: bool) -> None:
         """Note the end of a request; if it was answered, lower the count."""
         if answered and self._count:
-            self._count = max(0.0, self._count - PER_ANSWER)
+            self._count = max(0.0, self._count - DECREASE_PER_ANSWER)

@@ -20,13 +20,13 @@ from paramserver_node.http1 import HEAD_S, TOO_LONG, Http1, refusal
 from paramserver_node.http2 import HEADER_BYTES_MAX, Connection
 
 if TYPE_CHECKING:
-    from paramserver_node.carrier import Carrier
+    from paramserver_node.transfer_threads import TransferThreads
 
-SILENCE_S: Final = 60
+KEEPALIVE_IDLE_S: Final = 60
 """Idle time after which the kernel sends TCP keep-alive probes; a live connection may be idle for hours."""
-ASKED_AGAIN_S: Final = 10
-ASKED_MAX: Final = 6
-"""Unanswered probes, `ASKED_AGAIN_S` apart, after which the peer counts as gone."""
+KEEPALIVE_INTERVAL_S: Final = 10
+KEEPALIVE_PROBES_MAX: Final = 6
+"""Unanswered probes, `KEEPALIVE_INTERVAL_S` apart, after which the peer counts as gone."""
 _HEAD_END: Final = b"\r\n\r\n"
 _HANDSHAKE: Final = b"\x16\x03"
 """Start of a client's first TLS record (RFC 8446, 5.1); no HTTP method starts like this."""
@@ -42,24 +42,24 @@ class _Http2(Connection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first request."""
         super().connection_made(transport)
-        self._giving_up = self.loop.call_later(HEAD_S, self._give_up)
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_overdue)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer."""
         super().connection_lost(exc)
-        self._giving_up.cancel()
+        self._head_timer.cancel()
 
-    def _give_up(self) -> None:
+    def _head_overdue(self) -> None:
         if not self._newest:
             self.shutdown()
 
 
-class Either(asyncio.Protocol):
+class ProtocolDetector(asyncio.Protocol):
     """A connection whose protocol is not known yet."""
 
     alpn_protocols: ClassVar[list[str]] = ["h2", "http/1.1"]
-    carrier: "ClassVar[Carrier | None]" = None
-    """The server's carrier, if it has one."""
+    transfer_threads: "ClassVar[TransferThreads | None]" = None
+    """The server's threads for large bodies, if it has any."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Either(asyncio.Protocol):
             config.load()
         self._config, self._server, self._state = config, server_state, app_state
         self._loop = _loop or asyncio.get_running_loop()
-        self._begun = b""
+        self._buffer = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first request, or disconnect at once above `CONNECTIONS_MAX`."""
@@ -81,8 +81,8 @@ class Either(asyncio.Protocol):
             transport.abort()
             return
         self._server.connections.add(self)  # type: ignore[arg-type]
-        _keep_alive(transport.get_extra_info("socket"))
-        self._giving_up = self._loop.call_later(HEAD_S, transport.abort)
+        _enable_keepalive(transport.get_extra_info("socket"))
+        self._head_timer = self._loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection: it ended before its protocol was known."""
@@ -98,19 +98,18 @@ class Either(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Collect the first bytes until they tell the protocol, then hand the connection over."""
-        self._begun += data
-        if self._begun.startswith(PREFACE):
-            app = self._config.loaded_app
-            self._become(_Http2(self._config, self._server, app, self._state, self.carrier)).feed(
-                memoryview(self._begun)[len(PREFACE) :]
+        self._buffer += data
+        if self._buffer.startswith(PREFACE):
+            self._switch_to(_Http2(self._config, self._server, self._state, self.transfer_threads)).feed(
+                memoryview(self._buffer)[len(PREFACE) :]
             )
-        elif PREFACE.startswith(self._begun):
+        elif PREFACE.startswith(self._buffer):
             return
-        elif self._begun.startswith(_HANDSHAKE):
+        elif self._buffer.startswith(_HANDSHAKE):
             self._refuse(_NO_TLS)
-        elif _HEAD_END in self._begun:
-            self._become(Http1(self._config, self._server, self._state, self._loop)).data_received(self._begun)
-        elif len(self._begun) > HEADER_BYTES_MAX:
+        elif _HEAD_END in self._buffer:
+            self._switch_to(Http1(self._config, self._server, self._state, self._loop)).data_received(self._buffer)
+        elif len(self._buffer) > HEADER_BYTES_MAX:
             self._refuse(TOO_LONG)
 
     def _refuse(self, answer: bytes) -> None:
@@ -118,23 +117,23 @@ class Either(asyncio.Protocol):
         self.transport.close()
 
     def _forget(self) -> None:
-        self._giving_up.cancel()
+        self._head_timer.cancel()
         self._server.connections.discard(self)
 
-    def _become(self, spoken: P) -> P:
+    def _switch_to(self, protocol: P) -> P:
         self._forget()
-        self.transport.set_protocol(spoken)
-        spoken.connection_made(self.transport)
-        return spoken
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
+        return protocol
 
 
-def _keep_alive(connected: socket.socket) -> None:
+def _enable_keepalive(connected: socket.socket) -> None:
     """Enable TCP keep-alive, so that a client that vanished is noticed: an idle one sends nothing by itself."""
     if connected.family == socket.AF_UNIX:
         return
     with suppress(OSError):  # the client may be gone already, which is an error on some systems
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASKED_AGAIN_S)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, ASKED_MAX)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES_MAX)
