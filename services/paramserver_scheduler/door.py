@@ -49,7 +49,7 @@ class Door:
 
     async def _leads(self) -> bool:
         service = self._state.service
-        return service is not None and await service.reign.confirm()
+        return service is not None and await service.leadership.confirm()
 
     def _naming_the_others(self, send: Send) -> Send:
         """Wrap `send` to name all schedulers in a header, so clients can turn to another when this one dies."""

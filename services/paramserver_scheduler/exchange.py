@@ -18,8 +18,8 @@ from paramserver_node.race import hung_up
 from paramserver_scheduler import bodies
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Lease
-from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.runtime import Answer, Runtime
 from paramserver_scheduler.screen import Screen
 
@@ -34,7 +34,7 @@ class Service:
     """What the routes of a leader use; stored in `app.state.service`."""
 
     runtime: Runtime
-    reign: Reign
+    leadership: Leadership
     jobs: Jobs
     forwarder: Forwarder
     history: History

@@ -29,9 +29,9 @@ from paramserver_scheduler.history import History
 from paramserver_scheduler.holders import Holders
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease
 from paramserver_scheduler.login import LINK_S
-from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.rivals import Rivals
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.shards import ShardClient
@@ -95,18 +95,18 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
     rivals = Rivals(lease, credentials(settings))
-    reign = Reign(lease, runtime.redis_answers, runtime.redis_emptied, rivals.newer_leads)
-    runtime.confirm = reign.confirm
+    leadership = Leadership(lease, runtime.redis_answers, runtime.redis_emptied, rivals.newer_leader_exists)
+    runtime.confirm = leadership.confirm
     shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings))
     holders = Holders(lease, checkpoints, credentials(settings))
     try:
         async with asyncio.TaskGroup() as group:
             jobs = Jobs(runtime, checkpoints, holders, shards, redis, history, group, lease.name)
             runtime.jobs = jobs
-            http.state.service = Service(runtime, reign, jobs, forwarder, history, lease, time.monotonic())
+            http.state.service = Service(runtime, leadership, jobs, forwarder, history, lease, time.monotonic())
             log.info("scheduler.leads term=%d models=%d url=%s", store.term, len(core.read.models()), lease.url)
             history.add(time.monotonic(), "scheduler_leads", f"scheduler {lease.name} leads (term {store.term})")
-            group.create_task(reign.run())
+            group.create_task(leadership.run())
             group.create_task(runtime.run())
             group.create_task(watch(http.state.service))
             await stop.wait()

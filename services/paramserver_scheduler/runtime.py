@@ -93,7 +93,7 @@ class Runtime:
         self.core = core
         self.hub = hub
         self.confirm: Callable[[], Awaitable[bool]] | None = None
-        """Called before each `Tick`: whether this scheduler still leads (see `Reign.confirm`)."""
+        """Called before each `Tick`: whether this scheduler still leads (see `Leadership.confirm`)."""
         self.jobs: Jobs | None = None
         self.redis_away = ""
         """Why nothing can be stored now; empty while Redis accepts writes."""

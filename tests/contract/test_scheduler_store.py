@@ -11,8 +11,8 @@ from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_node import redis_server
 from paramserver_node.redis import connect
+from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Emptied, Lease
-from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.store import StateStore
 
 pytestmark = pytest.mark.process
@@ -178,7 +178,7 @@ async def test_documents_of_another_format_are_refused(redis_url: str, plain: Re
 
 @pytest.mark.asyncio
 async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
-    """A request that waits for a renewal hears that the reign is over when it is, and is not cut short by it."""
+    """A request that waits for a renewal hears that the leadership is over when it is, and is not cut short by it."""
     asked = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -194,11 +194,11 @@ async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
     port = server.sockets[0].getsockname()[1]
     async with server, connect(f"redis://127.0.0.1:{port}") as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-        reign = Reign(lease, lambda _: None, lambda: None, nobody)
-        running = asyncio.ensure_future(reign.run())
+        leadership = Leadership(lease, lambda _: None, lambda: None, nobody)
+        running = asyncio.ensure_future(leadership.run())
         await asked.wait()
-        reign._doubt = True
-        leads = asyncio.ensure_future(reign.confirm())
+        leadership._unconfirmed = True
+        leads = asyncio.ensure_future(leadership.confirm())
         await asyncio.sleep(0)
         running.cancel()
         assert await leads is False
