@@ -16,7 +16,7 @@ from paramserver.errors import NotFoundError, problem
 from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
 from paramserver_scheduler.exchange import gives, service
-from paramserver_scheduler.holders import FILES, file_path, of_creation
+from paramserver_scheduler.remote_checkpoints import FILES, file_path, of_creation
 
 router = APIRouter(tags=["checkpoints"])
 
@@ -86,7 +86,7 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
     name = record["name"]
     if (path := await _held(request, m, name, file, creation)) is not None:
         return _answer(path)
-    url = s.jobs.holders.url(str(record["scheduler"]))
+    url = s.jobs.remote.url(str(record["scheduler"]))
     if url == s.url:
         raise _unknown(m, name, file)
     at, query = file_path(m, name, file), urlencode(of_creation(creation))

@@ -12,7 +12,7 @@ from paramserver_scheduler.lease import Lease
 ASK_S: Final = 1.0
 
 
-class Rivals:
+class PeerSchedulers:
     """The other schedulers, as listed when Redis last answered."""
 
     def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:

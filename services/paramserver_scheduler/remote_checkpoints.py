@@ -33,7 +33,7 @@ def of_creation(creation: str | None) -> dict[str, str]:
     return {} if creation is None else {"creation": creation}
 
 
-class Holders:
+class RemoteCheckpoints:
     """Fetches checkpoints that only other schedulers have, and has them delete theirs."""
 
     def __init__(self, lease: Lease, store: CheckpointStore, credentials: Credentials = NO_CREDENTIALS) -> None:
