@@ -21,7 +21,7 @@ from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.runtime import Answer, Runtime
-from paramserver_scheduler.screen import Screen
+from paramserver_scheduler.status_broadcast import StatusBroadcast
 
 B = TypeVar("B", bound=bodies.Body)
 PAGE_MAX = 1000
@@ -41,7 +41,7 @@ class Service:
     lease: Lease
     started_s: float
     """When this scheduler began to lead; monotonic."""
-    screen: Screen = field(default_factory=Screen)
+    broadcast: StatusBroadcast = field(default_factory=StatusBroadcast)
     """The source of the status streams."""
 
     @property

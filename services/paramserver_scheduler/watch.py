@@ -27,9 +27,9 @@ async def watch(service: Service) -> None:
             history.record(status, began_s)
             METRICS.status = status
             text = json.dumps(without_nan(status.model_dump()), separators=(",", ":"))
-            service.screen.show(text.encode())
+            service.broadcast.publish(text.encode())
             took_s = monotonic() - began_s
             await asyncio.sleep(max(LOOK_S - took_s, (SHARE - 1) * took_s))
     finally:
         METRICS.status = None
-        service.screen.close()
+        service.broadcast.close()

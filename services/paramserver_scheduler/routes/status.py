@@ -41,10 +41,10 @@ async def stream(request: Request) -> StreamingResponse:
 
     Each event is the document of `GET /status` without the points in `series`, which `GET /status/series` returns.
     """
-    screen = service(request).screen
-    screen.check_room()
+    broadcast = service(request).broadcast
+    broadcast.check_capacity()
     return StreamingResponse(
-        screen.stream(),
+        broadcast.stream(),
         media_type="text/event-stream",
         headers={"cache-control": "no-store", "x-accel-buffering": "no"},
     )
