@@ -14,7 +14,7 @@ from typing import Final
 
 from paramserver.errors import PsError
 from paramserver.limits import LEADER_LEASE_S
-from paramserver_scheduler.lease import Deposed, Emptied, Lease
+from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
 
 log = logging.getLogger("paramserver.scheduler")
 
@@ -31,7 +31,7 @@ class Leadership:
         self,
         lease: Lease,
         redis_answers: Callable[[bool], None],
-        emptied: Callable[[], None],
+        on_data_lost: Callable[[], None],
         newer_leader_exists: Callable[[], Awaitable[bool]],
     ) -> None:
         self._lease = lease
@@ -39,7 +39,7 @@ class Leadership:
         self._renewed_s = monotonic()
         self._redis_answers = redis_answers
         """Called after each renewal with whether Redis answered."""
-        self._emptied = emptied
+        self._on_data_lost = on_data_lost
         self._ran_s = monotonic()
         """When the event loop was last known to run."""
         self._paused_s = float("-inf")
@@ -91,9 +91,9 @@ class Leadership:
             await self._lease.renew()
         except Deposed:
             self.over = True
-        except Emptied:
+        except RedisDataLost:
             self._redis_answers(True)
-            self._emptied()
+            self._on_data_lost()
         except PsError:
             self._redis_answers(False)
             if monotonic() - self._renewed_s > LEADER_LEASE_S and await self._newer_leader_exists():

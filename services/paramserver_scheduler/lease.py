@@ -105,7 +105,7 @@ class Deposed(Exception):
     """Raised when a newer scheduler leads on this Redis: this one must stop deciding."""
 
 
-class Emptied(Exception):
+class RedisDataLost(Exception):
     """Raised when Redis has lost some or all writes of this term: the whole state must be written again."""
 
 
@@ -181,13 +181,13 @@ class Lease:
         return bool(won)
 
     async def renew(self) -> None:
-        """Renew the lease for 3 s.  Raises Deposed, or Emptied (the lease is renewed all the same)."""
+        """Renew the lease for 3 s.  Raises Deposed, or RedisDataLost (the lease is renewed all the same)."""
         done, _, leader, others = await self._run(self._renew, [self.term, self.written])
         self._note(leader, others)
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
-            raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
+            raise RedisDataLost(f"Redis has lost term {self.term}, or the end of what was written in it")
 
     async def release(self) -> None:
         """Release the lease and leave the list of schedulers, so that another can lead at once."""

@@ -21,7 +21,7 @@ from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_scheduler.hub import Hub
-from paramserver_scheduler.lease import Deposed, Emptied
+from paramserver_scheduler.lease import Deposed, RedisDataLost
 from paramserver_scheduler.store import StateStore
 
 log = logging.getLogger("paramserver.scheduler")
@@ -305,8 +305,8 @@ class Runtime:
         except Deposed as e:
             self.close(problem("no_leader", str(e)))
             raise
-        except Emptied:
-            self.redis_emptied()
+        except RedisDataLost:
+            self.redis_data_lost()
             return False
         except PsError as e:
             self._redis_lost(e)
@@ -329,7 +329,7 @@ class Runtime:
         if not self._writing and not self._next:  # otherwise the writer notices
             self._redis_is("" if answers else "Redis does not answer")
 
-    def redis_emptied(self) -> None:
+    def redis_data_lost(self) -> None:
         """Begin a new term and write everything again, because Redis has lost it."""
         if self._store.begin_anew():
             log.error("redis.emptied: writing everything again in term %d", self._store.term)

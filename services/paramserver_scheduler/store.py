@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.redis import stop_if_cancelled
-from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, WRITTEN_KEY, Deposed, Emptied, Lease, unavailable
+from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
 
 STATE_KEY: Final = "ps:state"
 FENCE_KEY: Final = "ps:fence"
@@ -140,7 +140,7 @@ class StateStore:
 
         Raises Unavailable (`storage_unavailable`) if Redis did not confirm the write.  It may have been executed, so
         the caller's next write must repeat it, possibly merged with later changes.  Raises Deposed if a newer scheduler
-        leads, Emptied if Redis has lost the state; call `begin_anew` then.
+        leads, RedisDataLost if Redis has lost the state; call `begin_anew` then.
         """
         new_tokens = {f"{{{key}}}:token": "" if t is None else f"{t:020d}" for key, t in tokens}
         new_fields = {
@@ -160,7 +160,7 @@ class StateStore:
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
-            raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
+            raise RedisDataLost(f"Redis has lost term {self.term}, or the end of what was written in it")
         if term == self.term:
             self._lease.written = number
         if anew:  # otherwise leave it: `begin_anew` may have been called during this write

@@ -12,7 +12,7 @@ from paramserver.types import ModelKey, PartitionKey
 from paramserver_node import redis_server
 from paramserver_node.redis import connect
 from paramserver_scheduler.leadership import Leadership
-from paramserver_scheduler.lease import Deposed, Emptied, Lease
+from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
 from paramserver_scheduler.store import StateStore
 
 pytestmark = pytest.mark.process
@@ -84,7 +84,7 @@ async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redi
         await store.write({"a": {"x": 1}, "b": {"x": 2}}, [(KEY, 5)], [("shard-0", 3)])
         term = store.term
         plain.flushall()
-        with pytest.raises(Emptied):
+        with pytest.raises(RedisDataLost):
             await store.write({"b": None, "c": {"x": 3}})
         assert plain.dbsize() == 0
         assert store.begin_anew()
@@ -115,9 +115,9 @@ async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain
         plain.set("ps:written", earlier)
         plain.hdel("ps:state", "b")
 
-        with pytest.raises(Emptied):
+        with pytest.raises(RedisDataLost):
             await lease.renew()
-        with pytest.raises(Emptied):
+        with pytest.raises(RedisDataLost):
             await store.write({"c": {"x": 3}})
         assert plain.hkeys("ps:state") == [b"a"]
         assert store.begin_anew()
