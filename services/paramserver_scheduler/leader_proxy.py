@@ -88,7 +88,7 @@ class LeaderProxy:
                 # Part of the response has been sent; leaving it incomplete makes the server close the connection.
                 log.info("door.leader_broke_off path=%s %s", scope["path"], e)
 
-        forwarded = await race(forward(), self._lease.succeeded(leader))
+        forwarded = await race(forward(), self._lease.wait_for_successor(leader))
         if forwarded is None and not begun:  # the former leader hangs, with the request in flight
             code = "no_leader" if scope["method"] in ("GET", "HEAD") else "in_doubt"
             raise problem(code, "another scheduler has taken over before the leader answered")

@@ -33,7 +33,7 @@ TIMEOUT_S: Final = 1.0
 
 # KEYS: leader, term, schedulers, written.  ARGV: place, url, name, id, lease in ms, then the script's own arguments.
 # Sets `others`: all schedulers seen in the last 10 s, as JSON.
-_SEEN: Final = """
+_LIST_SCHEDULERS: Final = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 redis.call('HSET', KEYS[3], ARGV[1], cjson.encode({url = ARGV[2], name = ARGV[3], seen = now}))
@@ -57,8 +57,8 @@ local leader = redis.call('GET', KEYS[1])
 
 # ARGV 6: highest known term, 7: '1' to lead even if Redis has lost that term, 8: '1' if Redis must hold a state,
 # 9 and 10: since when Redis has answered this scheduler without a gap, and when it last did.
-_LOOK: Final = (
-    _SEEN
+_ACQUIRE: Final = (
+    _LIST_SCHEDULERS
     + """
 local free = not leader
 if leader then
@@ -79,7 +79,7 @@ return {0, string.format('%.0f', term), leader or '', others, now}
 # ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged.  Returns 1: renewed, 0: there is a
 # newer leader, -1: renewed, but Redis has lost the term (it was emptied) or that write (it came back with older data).
 _RENEW: Final = (
-    _SEEN
+    _LIST_SCHEDULERS
     + """
 local mine = tonumber(ARGV[6])
 if term > mine then return {0, '', leader or '', others} end
@@ -144,27 +144,27 @@ class Lease:
         self.known_term = 0
         """The highest term seen."""
         self.emptied = False
-        """Whether Redis had lost the known term at the last `look`."""
+        """Whether Redis had lost the known term at the last `try_acquire`."""
         self.leader: Leader | None = None
         """The holder of the lease as of the last answer from Redis."""
-        self._turn = asyncio.Event()
+        self._new_leader = asyncio.Event()
         self._answered_ms = (_NEVER_MS, 0)
         """Since when Redis has answered without a gap, and when it last did; by Redis' clock."""
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
         """All schedulers seen within the 10 s before the last answer from Redis, by name."""
         self._expect_state = expect_state
-        self._look = redis.register_script(_LOOK)
-        self._renew = redis.register_script(_RENEW)
-        self._release = redis.register_script(_RELEASE)
+        self._acquire_script = redis.register_script(_ACQUIRE)
+        self._renew_script = redis.register_script(_RENEW)
+        self._release_script = redis.register_script(_RELEASE)
 
-    async def look(self, *, even_if_emptied: bool = False) -> bool:
+    async def try_acquire(self, *, even_if_emptied: bool = False) -> bool:
         """Take the lease if it is free, and note who leads; True if this scheduler now leads, in the new `term`.
 
         If Redis has lost the known term, the lease is left to the leader, which still has the state in memory, unless
         `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
         """
         flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *self._answered_ms]
-        won, term, leader, others, now_ms = await self._run(self._look, flags)
+        won, term, leader, others, now_ms = await self._run(self._acquire_script, flags)
         since_ms, last_ms = self._answered_ms
         self._answered_ms = (since_ms if now_ms - last_ms <= 2000 else now_ms, now_ms)
         self.emptied = int(term) < self.known_term
@@ -182,7 +182,7 @@ class Lease:
 
     async def renew(self) -> None:
         """Renew the lease for 3 s.  Raises Deposed, or RedisDataLost (the lease is renewed all the same)."""
-        done, _, leader, others = await self._run(self._renew, [self.term, self.written])
+        done, _, leader, others = await self._run(self._renew_script, [self.term, self.written])
         self._note(leader, others)
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
@@ -191,12 +191,12 @@ class Lease:
 
     async def release(self) -> None:
         """Release the lease and leave the list of schedulers, so that another can lead at once."""
-        await self._run(self._release, None)
+        await self._run(self._release_script, None)
 
-    async def succeeded(self, leader: Leader) -> None:
+    async def wait_for_successor(self, leader: Leader) -> None:
         """Wait until another holder of the lease than `leader` is known."""
         while self.leader is None or self.leader.id == leader.id:
-            await self._turn.wait()
+            await self._new_leader.wait()
 
     def document(self) -> str:
         """The value of `ps:leader` while this scheduler leads, without the time of renewal."""
@@ -220,8 +220,8 @@ class Lease:
             before, self.leader = self.leader, Leader(found["id"], found["place"], found["url"], int(found["term"]))
             self.known_term = max(self.known_term, self.leader.term)
             if before is None or before.id != self.leader.id:
-                self._turn.set()
-                self._turn = asyncio.Event()
+                self._new_leader.set()
+                self._new_leader = asyncio.Event()
         rows = [json.loads(o) for o in others]
         self.schedulers = tuple(sorted((Scheduler(r["name"], r["url"], r["age"] / 1e3) for r in rows), key=_order))
 

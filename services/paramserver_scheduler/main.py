@@ -43,9 +43,9 @@ app = typer.Typer(add_completion=False)
 
 SERVICE: Final = "paramserver-scheduler"
 
-LOOK_S = 0.25
+ACQUIRE_INTERVAL_S = 0.25
 """Interval at which a standby tries to take the lease."""
-EMPTIED_S = 10.0
+REWRITE_TIMEOUT_S = 10.0
 """How long the leader has to rewrite an emptied Redis before a standby takes over with empty state."""
 
 
@@ -53,14 +53,14 @@ class Resigned(Exception):
     """Raised when this scheduler was told to stop."""
 
 
-async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
+async def wait_for_lease(lease: Lease, stop: asyncio.Event) -> None:
     """Wait until this scheduler leads or `stop` is set.  Raises CorruptState if an expected state is missing."""
     away = told = False
     emptied_s: float | None = None
     while not stop.is_set():
         try:
-            late = emptied_s is not None and time.monotonic() - emptied_s > EMPTIED_S
-            if await lease.look(even_if_emptied=late):
+            late = emptied_s is not None and time.monotonic() - emptied_s > REWRITE_TIMEOUT_S
+            if await lease.try_acquire(even_if_emptied=late):
                 return
         except CorruptState:
             raise
@@ -74,7 +74,7 @@ async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
             if lease.leader is not None and not told:
                 log.info("scheduler.stands_by leader=%s term=%d", lease.leader.url, lease.leader.term)
                 told = True
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(ACQUIRE_INTERVAL_S)
 
 
 async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
@@ -121,13 +121,13 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
         await forwarder.aclose()
 
 
-async def take_part(
+async def run_election(
     settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event
 ) -> None:
     """Alternate between standby and leader until told to stop, then release the lease."""
     try:
         while not stop.is_set():
-            await stand_by(lease, stop)
+            await wait_for_lease(lease, stop)
             if stop.is_set():
                 break
             try:
@@ -184,7 +184,7 @@ async def serve(settings: SchedulerSettings) -> None:
                 at = next(iter(listed_urls(settings.page_url)), lease.url) + http.state.login.link()
                 log.info("scheduler.page once within %d s: %s", LINK_S, at)
             await asyncio.sleep(0)
-            group.create_task(take_part(settings, redis, http, lease, stop))
+            group.create_task(run_election(settings, redis, http, lease, stop))
             await serving
     finally:
         await forwarder.aclose()

@@ -10,7 +10,7 @@ from paramserver_scheduler.exchange import Service, without_nan
 from paramserver_scheduler.overview import describe
 from paramserver_scheduler.telemetry import METRICS
 
-LOOK_S: Final = 1.0
+INTERVAL_S: Final = 1.0
 SHARE: Final = 20
 """Taking the status uses at most one twentieth of the time; if it is slow, it is done less often."""
 
@@ -29,7 +29,7 @@ async def watch(service: Service) -> None:
             text = json.dumps(without_nan(status.model_dump()), separators=(",", ":"))
             service.broadcast.publish(text.encode())
             took_s = monotonic() - began_s
-            await asyncio.sleep(max(LOOK_S - took_s, (SHARE - 1) * took_s))
+            await asyncio.sleep(max(INTERVAL_S - took_s, (SHARE - 1) * took_s))
     finally:
         METRICS.status = None
         service.broadcast.close()

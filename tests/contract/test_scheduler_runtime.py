@@ -50,7 +50,7 @@ async def running(redis_url: str, seen: list[tuple[Mapping[str, Any], Any]]) -> 
     with Redis.from_url(redis_url) as plain:
         async with connect(redis_url) as redis:
             lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-            assert await lease.look()
+            assert await lease.try_acquire()
             store = StateStore(redis, lease)
             documents = await store.open()
             core = SchedulerCore.restore(documents, time.monotonic(), store.term, time.time())

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 async def leading(redis: AsyncRedis) -> StateStore:
     """The store of a scheduler that has just taken the lease over."""
     lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-    assert await lease.look()
+    assert await lease.try_acquire()
     return StateStore(redis, lease)
 
 
@@ -104,7 +104,7 @@ async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain
     """One that has lost the last writes of a term, but not the term, is noticed by the next write and by the lease."""
     async with connect(redis_url) as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-        assert await lease.look()
+        assert await lease.try_acquire()
         store = StateStore(redis, lease)
         await store.open()
         await store.write({"a": {"x": 1}})
@@ -159,7 +159,7 @@ async def test_a_redis_that_is_away_is_unavailable(redis_url: str) -> None:
     """No answer is `storage_unavailable`, which may be retried."""
     async with connect(f"redis://127.0.0.1:{redis_server.free_port()}") as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-        for ask in (lease.look, StateStore(redis, lease, timeout_s=0.2).open):
+        for ask in (lease.try_acquire, StateStore(redis, lease, timeout_s=0.2).open):
             with pytest.raises(PsError) as caught:
                 await ask()
             assert (caught.value.code, caught.value.retryable) == ("storage_unavailable", True)
