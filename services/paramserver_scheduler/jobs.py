@@ -56,7 +56,7 @@ class Jobs:
         self._redis = redis
         self._history = history
         self._group = group
-        self._restored_now: set[str] = set()
+        self._restoring: set[str] = set()
         """Models that are being restored."""
 
     def start(self, effect: io.Effect) -> None:
@@ -96,35 +96,35 @@ class Jobs:
 
     async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
-        if target in self._restored_now:
+        if target in self._restoring:
             return problem("conflict", f"model '{target}' is being restored already")
-        self._restored_now.add(target)
+        self._restoring.add(target)
         try:
-            return await self._restored(source, name, target, partitions)
+            return await self._run_restore(source, name, target, partitions)
         except Exception as e:
             return _problem_of(e)
         finally:
-            self._restored_now.remove(target)
+            self._restoring.remove(target)
 
-    async def _restored(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
-        held = await self._held(source, name)
+    async def _run_restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
+        held = await self._find_or_fetch(source, name)
         workers = check_states(held.states_in(target))
         ask = self._runtime.ask
         try:
-            living: Mapping[str, Any] | None = self._runtime.core.read.model(target)
+            existing: Mapping[str, Any] | None = self._runtime.core.read.model(target)
         except PsError as e:
             if e.code != "unknown_model":
                 raise
-            living = None
+            existing = None
         begin: Callable[[int], io.Event]
-        if living is None:
+        if existing is None:
             model = None
             spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
             await self.check_level(spec.document())
             begin = partial(io.CreateModel, spec=spec.document(), nonce="", restore=True)
         else:
-            model = ModelKey(target, int(living["generation"]))
-            spec = ModelSpec.parse(living["spec"])
+            model = ModelKey(target, int(existing["generation"]))
+            spec = ModelSpec.parse(existing["spec"])
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions for as long as it lives")
             begin = partial(io.StartRestore, model=target)
@@ -144,7 +144,7 @@ class Jobs:
             raise error from e
         return Answer(answer.status, done.body)
 
-    async def _held(self, model: str, name: str) -> Checkpoint:
+    async def _find_or_fetch(self, model: str, name: str) -> Checkpoint:
         """Read a checkpoint by name, `latest` or `best`; fetch it first if only another scheduler has it."""
         holder: str | None = None
         creation: str | None = None

@@ -80,12 +80,12 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
     try:
         record, creation = s.read.checkpoint(m, check_name(name)), s.read.creation(m)
     except NotFoundError as e:
-        if e.code != "unknown_model" or (path := await _held(request, m, name, file, None)) is None:
+        if e.code != "unknown_model" or (path := await _local_file(request, m, name, file, None)) is None:
             raise
-        return _answer(path)
+        return _file_response(path)
     name = record["name"]
-    if (path := await _held(request, m, name, file, creation)) is not None:
-        return _answer(path)
+    if (path := await _local_file(request, m, name, file, creation)) is not None:
+        return _file_response(path)
     url = s.jobs.remote.url(str(record["scheduler"]))
     if url == s.url:
         raise _unknown(m, name, file)
@@ -101,10 +101,10 @@ async def own_file(request: Request, m: str, name: str, file: str, creation: str
 
     With `?creation=` only a checkpoint of that creation of the model is served.
     """
-    path = await _held(request, m, name, file, creation)
+    path = await _local_file(request, m, name, file, creation)
     if path is None:
         raise _unknown(m, name, file)
-    return _answer(path)
+    return _file_response(path)
 
 
 @router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=gives(204, "Gone"))
@@ -122,13 +122,13 @@ def _store(request: Request) -> CheckpointStore:
     return cast(CheckpointStore, request.app.state.checkpoints)
 
 
-async def _held(request: Request, m: str, name: str, file: str, creation: str | None) -> Path | None:
+async def _local_file(request: Request, m: str, name: str, file: str, creation: str | None) -> Path | None:
     if file not in FILES:
         return None
     return await asyncio.to_thread(_store(request).file, m, name, file, creation)
 
 
-def _answer(path: Path) -> Response:
+def _file_response(path: Path) -> Response:
     return _File(path, media_type="application/json" if path.suffix == ".json" else "application/octet-stream")
 
 
