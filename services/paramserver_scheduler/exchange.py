@@ -109,8 +109,8 @@ async def read(request: Request, kind: type[B]) -> B:
 async def read_optional(request: Request, kind: type[B]) -> B:
     """Return the body, validated as `kind`; no body at all counts as an empty object."""
     length = request.headers.get("content-length")
-    told = length is not None or request.scope["http_version"] != "2"  # over HTTP/2 a body need not be announced
-    if told and (length or "0") == "0" and "transfer-encoding" not in request.headers:
+    announced = length is not None or request.scope["http_version"] != "2"  # over HTTP/2 a body need not be announced
+    if announced and (length or "0") == "0" and "transfer-encoding" not in request.headers:
         return bodies.check(kind, {})
     return bodies.check(kind, await read_json(request, optional=True))
 
@@ -171,7 +171,7 @@ def number_of(request: Request, name: str, default: int, low: int, high: int) ->
     return int(text)
 
 
-def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
+def request_body(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
     """OpenAPI of a route's request body: its schema and a working example."""
     schema: dict[str, Any] = {"type": "object"} if kind is None else kind.model_json_schema()
     content = {
@@ -181,7 +181,7 @@ def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -
     return {"requestBody": {"required": required, "content": content}}
 
 
-def gives(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
+def response_doc(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
     """OpenAPI of a route's answer: a description and, if given, an example."""
     if example is None:
         return {status: {"description": text}}

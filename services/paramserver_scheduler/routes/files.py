@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from paramserver.errors import NotFoundError, problem
 from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
-from paramserver_scheduler.exchange import gives, service
+from paramserver_scheduler.exchange import response_doc, service
 from paramserver_scheduler.remote_checkpoints import FILES, file_path, of_creation
 
 router = APIRouter(tags=["checkpoints"])
@@ -68,7 +68,7 @@ def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
     return found
 
 
-@router.get("/models/{m}/checkpoints/{name}/{file}", responses=gives(200, "The file"))
+@router.get("/models/{m}/checkpoints/{name}/{file}", responses=response_doc(200, "The file"))
 @role("reader")
 async def download(request: Request, m: str, name: str, file: str) -> Response:
     """Download a file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.
@@ -94,7 +94,7 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
     return await s.forwarder.forward(Request(scope, request.receive), [url], mark=False)
 
 
-@router.get("/internal/checkpoints/{m}/{name}/{file}", responses=gives(200, "The file"))
+@router.get("/internal/checkpoints/{m}/{name}/{file}", responses=response_doc(200, "The file"))
 @role("reader")  # as for `download`, which forwards requests to it with the caller's role
 async def own_file(request: Request, m: str, name: str, file: str, creation: str | None = None) -> Response:
     """Download a file of a checkpoint from this scheduler's own disk, whether it leads or not.
@@ -107,7 +107,7 @@ async def own_file(request: Request, m: str, name: str, file: str, creation: str
     return _file_response(path)
 
 
-@router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=gives(204, "Gone"))
+@router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=response_doc(204, "Gone"))
 @role("node")
 async def remove_own(request: Request, m: str, name: str, creation: str | None = None) -> Response:
     """Delete this scheduler's own copy of a checkpoint; idempotent.
