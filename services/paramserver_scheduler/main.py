@@ -49,13 +49,13 @@ REWRITE_TIMEOUT_S = 10.0
 """How long the leader has to rewrite an emptied Redis before a standby takes over with empty state."""
 
 
-class Resigned(Exception):
+class StopRequested(Exception):
     """Raised when this scheduler was told to stop."""
 
 
 async def wait_for_lease(lease: Lease, stop: asyncio.Event) -> None:
     """Wait until this scheduler leads or `stop` is set.  Raises CorruptState if an expected state is missing."""
-    away = told = False
+    away = logged = False
     emptied_s: float | None = None
     while not stop.is_set():
         try:
@@ -71,18 +71,18 @@ async def wait_for_lease(lease: Lease, stop: asyncio.Event) -> None:
         else:
             away = False
             emptied_s = (emptied_s or time.monotonic()) if lease.emptied else None
-            if lease.leader is not None and not told:
+            if lease.leader is not None and not logged:
                 log.info("scheduler.stands_by leader=%s term=%d", lease.leader.url, lease.leader.term)
-                told = True
+                logged = True
         await asyncio.sleep(ACQUIRE_INTERVAL_S)
 
 
 async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
     """Read the state, then serve requests as the leader.
 
-    Raises Deposed if another scheduler leads, Resigned when told to stop, CorruptState if the state cannot be read, and
-    any exception of the core, whose state may then be inconsistent; all but the errors of the initial read come in an
-    exception group.
+    Raises Deposed if another scheduler leads, StopRequested when told to stop, CorruptState if the state cannot be
+    read, and any exception of the core, whose state may then be inconsistent; all but the errors of the initial read
+    come in an exception group.
     """
     store = StateStore(redis, lease)
     crash_point("scheduler.lease_taken")
@@ -110,7 +110,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
             group.create_task(runtime.run())
             group.create_task(watch(http.state.service))
             await stop.wait()
-            raise Resigned("told to stop")
+            raise StopRequested("told to stop")
     finally:
         http.state.service = None
         # Ends feeds and long polls: their clients retry and are forwarded to the next leader.
@@ -132,7 +132,7 @@ async def run_election(
                 break
             try:
                 await lead(settings, redis, http, lease, stop)
-            except* (Deposed, Resigned) as over:
+            except* (Deposed, StopRequested) as over:
                 log.info("scheduler.leads_no_more term=%d %s", lease.term, first_cause(over))
             except* Unavailable as away:
                 log.warning("redis.away %s", first_cause(away))

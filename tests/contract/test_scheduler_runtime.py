@@ -130,7 +130,7 @@ async def test_who_hangs_up_is_forgotten(redis_url: str) -> None:
                 await asyncio.sleep(0)
         hung_up.set()
 
-        with pytest.raises(PsError, match="gone"):
+        with pytest.raises(PsError, match="the client disconnected"):
             await asking
 
 

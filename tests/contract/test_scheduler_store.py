@@ -87,8 +87,8 @@ async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redi
         with pytest.raises(RedisDataLost):
             await store.write({"b": None, "c": {"x": 3}})
         assert plain.dbsize() == 0
-        assert store.begin_anew()
-        assert not store.begin_anew()
+        assert store.begin_new_term()
+        assert not store.begin_new_term()
         plain.hset("ps:state", "stale", "1")
         await store.write({"a": {"x": 1}, "b": None, "c": {"x": 3}}, [(KEY, 5)], [("shard-0", 3)])
 
@@ -120,7 +120,7 @@ async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain
         with pytest.raises(RedisDataLost):
             await store.write({"c": {"x": 3}})
         assert plain.hkeys("ps:state") == [b"a"]
-        assert store.begin_anew()
+        assert store.begin_new_term()
         await store.write({"a": {"x": 2}, "b": {"x": 2}, "c": {"x": 3}})
         await lease.renew()
 
