@@ -95,7 +95,7 @@ def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
     return {"PARAMSERVER_SECRET_FILE": str(state.secret_file)}
 
 
-def described(cluster: Cluster) -> dict[str, object]:
+def printable_cluster(cluster: Cluster) -> dict[str, object]:
     """Return a cluster as the object to print: with an admin token, if a secret is known here."""
     secret = client_settings({})["secret"][0] or StateDir(Path(cluster.state_dir)).secret()
     keys = tokens.keys_of(secret)

@@ -52,7 +52,7 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
     state.logs.mkdir(parents=True, exist_ok=True)
     for old in state.logs.glob("*.log"):
         old.replace(old.with_suffix(".log.1"))
-    state.forget()
+    state.remove_run_files()
     state.write(plan)
     argv = [sys.executable, "-P", "-m", MODULE, str(state.path)]
     read_end, write_end = (None, None) if detach else os.pipe()

@@ -22,7 +22,7 @@ from paramserver_cli.cluster_file import Cluster, StateDir, running
 from paramserver_cli.config import StateDirOption, Url, client_settings, connect, state_dir
 from paramserver_cli.launch import Failed
 
-LOOK_S: Final = 0.25
+POLL_S: Final = 0.25
 QUIET_S: Final = 2.0
 """Time without a move or a change of the shards after which rebalancing counts as complete."""
 MIB: Final = 1 << 20
@@ -72,24 +72,24 @@ def scale(
     """
     if what != "shards":
         raise typer.BadParameter(f"cannot scale '{what}', only shards", param_hint="WHAT")
-    own = _own(url, state)
+    local = _local_cluster(url, state)
     client = connect(url)
     before = sorted((x["name"] for x in _shards(client) if x["alive"]), key=_natural)
-    if own is not None:
-        before = own.names
+    if local is not None:
+        before = local.names
     for line in _shards(client):  # left draining by an earlier attempt that was interrupted
         if line["state"] == "draining" and line["name"] in before[:number]:
             _set(client, line["name"], "active")
     if number < len(before):
-        _fewer(client, before[number:], number, own, timeout)
+        _fewer(client, before[number:], number, local, timeout)
     elif number > len(before):
-        _more(client, number, own, timeout)
+        _more(client, number, local, timeout)
     _until_quiet(client, number, timeout)
     typer.echo(f"{number} shards")
 
 
 @dataclass(frozen=True)
-class _Own:
+class _LocalCluster:
     """A cluster of psctl up on this machine, whose supervisor can start and stop shards."""
 
     state: StateDir
@@ -118,10 +118,10 @@ class _Own:
                 raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
                 raise Failed(f"the supervisor does not follow; psctl logs supervisor --state-dir {self.state.path}")
-            time.sleep(LOOK_S)  # the supervisor adopts the plan in its own process
+            time.sleep(POLL_S)  # the supervisor adopts the plan in its own process
 
 
-def _own(url: str | None, state: Any) -> _Own | None:
+def _local_cluster(url: str | None, state: Any) -> _LocalCluster | None:
     """Return the cluster of psctl up that a command addresses; None if it addresses another cluster.
 
     It is the cluster of the state directory given with `--state-dir`, else the one on this machine that the URL names.
@@ -130,28 +130,28 @@ def _own(url: str | None, state: Any) -> _Own | None:
     cluster = folder.cluster() if folder.is_running() else None
     meant = str(client_settings({"url": url})["url"][0])
     if cluster is not None and (state is not None or cluster.is_at(meant)):
-        return _Own(folder, cluster)
+        return _LocalCluster(folder, cluster)
     if state is not None:
         return None
     # It may have been started from another folder.  Other users' clusters are not listed; they could not be resized.
     others = ((s, c) for s in running() if (c := s.cluster()) is not None)
-    return next((_Own(s, c) for s, c in others if c.is_at(meant)), None)
+    return next((_LocalCluster(s, c) for s, c in others if c.is_at(meant)), None)
 
 
-def _more(client: ps.Client, number: int, own: _Own | None, timeout_s: float) -> None:
-    if own is not None:
-        own.resize(number)
+def _more(client: ps.Client, number: int, local: _LocalCluster | None, timeout_s: float) -> None:
+    if local is not None:
+        local.resize(number)
         return
     typer.echo("start them with one of these; the moves are shown as soon as they have joined:")
     _print_commands(number)
 
 
-def _fewer(client: ps.Client, names: Sequence[str], number: int, own: _Own | None, timeout_s: float) -> None:
+def _fewer(client: ps.Client, names: Sequence[str], number: int, local: _LocalCluster | None, timeout_s: float) -> None:
     alive = {x["name"] for x in _shards(client) if x["alive"]}
     _drain_all(client, [n for n in names if n in alive])
     _until_empty(client, names, timeout_s)
-    if own is not None:
-        own.resize(number)
+    if local is not None:
+        local.resize(number)
         return
     typer.echo(f"{', '.join(names)}: nothing is left there. Stop them with one of these:")
     _print_commands(number)
@@ -206,7 +206,7 @@ def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> N
             if not left:
                 return
             _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows what is in the way")
-            time.sleep(LOOK_S)  # moves happen in other processes; this is the redraw interval
+            time.sleep(POLL_S)  # moves happen in other processes; this is the redraw interval
 
 
 def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
@@ -228,7 +228,7 @@ def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
             if time.monotonic() - quiet_s > QUIET_S:
                 return
             _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are under way")
-            time.sleep(LOOK_S)  # the redraw interval, as above
+            time.sleep(POLL_S)  # the redraw interval, as above
 
 
 def _check(deadline: float, text: str) -> None:
@@ -247,14 +247,14 @@ def _progress(title: str) -> Iterator[Show]:
     if not sys.stderr.isatty():
         last = ""
 
-        def tell(done: int, total: int, text: str) -> None:
+        def print_line(done: int, total: int, text: str) -> None:
             nonlocal last
             line = f"{done} of {total} {title}; {text}"
             if line != last:
                 typer.echo(line, err=True)
             last = line
 
-        yield tell
+        yield print_line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -24,7 +24,7 @@ from paramserver_cli.models import create_from, read_spec
 from paramserver_cli.training import Training
 
 SPEC_FILE = "model.yaml"
-LOOK_EVERY_S = 0.4
+POLL_S = 0.4
 LAST_LINES = 20
 
 
@@ -122,18 +122,18 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
     restarts: dict[str, int] = {}
     with display(client.url) as shown:
         while True:
-            training.look()
+            training.poll()
             shown.show(training)
             document = client.get_run(run)
             if document["state"] in ("finished", "failed", "stopped"):
-                training.look()  # pick up the last reports
+                training.poll()  # pick up the last reports
                 return document
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):
                     restarts[name] = count
                     typer.echo(f"{name} died and was started again; its last lines:\n{state.tail(name, LAST_LINES)}")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
 
 
 def _report(run: dict[str, Any], training: Training) -> None:

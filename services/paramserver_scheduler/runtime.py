@@ -58,7 +58,7 @@ class _Waiter:
     future: asyncio.Future[Answer]
     on_reply: Callable[[Answer], None] | None
     since: float | None
-    """Since when it depends on Redis: from the start, but for `_ACCEPTED_WHILE_AWAY` since its reply waits for a store."""
+    """Since when it depends on Redis: from the start, or, if accepted while Redis is away, since its reply waits."""
 
 
 @dataclass(slots=True)

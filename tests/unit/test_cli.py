@@ -129,9 +129,9 @@ def test_a_path_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, words: t
 def test_advice_for_programs_is_given_in_the_words_of_the_command_line() -> None:
     """psctl has options and commands; who types them has neither keyword arguments nor routes."""
     for advice, words in exits.HINTS.items():
-        assert exits.told(problem("conflict", "it is there", hint=advice)) == f"it is there ({words})"
-    assert exits.told(problem("conflict", "x", hint="another")) == "x (another)"
-    assert exits.told(problem("conflict", "x")) == "x"
+        assert exits.one_line(problem("conflict", "it is there", hint=advice)) == f"it is there ({words})"
+    assert exits.one_line(problem("conflict", "x", hint="another")) == "x (another)"
+    assert exits.one_line(problem("conflict", "x")) == "x"
 
 
 @pytest.mark.parametrize("advice", exits.HINTS)
@@ -147,8 +147,8 @@ def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:
     two = ports.reserve(3, schedulers=2)
     base = one.schedulers[0]
     try:
-        mine, others = ({*b.schedulers, *map(b.shard, range(b.room)), b.redis} for b in (one, two))
-        assert len(mine) == 2 + one.room + 1 == 100
+        mine, others = ({*b.schedulers, *map(b.shard, range(b.shards_max)), b.redis} for b in (one, two))
+        assert len(mine) == 2 + one.shards_max + 1 == 100
         assert mine.isdisjoint(others)
         with pytest.raises(PsError, match="in use"):
             ports.reserve(3, base=base)
@@ -170,8 +170,8 @@ def test_many_shards_fit_between_scheduler_and_redis() -> None:
     """With more shards than a block has ports, the block grows."""
     block = ports.reserve(150)
     block.lock.close()
-    assert block.room >= 150
-    assert block.schedulers[0] < block.shard(0) < block.shard(block.room - 1) < block.redis
+    assert block.shards_max >= 150
+    assert block.schedulers[0] < block.shard(0) < block.shard(block.shards_max - 1) < block.redis
 
 
 def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     assert state.plan() == Plan(shards=3)
     assert state.cluster() == cluster
     assert state.supervisor() == SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})
-    state.forget()
+    state.remove_run_files()
     assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
 
 
@@ -313,7 +313,7 @@ def test_a_plain_line_has_the_numbers() -> None:
     training.samples.append(_sample(1.0, 3, 0.931))
     line = plain_line(training)
     assert all(part in line for part in ("sync", "loss 0.500", "accuracy 93.1 %", "40 pushes/s", "clocks 3"))
-    training.away = "no scheduler answers"
+    training.error = "no scheduler answers"
     assert "no scheduler answers" in plain_line(training)
 
 
