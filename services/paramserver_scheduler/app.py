@@ -71,7 +71,7 @@ def make_app() -> FastAPI:
         if service is None:
             lease = app.state.lease
             leader = None if lease is None else lease.leader
-            return "" if leader is not None and leader.place != lease.place else "no scheduler leads yet"
+            return "" if leader is not None and leader.place != lease.place else "there is no leader yet"
         stopped = service.runtime.stopped
         return "" if stopped is None else str(stopped.detail)
 

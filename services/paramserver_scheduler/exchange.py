@@ -64,7 +64,7 @@ def service(request: Request) -> Service:
     """Return the leader's services; raises Unavailable (`no_leader`) if this scheduler no longer leads."""
     found = request.app.state.service
     if found is None:
-        raise problem("no_leader", "this scheduler does not lead")
+        raise problem("no_leader", "this scheduler is not the leader")
     return cast(Service, found)
 
 
@@ -96,9 +96,9 @@ def _check_plain(value: Any) -> None:
             try:
                 v.encode()
             except UnicodeEncodeError:
-                raise problem("malformed", "a string holds half of a surrogate pair") from None
+                raise problem("malformed", "a string contains an unpaired surrogate") from None
         elif not (v is None or isinstance(v, bool | float)):
-            raise problem("malformed", f"a {type(v).__name__} has no place in this body")
+            raise problem("malformed", f"values of type {type(v).__name__} are not allowed in this body")
 
 
 async def read(request: Request, kind: type[B]) -> B:
@@ -167,7 +167,7 @@ def number_of(request: Request, name: str, default: int, low: int, high: int) ->
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 17 and low <= int(text) <= high):
-        raise problem("malformed", f"query value '{name}' must be an integer from {low} to {high}")
+        raise problem("malformed", f"query parameter '{name}' must be an integer from {low} to {high}")
     return int(text)
 
 

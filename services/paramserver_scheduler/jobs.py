@@ -97,7 +97,7 @@ class Jobs:
     async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
         if target in self._restoring:
-            return problem("conflict", f"model '{target}' is being restored already")
+            return problem("conflict", f"model '{target}' is already being restored")
         self._restoring.add(target)
         try:
             return await self._run_restore(source, name, target, partitions)
@@ -126,7 +126,7 @@ class Jobs:
             model = ModelKey(target, int(existing["generation"]))
             spec = ModelSpec.parse(existing["spec"])
             if partitions not in (None, spec.partitions):
-                raise problem("conflict", f"model '{target}' has {spec.partitions} partitions for as long as it lives")
+                raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             begin = partial(io.StartRestore, model=target)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
         try:
@@ -236,7 +236,7 @@ class Jobs:
         """Return the document of that creation of the model; raises PsError if it is gone or replaced."""
         document = self._runtime.core.read.model(model.name)
         if document["generation"] != model.generation:
-            raise problem("model_replaced", f"model '{model.name}' was created anew")
+            raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
         return document
 
     def _timeline(self, model: ModelKey) -> Callable[[], int]:
@@ -263,8 +263,8 @@ def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:
     if mode == "sync" and any(clock != wanted for clock in clocks):
         raise problem(
             "conflict",
-            f"partitions were read at clocks {min(clocks)} to {max(clocks)}, where clock {wanted} was asked for",
-            hint="ask for another checkpoint",
+            f"partitions were read at clocks {min(clocks)} to {max(clocks)}, not at clock {wanted}",
+            hint="request another checkpoint",
         )
 
 

@@ -42,7 +42,7 @@ class LeaderProxy:
         elif await self._is_leader():
             await self._app(scope, receive, self._naming_all_schedulers(send))
         elif ENDLESS_BODY.fullmatch(scope["path"]):
-            error = problem("no_leader", "this scheduler does not lead; the leader takes it itself")
+            error = problem("no_leader", "this scheduler is not the leader; send this request to the leader directly")
             await problems.response(Request(scope), error)(scope, receive, self._naming_all_schedulers(send))
         else:
             await self._forward(scope, receive, send)
@@ -70,7 +70,7 @@ class LeaderProxy:
         request = Request(scope, receive)
         leader = self._lease.leader
         if leader is None or leader.place == self._lease.place or HANDED_ON in request.headers:
-            raise problem("no_leader", "no scheduler leads just now; another takes over within seconds")
+            raise problem("no_leader", "there is no leader at the moment; a standby takes over within seconds")
         begun = False
 
         async def tracked_send(message: Message) -> None:

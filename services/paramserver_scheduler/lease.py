@@ -175,7 +175,7 @@ class Lease:
         elif int(term) == 0 and not leader and self._expect_state and not self.known_term:
             raise problem(
                 "corrupt_state",
-                "Redis holds no state, and --expect-state says that there must be one",
+                "Redis holds no state, but --expect-state requires one",
                 hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
             )
         return bool(won)
@@ -232,7 +232,7 @@ def _order(scheduler: Scheduler) -> tuple[str, str]:
 
 def unavailable(cause: BaseException) -> Exception:
     """Return the error for a Redis that does not answer or refuses."""
-    asked = "is it running, and reachable from the scheduler?"
+    check = "is it running and reachable from the scheduler?"
     if not isinstance(cause, AWAY):
-        asked = "has it room (maxmemory), and may it be written to?"
-    return problem("storage_unavailable", trouble(cause), hint=f"{asked} The same request may be sent again")
+        check = "is it full (maxmemory) or read-only?"
+    return problem("storage_unavailable", trouble(cause), hint=f"{check} The same request can be sent again")

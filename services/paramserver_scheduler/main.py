@@ -114,7 +114,7 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     finally:
         http.state.service = None
         # Ends feeds and long polls: their clients retry and are forwarded to the next leader.
-        runtime.close(problem("no_leader", "this scheduler leads no more"))
+        runtime.close(problem("no_leader", "this scheduler is no longer the leader"))
         await peers.aclose()
         await remote.aclose()
         await shards.aclose()
@@ -196,7 +196,7 @@ def scheduler(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default 8700).")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of the Redis that holds the state.")] = None,
-    name: Annotated[str | None, typer.Option(help="What it is called; default: host name and port.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of this scheduler; default: host name and port.")] = None,
     state_dir: Annotated[str | None, typer.Option(help="Folder of checkpoints.")] = None,
     advertise: Annotated[str | None, typer.Option(help="URL under which others reach it.")] = None,
     expect_state: Annotated[

@@ -207,18 +207,18 @@ def _problems(
 ) -> list[str]:
     out: list[str] = []
     if s.runtime.redis_away:
-        out.append(f"{s.runtime.redis_away}: async training goes on, nothing new can be decided or stored")
+        out.append(f"{s.runtime.redis_away}: async training continues, but nothing new can be decided or stored")
     if not any(x["alive"] for x in shards):
         out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")
     for x in shards:
         if x["state"] == "dead":
-            out.append(f"Shard {x['name']} is dead, last heard of {x['heartbeat_age_s']:.0f} s ago")
+            out.append(f"Shard {x['name']} is dead, its last heartbeat was {x['heartbeat_age_s']:.0f} s ago")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
             out.append(f"Shard {x['name']}: {why[:300]}")
     for m in models:
         if m.served < m.partitions:
             out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
         if why := s.read.model(m.name)["files_error"]:
-            out.append(f"Model {m.name}: a partition was never stored, and its first values cannot be read: {why}")
+            out.append(f"Model {m.name}: a partition was never stored, and its initial values cannot be read: {why}")
     out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
     return out

@@ -57,7 +57,7 @@ class RemoteCheckpoints:
                 return scheduler.url
         raise problem(
             "unavailable",
-            f"the files of that checkpoint are with the scheduler '{name}', which does not run",
+            f"the files of this checkpoint are on scheduler '{name}', which is not running",
             hint="start it, or restore from a copy of the folder: psctl checkpoint restore FOLDER",
         )
 

@@ -146,7 +146,7 @@ class Runtime:
             if self.stopped is not None:
                 raise self.stopped
         if len(self._waiters) >= limits.WAITERS_MAX:
-            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are waiting already")
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         since = None if isinstance(event, _ACCEPTED_WHILE_AWAY) else monotonic()
         self._waiters[number] = _Waiter(future, on_reply, since)
@@ -178,7 +178,7 @@ class Runtime:
         The next leader starts from the stored state.
         """
         self._answer(getattr(event, "request", 0), as_problem(error), 500)
-        self.close(problem("unavailable", "this scheduler has met a bug and begins anew; its log has more"))
+        self.close(problem("unavailable", "this scheduler hit an internal error and is restarting; see its log"))
         self._failures.put_nowait(error)
 
     def _take(self, effects: list[io.Effect]) -> None:
@@ -361,5 +361,5 @@ def _storage_away(why: str) -> PsError:
     return problem(
         "storage_unavailable",
         f"nothing can be decided now: {why or 'Redis does not answer'}",
-        hint="training in async and buffered mode goes on; send this request again",
+        hint="training in async and buffered mode continues; send this request again",
     )

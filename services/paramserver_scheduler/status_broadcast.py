@@ -46,4 +46,6 @@ class StatusBroadcast:
     def check_capacity(self) -> None:
         """Raise Unavailable (`too_many_requests`) if the maximum number of streams is open."""
         if self._streams >= limits.STATUS_STREAMS_MAX:
-            raise problem("too_many_requests", f"{self._streams} status streams are open, which is the bound")
+            raise problem(
+                "too_many_requests", f"the limit of {limits.STATUS_STREAMS_MAX} open status streams is reached"
+            )

@@ -202,13 +202,13 @@ async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() ->
 
 @pytest.mark.asyncio
 async def test_streams_are_bounded() -> None:
-    """As many pages may be open as the bound says, and one more when one is closed."""
+    """As many pages may be open as the limit says, and one more when one is closed."""
     broadcast = StatusBroadcast()
     broadcast.publish(b"{}")
     streams = [broadcast.stream() for _ in range(limits.STATUS_STREAMS_MAX)]
     for stream in streams:
         await anext(stream)
-    with pytest.raises(PsError, match="bound"):
+    with pytest.raises(PsError, match="the limit of"):
         broadcast.check_capacity()
     await streams[0].aclose()  # type: ignore[attr-defined]
 

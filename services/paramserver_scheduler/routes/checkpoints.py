@@ -67,7 +67,7 @@ async def list_checkpoints(request: Request, m: str) -> Response:
 
 @router.post(
     "/restore",
-    responses=response_doc(200, "Set; 201 if the model was made"),
+    responses=response_doc(200, "Restored; 201 if the model was created"),
     openapi_extra=request_body(bodies.Restore, {"checkpoint": "latest", "as": "demo2", "partitions": 4}, False),
 )
 @role("admin")

@@ -107,7 +107,9 @@ async def own_file(request: Request, m: str, name: str, file: str, creation: str
     return _file_response(path)
 
 
-@router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=response_doc(204, "Gone"))
+@router.delete(
+    "/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=response_doc(204, "Deleted")
+)
 @role("node")
 async def remove_own(request: Request, m: str, name: str, creation: str | None = None) -> Response:
     """Delete this scheduler's own copy of a checkpoint; idempotent.

@@ -13,7 +13,7 @@ router = APIRouter(prefix="/models/{m}", tags=["metrics"])
 
 @router.post(
     "/metrics",
-    responses=response_doc(200, "Kept", {"accepted": 1}),
+    responses=response_doc(200, "Stored", {"accepted": 1}),
     openapi_extra=request_body(bodies.Metrics, {"worker": "demo/w0", "clock": 6, "metrics": {"loss": 0.31}}),
 )
 @role("worker")

@@ -47,7 +47,7 @@ MODEL = {
 @router.post(
     "/models",
     status_code=201,
-    responses=response_doc(201, "Made; every partition is served", MODEL),
+    responses=response_doc(201, "Created; every partition is served", MODEL),
     openapi_extra=request_body(None, SPEC),
 )
 @role("admin")
@@ -96,7 +96,7 @@ async def patch_model(request: Request, m: str) -> Response:
     return await reply(request, lambda n: io.PatchModel(n, m, patch))
 
 
-@router.delete("/models/{m}", status_code=204, responses=response_doc(204, "Gone"))
+@router.delete("/models/{m}", status_code=204, responses=response_doc(204, "Deleted"))
 @role("admin")
 async def delete_model(request: Request, m: str) -> Response:
     """Delete a model with its values in memory and in Redis; its checkpoints on disk stay."""

@@ -111,13 +111,13 @@ def _clock(line: bytes) -> ClockLine:
     try:
         return CLOCK_LINE.validate_json(line)
     except ValidationError as e:
-        raise problem("malformed", f"no report of a clock: {line[:100]!r}") from e
+        raise problem("malformed", f"invalid clock report: {line[:100]!r}") from e
 
 
 def _needed_epoch(request: Request) -> int:
     epoch = epoch_of(request)
     if epoch is None:
-        raise problem("malformed", "query value 'epoch' is needed")
+        raise problem("malformed", "query parameter 'epoch' is required")
     return epoch
 
 

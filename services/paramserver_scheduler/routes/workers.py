@@ -160,5 +160,5 @@ def number_of(request: Request, name: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 17):
-        raise problem("malformed", f"query value '{name}' must be a non-negative integer")
+        raise problem("malformed", f"query parameter '{name}' must be a non-negative integer")
     return int(text)
