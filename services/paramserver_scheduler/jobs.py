@@ -274,8 +274,9 @@ def _problem_of(error: Exception) -> PsError:
     A job decides nothing, so its failure leaves nothing inconsistent: a bug ends the job, not the scheduler.
     """
     if isinstance(error, OSError):
-        code = "unavailable" if error.errno in (errno.EMFILE, errno.ENFILE) else "disk_refuses"
-        return problem(code, f"the disk refuses: {error}")
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return problem("unavailable", f"the scheduler has no free file descriptors: {error}")
+        return problem("disk_refuses", f"the scheduler cannot write or read its disk: {error}")
     if not isinstance(error, PsError):
         log.error("job.bug", exc_info=error)
     return as_problem(error)

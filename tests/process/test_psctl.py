@@ -215,7 +215,7 @@ def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cl
     saved = shared_cluster.psctl("checkpoint", "save", "blocked", "--json")
 
     assert refused.returncode == 4
-    assert refused.stderr.startswith("psctl: the disk refuses: ")
+    assert refused.stderr.startswith("psctl: the scheduler cannot write or read its disk: ")
     assert str(in_the_way) in refused.stderr
     assert json.loads(saved.stdout)["name"].startswith("000002-")
 
