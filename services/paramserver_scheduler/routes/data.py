@@ -13,9 +13,17 @@ router = APIRouter(tags=["data"])
 _turns = itertools.count()
 
 PUSH = {"model": "demo", "grads": {"w": [[0.1, 0.2]]}, "worker": "w0", "epoch": 1, "seq": 7}
-PUSHED = {"model": "demo", "version": 7, "state": "applied", "duplicate": False, "durable_version": 5, "incarnation": 1}
+PUSHED = {
+    "model": "demo",
+    "version": 7,
+    "state": "applied",
+    "duplicate": False,
+    "durable_version": 5,
+    "incarnation": 1,
+    "timeline": 0,
+}
 PULL = {"model": "demo", "names": ["w"], "min_version": 7, "wait_s": 5}
-PULLED = {"model": "demo", "version": 7, "incarnation": 1, "params": {"w": [[0.1, 0.2]]}}
+PULLED = {"model": "demo", "version": 7, "incarnation": 1, "timeline": 0, "params": {"w": [[0.1, 0.2]]}}
 
 
 @router.post(
@@ -46,7 +54,7 @@ async def pull(request: Request) -> Response:
 
 @router.post(
     "/pushpull",
-    responses=response_doc(200, "Both", {**PUSHED, **PULLED}),
+    responses=response_doc(200, "The values, and what the push did", {**PUSHED, **PULLED, "push": PUSHED}),
     openapi_extra=request_body(None, {**PUSH, "names": ["w"]}),
 )
 @role("worker")
