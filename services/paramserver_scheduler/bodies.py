@@ -213,7 +213,8 @@ class Restored(Body):
     generation: Count
     timeline: Count | None = Field(
         None,
-        description="the model's timeline when the restore began; one that has changed since stays; omit if more follows",
+        description="the model's timeline when the restore began; one that has changed since is kept; "
+        "omit if more requests follow",
     )
     version: Annotated[int, Field(ge=0, le=limits.VERSION_MAX)] = Field(
         0, description="the greatest version in the checkpoint"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -136,21 +135,7 @@ def respond(
     """Build a response in the media type that the client accepts; 204 without a body."""
     if body is None:
         return Response(status_code=204, headers=dict(headers or {}))
-    try:
-        return negotiate.respond(request, body, status, headers)
-    except ValueError:  # a NaN that a worker reported, which JSON cannot express
-        return negotiate.respond(request, without_nan(body), status, headers)
-
-
-def without_nan(value: Any) -> Any:
-    """Return the value with None for each NaN or infinity, which JSON cannot express."""
-    if isinstance(value, float) and not isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {k: without_nan(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(v) for v in value]
-    return value
+    return negotiate.respond(request, body, status, headers)
 
 
 def page(request: Request, items: Sequence[Mapping[str, Any]]) -> Response:
