@@ -55,7 +55,7 @@ class Result:
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(min=1.0, help="Least time for each of the two trainings.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Minimum duration of each of the two trainings.")] = 30.0,
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the picture.")] = Path("demo-out"),
 ) -> None:
     """Train a network on handwritten digits with a real cluster: Redis, a scheduler, 2 shards, 4 workers.
@@ -76,7 +76,7 @@ def demo(
         with launch.cluster(StateDir(folder), Plan(shards=SHARDS, workers=WORKERS)) as launched:
             cluster = launched.state.cluster()
             if cluster is None:
-                raise Failed(f"the cluster ended as soon as it was ready:\n{launched.state.tail('supervisor')}")
+                raise Failed(f"the cluster exited right after it became ready:\n{launched.state.tail('supervisor')}")
             typer.echo(f"status page  {cluster.scheduler}")
             client = connect(cluster.scheduler, timeout_s=CALL_TIMEOUT_S)
             results = [_train(client, mode, seconds, out, cluster.scheduler) for mode in MODES]
@@ -135,7 +135,7 @@ def _pull_settled(model: ps.Model) -> ps.Params:
         if (before.flat == now.flat).all():
             return now
         before = now
-    raise Failed(f"model {model.name} does not come to rest though its run is paused")
+    raise Failed(f"model {model.name} still changes although its run is paused")
 
 
 def _follow(training: Training, run: str, seconds: float, shown: Display) -> None:

@@ -153,7 +153,7 @@ def _shared_memory() -> Finding:
     if sys.platform != "linux":
         return Finding("/dev/shm", "ok", "not used on this system")
     if not Path("/dev/shm").is_dir():
-        return Finding("/dev/shm", "warning", "is not there", "mount a tmpfs there, or docker run --shm-size 1g")
+        return Finding("/dev/shm", "warning", "does not exist", "mount a tmpfs there, or docker run --shm-size 1g")
     free_mib = shutil.disk_usage("/dev/shm").free >> 20
     if free_mib < SHM_MIB_MIN:
         return Finding("/dev/shm", "warning", f"{free_mib} MiB free", "docker run --shm-size 1g, or remove old files")

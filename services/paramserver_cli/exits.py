@@ -21,7 +21,7 @@ HINTS: Final[Mapping[str, str]] = {
     "pass exist_ok=True to use it": "--exist-ok uses it",
     "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
     "POST /models creates one": "psctl models lists them, psctl create makes one",
-    "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes what is there",
+    "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes the model",
 }
 """Hints for callers of REST and Python, and the same advice for the command line."""
 

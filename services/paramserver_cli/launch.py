@@ -46,7 +46,7 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
         at = cluster.scheduler if cluster else "starting"
         raise problem(
             "conflict",
-            f"a cluster runs already under {state.path} ({at})",
+            f"a cluster is already running under {state.path} ({at})",
             hint="psctl down stops it; --state-dir names another folder",
         )
     state.logs.mkdir(parents=True, exist_ok=True)

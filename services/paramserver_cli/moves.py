@@ -29,13 +29,15 @@ MIB: Final = 1 << 20
 
 Line = Mapping[str, Any]
 Show = Callable[[int, int, str], None]
-Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds until it is given up; moves go on without psctl.")]
+Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait; moves continue after a timeout.")]
 
 
 def drain(
     shard: Annotated[str, typer.Argument(help="The shard's name, as psctl status shows it.")],
-    undo: Annotated[bool, typer.Option("--undo", help="It keeps what it still has, and takes its part again.")] = False,
-    wait: Annotated[bool, typer.Option(help="Show the moves until it owns nothing.")] = True,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Cancel the drain; the shard receives partitions again.")
+    ] = False,
+    wait: Annotated[bool, typer.Option(help="Show the moves until the shard is empty.")] = True,
     timeout: Timeout = 600.0,
     url: Url = None,
 ) -> None:
@@ -53,12 +55,12 @@ def drain(
     _drain_all(client, [shard])
     if wait:
         _until_empty(client, [shard], timeout)
-        typer.echo(f"{shard} owns nothing any more: it may be stopped, or psctl drain {shard} --undo")
+        typer.echo(f"{shard} is empty and can be stopped; to undo: psctl drain {shard} --undo")
 
 
 def scale(
     what: Annotated[str, typer.Argument(help="shards")],
-    number: Annotated[int, typer.Argument(min=1, max=1024, help="How many there shall be.")],
+    number: Annotated[int, typer.Argument(min=1, max=1024, help="Target number of shards.")],
     timeout: Timeout = 600.0,
     state: StateDirOption = None,
     url: Url = None,
@@ -117,7 +119,9 @@ class _LocalCluster:
             if supervisor is not None and supervisor.error:
                 raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
-                raise Failed(f"the supervisor does not follow; psctl logs supervisor --state-dir {self.state.path}")
+                raise Failed(
+                    f"the supervisor did not adopt the plan; see psctl logs supervisor --state-dir {self.state.path}"
+                )
             time.sleep(POLL_S)  # the supervisor adopts the plan in its own process
 
 
@@ -142,7 +146,7 @@ def _more(client: ps.Client, number: int, local: _LocalCluster | None, timeout_s
     if local is not None:
         local.resize(number)
         return
-    typer.echo("start them with one of these; the moves are shown as soon as they have joined:")
+    typer.echo("start them with one of these; the moves are shown once they have joined:")
     _print_commands(number)
 
 
@@ -153,7 +157,7 @@ def _fewer(client: ps.Client, names: Sequence[str], number: int, local: _LocalCl
     if local is not None:
         local.resize(number)
         return
-    typer.echo(f"{', '.join(names)}: nothing is left there. Stop them with one of these:")
+    typer.echo(f"{', '.join(names)}: empty. Stop them with one of these:")
     _print_commands(number)
 
 
@@ -186,7 +190,7 @@ def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
             answer = _set(client, name, "draining")
             asked.append(name)
             if not answer["targets"]:
-                raise Failed(f"no other shard could take what {name} owns: start one first")
+                raise Failed(f"no other shard could take the partitions of {name}: start one first")
     except (PsError, Failed):
         for name in asked:
             _set(client, name, "active")
@@ -205,7 +209,7 @@ def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> N
             show(total - left, total, f"{size:.1f} MiB left on {', '.join(names)}")
             if not left:
                 return
-            _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows what is in the way")
+            _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows the reason")
             time.sleep(POLL_S)  # moves happen in other processes; this is the redraw interval
 
 
@@ -227,13 +231,13 @@ def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
             show(done, done + under_way, f"{len(now)} of {number} shards: {spread}")
             if time.monotonic() - quiet_s > QUIET_S:
                 return
-            _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are under way")
+            _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are in progress")
             time.sleep(POLL_S)  # the redraw interval, as above
 
 
 def _check(deadline: float, text: str) -> None:
     if time.monotonic() > deadline:
-        raise Failed(f"given up: {text}")
+        raise Failed(f"timed out: {text}")
 
 
 def _natural(name: str) -> list[Any]:

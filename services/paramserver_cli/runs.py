@@ -89,8 +89,8 @@ def evaluate(run: Run, url: Url = None) -> None:
     client = connect(url)
     document = client.get_run(run)
     if document["state"] in ("finished", "failed", "stopped"):
-        hint = "its workers are gone, and would have made it; psctl run list shows what runs"
-        raise problem("conflict", f"run '{run}' is {document['state']} already", hint=hint)
+        hint = "only a running run can evaluate; psctl run list shows what runs"
+        raise problem("conflict", f"run '{run}' is already {document['state']}", hint=hint)
     model = document["model"]
     client.model(model).evaluate()
-    typer.echo(f"asked for an evaluation of model {model}; psctl status shows the result")
+    typer.echo(f"requested an evaluation of model {model}; psctl status shows the result")

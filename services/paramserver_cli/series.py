@@ -130,7 +130,7 @@ def run_forever(series: Series) -> None:
             away = True
             time.sleep(PAUSE_S)  # do not flood the cluster with requests when it comes back
         except (NotFoundError, ConflictError) as e:  # another client deleted the model, or just started a run
-            typer.echo(f"looking again: {e}", err=True)
+            typer.echo(f"retrying: {e}", err=True)
             time.sleep(PAUSE_S)  # let the other client finish first
         else:
             typer.echo(f"{ended['id']} {ended['state']}: {(ended['reason'].strip().splitlines() or [''])[-1]}")
@@ -151,9 +151,9 @@ def series(
     ] = DIGITS,
     name: Annotated[str, typer.Option(help="The models are called NAME-1, NAME-2, …")] = "digits",
     spec: Annotated[Path | None, typer.Option(help="YAML or JSON file that the models are created from.")] = None,
-    modes: Annotated[str, typer.Option(help="Consistency modes, taken in turn.")] = "async,sync,ssp",
+    modes: Annotated[str, typer.Option(help="Consistency modes, used in turn.")] = "async,sync,ssp",
     minutes: Annotated[float, typer.Option(min=0.01, help="Length of one run.")] = 2.0,
-    keep: Annotated[int, typer.Option(min=1, max=100, help="Models that stay, the one in training included.")] = 20,
+    keep: Annotated[int, typer.Option(min=1, max=100, help="Models to keep, including the one in training.")] = 20,
     workers: Annotated[int, typer.Option(min=1, help="Workers of the pool for one run.")] = 4,
     evaluate_every: Annotated[int, typer.Option(min=0, help="Clocks between evaluations.")] = 10,
     url: Url = None,
@@ -171,7 +171,7 @@ def series(
     check_model_name(f"{name}-1")
     chosen = tuple(m.strip() for m in modes.split(","))
     if unknown := [m for m in chosen if m not in MODES]:
-        raise typer.BadParameter(f"'{unknown[0]}' is no mode; there are {', '.join(MODES)}", param_hint="--modes")
+        raise typer.BadParameter(f"'{unknown[0]}' is not a mode; known: {', '.join(MODES)}", param_hint="--modes")
     document = _spec_of(entry, spec)
     run_forever(
         Series(
@@ -192,7 +192,7 @@ def _spec_of(entry: str, file: Path | None) -> dict[str, Any]:
     if file is not None:
         return read_spec(file)
     if entry != DIGITS:
-        raise typer.BadParameter("is needed for what is not the digits example", param_hint="--spec")
+        raise typer.BadParameter("is required unless the entry is the digits example", param_hint="--spec")
     from paramserver.examples import digits
 
     return {"params": digits.spec(), "optimizer": OPTIMIZER, "partitions": digits.PARTITIONS}

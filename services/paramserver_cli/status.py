@@ -20,7 +20,7 @@ WAITED_FOR_SHOWN = 8
 
 
 def status(
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again each second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
     as_json: Json = False,
     url: Url = None,
 ) -> None:

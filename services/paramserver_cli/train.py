@@ -34,7 +34,7 @@ def train(
     workers: Annotated[int, typer.Option(min=1, help="Worker processes on this machine.")] = 2,
     mode: Annotated[str | None, typer.Option(help="async, ssp, sync or buffered; default: as the model is.")] = None,
     spec: Annotated[
-        Path | None, typer.Option(help="Creates the model if it is not there; default: model.yaml beside SCRIPT.")
+        Path | None, typer.Option(help="Spec to create a missing model from; default: model.yaml beside SCRIPT.")
     ] = None,
     arg: Annotated[list[str] | None, typer.Option(help="name=value for the function; repeatable.")] = None,
     clocks: Annotated[int | None, typer.Option(min=1, help="End after so many clocks of the slowest worker.")] = None,
@@ -132,7 +132,7 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):
                     restarts[name] = count
-                    typer.echo(f"{name} died and was started again; its last lines:\n{state.tail(name, LAST_LINES)}")
+                    typer.echo(f"{name} died and was restarted; its last lines:\n{state.tail(name, LAST_LINES)}")
             time.sleep(POLL_S)
 
 

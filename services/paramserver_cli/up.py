@@ -31,7 +31,7 @@ def up(
     schedulers: Annotated[int, typer.Option(min=1, max=9, help="Schedulers: one leads, the others stand by.")] = 1,
     redis: Annotated[
         str | None,
-        typer.Option(help="URL of a Redis that runs already; default: PARAMSERVER_REDIS, else one is started."),
+        typer.Option(help="URL of a running Redis; default: PARAMSERVER_REDIS, else one is started."),
     ] = None,
     state: StateDirOption = None,
     detach: Annotated[
@@ -96,7 +96,7 @@ def up(
         except OSError as e:
             # Python would flush the rest of the buffer at exit, fail again, and print a message of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise Failed(f"the cluster is up; what is said of it cannot be written: {e.strerror}") from None
+            raise Failed(f"the cluster is up, but its description could not be printed: {e.strerror}") from None
 
 
 def _check_redis(url: str) -> None:
@@ -112,7 +112,7 @@ def _check_redis(url: str) -> None:
         raise problem(
             "storage_unavailable",
             f"the Redis at {shown(url)} cannot be used: {e}",
-            hint="start it, or mend --redis or PARAMSERVER_REDIS; where neither is set, psctl up starts one itself",
+            hint="start it, or correct --redis or PARAMSERVER_REDIS; where neither is set, psctl up starts one itself",
         ) from None
 
 
@@ -127,7 +127,7 @@ def _wait(launched: launch.Launched) -> None:
 def _print_summary(folder: StateDir, as_json: bool, detach: bool) -> None:
     cluster = folder.cluster()
     if cluster is None:
-        raise Failed(f"the cluster under {folder.path} ended as soon as it was ready")
+        raise Failed(f"the cluster under {folder.path} exited right after it became ready")
     if as_json:
         typer.echo(json.dumps(keys.printable_cluster(cluster)))
         return

@@ -66,7 +66,7 @@ def test_help_shows_how_a_command_is_typed(path: str, command: Any) -> None:
 
 def test_a_setting_within_a_value_is_a_usage_error() -> None:
     """One word gives the rate a number, another one a field."""
-    with pytest.raises(typer.BadParameter, match="another word gives the value"):
+    with pytest.raises(typer.BadParameter, match="another word sets to"):
         merge_patch(["lr=0.1", "optimizer.lr.x=3"])
 
 
