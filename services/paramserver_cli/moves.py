@@ -113,11 +113,14 @@ class _LocalCluster:
         launch.plan_changed(self.state)
         deadline = time.monotonic() + 60.0
         while True:
-            cluster, supervisor = self.state.cluster(), self.state.supervisor()
+            cluster, plan = self.state.cluster(), self.state.plan()
             if cluster is not None and len(cluster.shards) == shards:
                 return
-            if supervisor is not None and supervisor.error:
-                raise Failed(supervisor.error)
+            # A refused plan is taken back once its error is published; before that, the error is of an earlier plan.
+            if plan is not None and plan.shards != shards:
+                supervisor = self.state.supervisor()
+                if supervisor is not None and supervisor.error:
+                    raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
                 raise Failed(
                     f"the supervisor did not adopt the plan; see psctl logs supervisor --state-dir {self.state.path}"

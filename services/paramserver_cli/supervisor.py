@@ -215,8 +215,8 @@ class Supervisor:
                 self.error = (
                     f"the ports of this cluster have room for 1 to {p.block.shards_max} shards, not {plan.shards}"
                 )
-                self.state.write(p.plan)
                 self.publish()
+                self.state.write(p.plan)  # after the error, which psctl reads once the plan is back
                 continue
             log.info("%d shards instead of %d", plan.shards, p.plan.shards)
             p.plan = replace(p.plan, shards=plan.shards)

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import config, exits, ports, train, up
+from paramserver_cli import config, exits, moves, ports, train, up
 from paramserver_cli.assignments import merge_patch, pairs
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
@@ -190,6 +191,41 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     assert state.supervisor() == SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})
     state.remove_run_files()
     assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
+
+
+def resized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shards: int, answer: Callable[[StateDir, Cluster], None]
+) -> None:
+    """Asks for `shards` in place of 2, after a refusal; `answer` is what the supervisor does before the next poll."""
+    state = StateDir(folder)
+    supervisor = state.lock()
+    assert supervisor is not None
+    two = Cluster("http://h:1", ["http://h:2", "http://h:3"], "redis://h:9", None, {}, str(folder), ["http://h:1"])
+    for document in (Plan(shards=2), two, SupervisorState(os.getpid(), "ready", error="said of an earlier plan")):
+        state.write(document)
+    monkeypatch.setattr("paramserver_cli.moves.time.sleep", lambda _: answer(state, two))
+    with supervisor:
+        moves._LocalCluster(state, two).resize(shards)
+
+
+def test_a_refusal_of_an_earlier_plan_is_not_taken_for_one_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor has not read the new plan yet, and its file still says why it refused the one before."""
+    resized(tmp_path, monkeypatch, 3, lambda state, two: state.write(replace(two, shards=[*two.shards, "http://h:4"])))
+
+
+def test_a_plan_that_the_supervisor_takes_back_is_refused_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """psctl ends with what the supervisor said of this plan."""
+
+    def refuse(state: StateDir, _: Cluster) -> None:
+        state.write(SupervisorState(os.getpid(), "ready", error="room for 1 to 97 shards"))
+        state.write(Plan(shards=2))
+
+    with pytest.raises(Failed, match="room for 1 to 97"):
+        resized(tmp_path, monkeypatch, 500, refuse)
 
 
 @pytest.mark.parametrize(
