@@ -85,7 +85,7 @@ def scale(
     if number < len(before):
         _fewer(client, before[number:], number, local, timeout)
     elif number > len(before):
-        _more(client, number, local, timeout)
+        _more(number, local)
     _until_quiet(client, number, timeout)
     typer.echo(f"{number} shards")
 
@@ -145,7 +145,7 @@ def _local_cluster(url: str | None, state: Any) -> _LocalCluster | None:
     return next((_LocalCluster(s, c) for s, c in others if c.is_at(meant)), None)
 
 
-def _more(client: ps.Client, number: int, local: _LocalCluster | None, timeout_s: float) -> None:
+def _more(number: int, local: _LocalCluster | None) -> None:
     if local is not None:
         local.resize(number)
         return
