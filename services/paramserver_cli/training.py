@@ -21,7 +21,7 @@ class WorkerLine:
     clock: int
     loss: float | None
     lag: float | None
-    """Version lag that the worker reported as a metric; None if it did not."""
+    """Mean version lag of its pushes, as the shards measure it; None if unknown."""
     state: str
     heartbeat_age_s: float
 
@@ -91,7 +91,7 @@ class Training:
                 str(w["worker"]).rpartition("/")[2],
                 int(w["clock"]),
                 w["metrics"].get("loss"),
-                w["metrics"].get("lag"),
+                w["lag"],
                 str(w["state"]),
                 float(w["heartbeat_age_s"]),
             )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -340,6 +341,18 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
     assert training.has_reached(0.96)
     training.samples += [_sample(0.0), _sample(10.0, 5), _sample(20.0, 105)]
     assert training.rate() == (10.0, 40.0)
+
+
+def test_a_workers_lag_is_what_the_shards_measured() -> None:
+    """It is beside the metrics that the worker reports, none of which need be a lag."""
+    worker = {"worker": "m/w0", "clock": 3, "lag": 1.5, "metrics": {"loss": 0.5}, "state": "active"}
+    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": [], "waiting_for": []}
+    status = {"models": [model | {"workers": [worker | {"heartbeat_age_s": 0.1}]}]}
+    client: Any = SimpleNamespace(status=lambda timeout: status)
+    training = Training(client, "m", "async")
+    training.poll()
+    assert training.last is not None
+    assert [w.lag for w in training.last.workers] == [1.5]
 
 
 def test_a_plain_line_has_the_numbers() -> None:
