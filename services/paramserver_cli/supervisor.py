@@ -270,7 +270,10 @@ async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guar
     try:
         await supervisor.run()
     except* (StartFailed, PsError, OSError) as failures:
-        supervisor.phase, supervisor.error = "failed", str(failures.exceptions[0])
+        cause: BaseException = failures
+        while isinstance(cause, BaseExceptionGroup):  # a step of the start has a group of its own
+            cause = cause.exceptions[0]
+        supervisor.phase, supervisor.error = "failed", str(cause)
         log.error("%s", supervisor.error)
         supervisor.publish()
     return 1 if supervisor.phase == "failed" else 0

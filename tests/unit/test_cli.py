@@ -1,5 +1,6 @@
 """The parts of psctl that need no cluster."""
 
+import asyncio
 import io
 import os
 import signal
@@ -18,8 +19,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import config, exits, moves, ports, train, up
+from paramserver_cli import config, exits, moves, ports, supervisor, train, up
 from paramserver_cli.assignments import merge_patch, pairs
+from paramserver_cli.children import Guard
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
@@ -194,18 +196,36 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
 
 
+def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a step of the start comes in a group within a group, and neither of them is the reason."""
+
+    async def fails(self: supervisor.Supervisor) -> None:
+        raise ExceptionGroup("start", [ExceptionGroup("step", [OSError("no space left")])])
+
+    monkeypatch.setattr(supervisor.Supervisor, "run", fails)
+    state, block, guard = StateDir(tmp_path), ports.reserve(1), Guard()
+    try:
+        assert asyncio.run(supervisor._main(state, Plan(shards=1), block, guard, None)) == 1
+    finally:
+        guard.close()
+        block.lock.close()
+    said = state.supervisor()
+    assert said is not None
+    assert (said.phase, said.error) == ("failed", "no space left")
+
+
 def resized(
     folder: Path, monkeypatch: pytest.MonkeyPatch, shards: int, answer: Callable[[StateDir, Cluster], None]
 ) -> None:
     """Asks for `shards` in place of 2, after a refusal; `answer` is what the supervisor does before the next poll."""
     state = StateDir(folder)
-    supervisor = state.lock()
-    assert supervisor is not None
+    lock = state.lock()
+    assert lock is not None
     two = Cluster("http://h:1", ["http://h:2", "http://h:3"], "redis://h:9", None, {}, str(folder), ["http://h:1"])
     for document in (Plan(shards=2), two, SupervisorState(os.getpid(), "ready", error="said of an earlier plan")):
         state.write(document)
     monkeypatch.setattr("paramserver_cli.moves.time.sleep", lambda _: answer(state, two))
-    with supervisor:
+    with lock:
         moves._LocalCluster(state, two).resize(shards)
 
 
