@@ -53,7 +53,7 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
             for part in (section, *path):
                 target = target.setdefault(part, {})
                 if not isinstance(target, dict):
-                    raise typer.BadParameter(f"'{name}' is in a setting that another word gives the value {target!r}")
+                    raise typer.BadParameter(f"'{name}' is part of a setting that another word sets to {target!r}")
             target[last] = right
         elif name == "optimizer":
             patch.setdefault("optimizer", {})["name"] = right
@@ -65,6 +65,6 @@ def merge_patch(texts: Iterable[str]) -> dict[str, Any]:
                 known = sorted({"optimizer", *_TOP}.union(*_SECTIONS.values()))
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
-                raise typer.BadParameter(f"'{name}' is no setting of a model; {hint}")
+                raise typer.BadParameter(f"'{name}' is not a setting of a model; {hint}")
             patch.setdefault(owner, {})[name] = right
     return patch

@@ -21,7 +21,7 @@ ModelName = Annotated[str, typer.Argument(help="The model's name.")]
 def save(
     model: ModelName,
     path: Annotated[Path | None, typer.Argument(help="Folder on this machine; none: the cluster keeps it.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
     as_json: Json = False,
     url: Url = None,
 ) -> None:
@@ -43,8 +43,10 @@ def save(
 def restore(
     source: Annotated[str, typer.Argument(help="Folder on this machine, or the name of one that the cluster keeps.")],
     model: Annotated[str | None, typer.Option("--as", help="Name of the model; default: the one it had.")] = None,
-    partitions: Annotated[int | None, typer.Option(min=1, help="Into how many it is cut; default: as it was.")] = None,
-    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Set a model that is there to these values.")] = False,
+    partitions: Annotated[
+        int | None, typer.Option(min=1, help="Number of partitions; default: as in the checkpoint.")
+    ] = None,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Set an existing model to these values.")] = False,
     url: Url = None,
 ) -> None:
     """Create a model from a folder, or set a model back to a checkpoint that the cluster keeps.

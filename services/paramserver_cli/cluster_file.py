@@ -169,7 +169,7 @@ class StateDir:
             lock.close()
         return lock is None
 
-    def forget(self) -> None:
+    def remove_run_files(self) -> None:
         """Remove the files that describe an earlier run of the cluster; data and logs stay."""
         for name in ("cluster", "supervisor"):
             (self.path / f"{name}.json").unlink(missing_ok=True)

@@ -57,8 +57,8 @@ def redis_url(flag: str | None) -> str | None:
     if flag is not None and shown(flag) != flag:
         # The command line of this process is already visible; the warning helps the next start.
         typer.echo(
-            "warning: everybody on this machine can read the password in --redis while this runs; "
-            "PARAMSERVER_REDIS, or the file that PARAMSERVER_REDIS_FILE names, may hold the URL in its place",
+            "warning: other users of this machine can read the password in --redis while this command runs; "
+            "set PARAMSERVER_REDIS or PARAMSERVER_REDIS_FILE instead",
             err=True,
         )
     value, origin = SchedulerSettings.sources({"redis": flag}, os.environ, Path.cwd() / FILE)["redis"]

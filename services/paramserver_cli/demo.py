@@ -29,9 +29,9 @@ TARGET_ACCURACY: Final = 0.96
 LIMIT_S: Final = 600.0
 """Time limit of a training; one that has not reached the target by then has failed."""
 EVALUATE_EVERY: Final = 10
-LOOK_EVERY_S: Final = 0.4
+POLL_S: Final = 0.4
 CHECK_RUN_EVERY_S: Final = 2.0
-REST_LOOKS_MAX: Final = 100
+SETTLE_POLLS_MAX: Final = 100
 CALL_TIMEOUT_S: Final = 60.0
 """Long enough to span the crash and restart of any process."""
 
@@ -55,7 +55,7 @@ class Result:
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(min=1.0, help="Least time for each of the two trainings.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Minimum duration of each of the two trainings.")] = 30.0,
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the picture.")] = Path("demo-out"),
 ) -> None:
     """Train a network on handwritten digits with a real cluster: Redis, a scheduler, 2 shards, 4 workers.
@@ -76,7 +76,7 @@ def demo(
         with launch.cluster(StateDir(folder), Plan(shards=SHARDS, workers=WORKERS)) as launched:
             cluster = launched.state.cluster()
             if cluster is None:
-                raise Failed(f"the cluster ended as soon as it was ready:\n{launched.state.tail('supervisor')}")
+                raise Failed(f"the cluster exited right after it became ready:\n{launched.state.tail('supervisor')}")
             typer.echo(f"status page  {cluster.scheduler}")
             client = connect(cluster.scheduler, timeout_s=CALL_TIMEOUT_S)
             results = [_train(client, mode, seconds, out, cluster.scheduler) for mode in MODES]
@@ -84,7 +84,7 @@ def demo(
             curves.write_png(picture, [r.training for r in results])
             _summarize(results, picture)
             if at_terminal() and sys.stdin.isatty():
-                _linger(cluster.scheduler)
+                _wait_for_enter(cluster.scheduler)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -116,7 +116,7 @@ def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -
         while accuracy < TARGET_ACCURACY:
             _follow(training, run["id"], seconds, shown)
             client.set_run(run["id"], state="paused")
-            accuracy = digits.accuracy(_at_rest(model))
+            accuracy = digits.accuracy(_pull_settled(model))
             # The final values may be worse than the last evaluations; if so, training continues.
             client.set_run(run["id"], state="stopped" if accuracy >= TARGET_ACCURACY else "running")
             training.evaluations.clear()
@@ -126,16 +126,16 @@ def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -
     return Result(training, accuracy, checkpoint)
 
 
-def _at_rest(model: ps.Model) -> ps.Params:
-    """Return the values once two pulls in a row give the same.  Raises Failed after REST_LOOKS_MAX pulls."""
+def _pull_settled(model: ps.Model) -> ps.Params:
+    """Return the values once two pulls in a row give the same.  Raises Failed after SETTLE_POLLS_MAX pulls."""
     before = model.pull()
-    for _ in range(REST_LOOKS_MAX):
-        time.sleep(LOOK_EVERY_S)  # workers finish their current steps; nothing notifies the demo of that
+    for _ in range(SETTLE_POLLS_MAX):
+        time.sleep(POLL_S)  # workers finish their current steps; nothing notifies the demo of that
         now = model.pull()
         if (before.flat == now.flat).all():
             return now
         before = now
-    raise Failed(f"model {model.name} does not come to rest though its run is paused")
+    raise Failed(f"model {model.name} still changes although its run is paused")
 
 
 def _follow(training: Training, run: str, seconds: float, shown: Display) -> None:
@@ -145,16 +145,16 @@ def _follow(training: Training, run: str, seconds: float, shown: Display) -> Non
     """
     checked_s = 0.0
     while training.elapsed_s < seconds or not training.has_reached(TARGET_ACCURACY):
-        training.look()
+        training.poll()
         shown.show(training)
         if training.elapsed_s > LIMIT_S:
             raise Failed(f"{training.title} training has not reached {100 * TARGET_ACCURACY:g} % in {LIMIT_S:g} s")
-        if training.elapsed_s - checked_s > CHECK_RUN_EVERY_S and not training.away:
+        if training.elapsed_s - checked_s > CHECK_RUN_EVERY_S and not training.error:
             checked_s = training.elapsed_s
             document = training.client.get_run(run)
             if document["state"] == "failed":
                 raise Failed(f"the run failed: {document['reason']}")
-        time.sleep(LOOK_EVERY_S)  # the redraw interval; the training runs in other processes
+        time.sleep(POLL_S)  # the redraw interval; the training runs in other processes
 
 
 def _summarize(results: list[Result], picture: Path) -> None:
@@ -172,7 +172,7 @@ def _summarize(results: list[Result], picture: Path) -> None:
     typer.echo("            psctl train my-model/train.py --model my-model --workers 2")
 
 
-def _linger(page: str) -> None:
+def _wait_for_enter(page: str) -> None:
     typer.echo(f"\nthe cluster and its page {page} stay up until you press Enter")
     with suppress(EOFError, KeyboardInterrupt):
         input()

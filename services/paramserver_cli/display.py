@@ -65,8 +65,8 @@ def plain_line(training: Training) -> str:
     """Return a line like `sync   15 s  loss 0.412  accuracy 93.1 %  88 pushes/s  lag 1.2  clocks 210 211 210 209`."""
     head = f"{training.title:5} {training.elapsed_s:4.0f} s"
     s = training.last
-    if training.away:
-        return f"{head}  waiting: {training.away}"
+    if training.error:
+        return f"{head}  waiting: {training.error}"
     if s is None or not s.workers:
         return f"{head}  waiting for workers"
     clocks = " ".join(str(w.clock) for w in s.workers)
@@ -109,7 +109,7 @@ def picture(training: Training, page: str) -> Panel:
     s = training.last
     head = Text(f"{training.elapsed_s:5.1f} s   status page {page}", style="bold")
     if s is None:
-        return Panel(Group(head, Text(training.away or "waiting for workers")), title=training.model)
+        return Panel(Group(head, Text(training.error or "waiting for workers")), title=training.model)
     losses = [x.loss for x in training.samples]
     known = [x for x in losses if x is not None]
     top = max(known, default=1.0)
@@ -127,6 +127,6 @@ def picture(training: Training, page: str) -> Panel:
             "" if w.state == "active" else w.state,
         )
     line = Text(f"{numbers(s)}   version {s.version}   clock {s.clock}")
-    if training.away:
-        line = Text(training.away, style="red")
+    if training.error:
+        line = Text(training.error, style="red")
     return Panel(Group(head, Text(), curves, Text(), line, Text(), table), title=training.model)

@@ -32,7 +32,7 @@ SHM_MIB_MIN = 64
 PROBE_ELEMENTS = 1 << 20
 """Elements per shard of the model used to measure bandwidth: 4 MiB of float32."""
 SLOW_MIB_PER_S = 20.0
-FORGET_S = 3.0
+DELETE_TIMEOUT_S = 3.0
 """Timeout for deleting that model; it is deleted even if its creation failed, because it may exist all the same."""
 NEARLY_FULL = 0.9
 """Share of Redis' `maxmemory` in use from which it is a warning."""
@@ -153,7 +153,7 @@ def _shared_memory() -> Finding:
     if sys.platform != "linux":
         return Finding("/dev/shm", "ok", "not used on this system")
     if not Path("/dev/shm").is_dir():
-        return Finding("/dev/shm", "warning", "is not there", "mount a tmpfs there, or docker run --shm-size 1g")
+        return Finding("/dev/shm", "warning", "does not exist", "mount a tmpfs there, or docker run --shm-size 1g")
     free_mib = shutil.disk_usage("/dev/shm").free >> 20
     if free_mib < SHM_MIB_MIN:
         return Finding("/dev/shm", "warning", f"{free_mib} MiB free", "docker run --shm-size 1g, or remove old files")
@@ -220,7 +220,7 @@ def _bandwidth(client: ps.Client, shards: int) -> Iterator[Finding]:
             yield _measure(client, shard, addresses, body, 4 * (span[1] - span[0]))
     finally:
         with suppress(PsError):
-            model.delete(timeout=FORGET_S)
+            model.delete(timeout=DELETE_TIMEOUT_S)
 
 
 def _measure(client: ps.Client, shard: str, addresses: list[str], body: dict[str, Any], size: int) -> Finding:

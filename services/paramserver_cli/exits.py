@@ -21,18 +21,18 @@ HINTS: Final[Mapping[str, str]] = {
     "pass exist_ok=True to use it": "--exist-ok uses it",
     "choose another path, or allow overwriting": "choose another folder, or --overwrite replaces it",
     "POST /models creates one": "psctl models lists them, psctl create makes one",
-    "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes what is there",
+    "choose another name, PATCH the model, or delete it first": "choose another name; psctl set changes the model",
 }
 """Hints for callers of REST and Python, and the same advice for the command line."""
 
 
-def told(error: PsError) -> str:
+def one_line(error: PsError) -> str:
     """Return an error as one line, with its hint in terms of the command line."""
     hint = HINTS.get(error.hint, error.hint)
     return f"{error.detail} ({hint})" if hint else error.detail
 
 
-def of_path(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """Return the message of an error about a file or folder, or about a full disk; empty for any other."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
@@ -56,7 +56,7 @@ class Psctl(TyperGroup):
         try:
             return super().invoke(ctx)
         except PsError as e:
-            typer.echo(f"psctl: {told(e)}", err=True)
+            typer.echo(f"psctl: {one_line(e)}", err=True)
             for part in e.errors:
                 typer.echo(f"  {part.get('where', '')}: {part.get('detail', '')}", err=True)
             if isinstance(e, Unreachable) and running():
@@ -72,7 +72,7 @@ class Psctl(TyperGroup):
             sys.stderr.close()
             raise typer.Exit(FAILED) from None
         except OSError as e:
-            if not (text := of_path(e)):
+            if not (text := os_error_text(e)):
                 raise  # a bug: its traceback is what helps
             typer.echo(f"psctl: {text}", err=True)
             raise typer.Exit(FAILED) from None

@@ -25,9 +25,9 @@ DAY_S = 86_400
 def token(
     role: Annotated[str, typer.Argument(help="reader, worker, node or admin.")] = "admin",
     name: Annotated[
-        str, typer.Option(help="Tells it from others, and names it in PARAMSERVER_REVOKED; default: the role.")
+        str, typer.Option(help="Name of the token, used to revoke it (PARAMSERVER_REVOKED); default: the role.")
     ] = "",
-    days: Annotated[float | None, typer.Option(min=0.001, help="How long it counts; default: for ever.")] = None,
+    days: Annotated[float | None, typer.Option(min=0.001, help="Days until it expires; default: never.")] = None,
     state: StateDirOption = None,
 ) -> None:
     """Print an access token, made from the cluster's secret; run it where the secret is.
@@ -46,7 +46,7 @@ def token(
     keys = tokens.keys_of(secret)
     if not keys:
         raise Failed(
-            "no secret is at hand here, and tokens are made with it: set PARAMSERVER_SECRET_FILE to the nodes' file, "
+            "no secret found; it is needed to make tokens: set PARAMSERVER_SECRET_FILE to the nodes' file, "
             "or run this where a node runs (a cluster that only this machine can reach has none, and needs no token)"
         )
     expires_at_s = 0 if days is None else int(time.time() + days * DAY_S)
@@ -67,7 +67,7 @@ def secret(
     elif write_secret(file):
         typer.echo(f"made {file}; for each node and for psctl token: export PARAMSERVER_SECRET_FILE={file.absolute()}")
     else:
-        raise problem("conflict", f"{file} is there already", hint="docs/operations.md says how a secret is changed")
+        raise problem("conflict", f"{file} already exists", hint="docs/operations.md describes how to change a secret")
 
 
 def write_secret(file: Path) -> bool:
@@ -95,7 +95,7 @@ def node_environment(state: StateDir, plan: Plan) -> Mapping[str, str]:
     return {"PARAMSERVER_SECRET_FILE": str(state.secret_file)}
 
 
-def described(cluster: Cluster) -> dict[str, object]:
+def printable_cluster(cluster: Cluster) -> dict[str, object]:
     """Return a cluster as the object to print: with an admin token, if a secret is known here."""
     secret = client_settings({})["secret"][0] or StateDir(Path(cluster.state_dir)).secret()
     keys = tokens.keys_of(secret)

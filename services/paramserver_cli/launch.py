@@ -46,13 +46,13 @@ def launch(state: StateDir, plan: Plan, *, detach: bool) -> Launched:
         at = cluster.scheduler if cluster else "starting"
         raise problem(
             "conflict",
-            f"a cluster runs already under {state.path} ({at})",
+            f"a cluster is already running under {state.path} ({at})",
             hint="psctl down stops it; --state-dir names another folder",
         )
     state.logs.mkdir(parents=True, exist_ok=True)
     for old in state.logs.glob("*.log"):
         old.replace(old.with_suffix(".log.1"))
-    state.forget()
+    state.remove_run_files()
     state.write(plan)
     argv = [sys.executable, "-P", "-m", MODULE, str(state.path)]
     read_end, write_end = (None, None) if detach else os.pipe()

@@ -14,7 +14,7 @@ FOLLOW_S = 0.25
 
 def logs(
     node: Annotated[str | None, typer.Argument(help="scheduler, shard-0, worker-1, redis, ...; none: all.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each.")] = 20,
     state: StateDirOption = None,
 ) -> None:

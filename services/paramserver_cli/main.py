@@ -24,9 +24,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    help="Start parameter server clusters on this machine, and speak to any cluster.\n\n"
-    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 nobody answers, 4 refused (by the cluster; or here, as a setting, "
-    "a name or what is there already forbids it), 130 interrupted.",
+    help="Start parameter server clusters on this machine, and control any cluster.\n\n"
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 cluster unavailable, 4 refused (by the cluster, or "
+    "locally: invalid setting or name, or it already exists), 130 interrupted.",
     epilog="Start here: psctl demo",
 )
 START, LOCAL, CLUSTER = "Start here", "Clusters on this machine", "Any cluster"

@@ -45,9 +45,7 @@ def create(
     file: Annotated[
         Path, typer.Option("--file", "-f", help="YAML or JSON file with the spec; - reads standard input.")
     ],
-    exist_ok: Annotated[
-        bool, typer.Option("--exist-ok", help="One that is there with this very spec is fine.")
-    ] = False,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept an existing model with the same spec.")] = False,
     as_json: Json = False,
     url: Url = None,
 ) -> None:

@@ -22,20 +22,22 @@ from paramserver_cli.cluster_file import Cluster, StateDir, running
 from paramserver_cli.config import StateDirOption, Url, client_settings, connect, state_dir
 from paramserver_cli.launch import Failed
 
-LOOK_S: Final = 0.25
+POLL_S: Final = 0.25
 QUIET_S: Final = 2.0
 """Time without a move or a change of the shards after which rebalancing counts as complete."""
 MIB: Final = 1 << 20
 
 Line = Mapping[str, Any]
 Show = Callable[[int, int, str], None]
-Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds until it is given up; moves go on without psctl.")]
+Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait; moves continue after a timeout.")]
 
 
 def drain(
     shard: Annotated[str, typer.Argument(help="The shard's name, as psctl status shows it.")],
-    undo: Annotated[bool, typer.Option("--undo", help="It keeps what it still has, and takes its part again.")] = False,
-    wait: Annotated[bool, typer.Option(help="Show the moves until it owns nothing.")] = True,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Cancel the drain; the shard receives partitions again.")
+    ] = False,
+    wait: Annotated[bool, typer.Option(help="Show the moves until the shard is empty.")] = True,
     timeout: Timeout = 600.0,
     url: Url = None,
 ) -> None:
@@ -53,12 +55,12 @@ def drain(
     _drain_all(client, [shard])
     if wait:
         _until_empty(client, [shard], timeout)
-        typer.echo(f"{shard} owns nothing any more: it may be stopped, or psctl drain {shard} --undo")
+        typer.echo(f"{shard} is empty and can be stopped; to undo: psctl drain {shard} --undo")
 
 
 def scale(
     what: Annotated[str, typer.Argument(help="shards")],
-    number: Annotated[int, typer.Argument(min=1, max=1024, help="How many there shall be.")],
+    number: Annotated[int, typer.Argument(min=1, max=1024, help="Target number of shards.")],
     timeout: Timeout = 600.0,
     state: StateDirOption = None,
     url: Url = None,
@@ -72,24 +74,24 @@ def scale(
     """
     if what != "shards":
         raise typer.BadParameter(f"cannot scale '{what}', only shards", param_hint="WHAT")
-    own = _own(url, state)
+    local = _local_cluster(url, state)
     client = connect(url)
     before = sorted((x["name"] for x in _shards(client) if x["alive"]), key=_natural)
-    if own is not None:
-        before = own.names
+    if local is not None:
+        before = local.names
     for line in _shards(client):  # left draining by an earlier attempt that was interrupted
         if line["state"] == "draining" and line["name"] in before[:number]:
             _set(client, line["name"], "active")
     if number < len(before):
-        _fewer(client, before[number:], number, own, timeout)
+        _fewer(client, before[number:], number, local, timeout)
     elif number > len(before):
-        _more(client, number, own, timeout)
+        _more(number, local)
     _until_quiet(client, number, timeout)
     typer.echo(f"{number} shards")
 
 
 @dataclass(frozen=True)
-class _Own:
+class _LocalCluster:
     """A cluster of psctl up on this machine, whose supervisor can start and stop shards."""
 
     state: StateDir
@@ -111,17 +113,22 @@ class _Own:
         launch.plan_changed(self.state)
         deadline = time.monotonic() + 60.0
         while True:
-            cluster, supervisor = self.state.cluster(), self.state.supervisor()
+            cluster, plan = self.state.cluster(), self.state.plan()
             if cluster is not None and len(cluster.shards) == shards:
                 return
-            if supervisor is not None and supervisor.error:
-                raise Failed(supervisor.error)
+            # A refused plan is taken back once its error is published; before that, the error is of an earlier plan.
+            if plan is not None and plan.shards != shards:
+                supervisor = self.state.supervisor()
+                if supervisor is not None and supervisor.error:
+                    raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
-                raise Failed(f"the supervisor does not follow; psctl logs supervisor --state-dir {self.state.path}")
-            time.sleep(LOOK_S)  # the supervisor adopts the plan in its own process
+                raise Failed(
+                    f"the supervisor did not adopt the plan; see psctl logs supervisor --state-dir {self.state.path}"
+                )
+            time.sleep(POLL_S)  # the supervisor adopts the plan in its own process
 
 
-def _own(url: str | None, state: Any) -> _Own | None:
+def _local_cluster(url: str | None, state: Any) -> _LocalCluster | None:
     """Return the cluster of psctl up that a command addresses; None if it addresses another cluster.
 
     It is the cluster of the state directory given with `--state-dir`, else the one on this machine that the URL names.
@@ -130,30 +137,30 @@ def _own(url: str | None, state: Any) -> _Own | None:
     cluster = folder.cluster() if folder.is_running() else None
     meant = str(client_settings({"url": url})["url"][0])
     if cluster is not None and (state is not None or cluster.is_at(meant)):
-        return _Own(folder, cluster)
+        return _LocalCluster(folder, cluster)
     if state is not None:
         return None
     # It may have been started from another folder.  Other users' clusters are not listed; they could not be resized.
     others = ((s, c) for s in running() if (c := s.cluster()) is not None)
-    return next((_Own(s, c) for s, c in others if c.is_at(meant)), None)
+    return next((_LocalCluster(s, c) for s, c in others if c.is_at(meant)), None)
 
 
-def _more(client: ps.Client, number: int, own: _Own | None, timeout_s: float) -> None:
-    if own is not None:
-        own.resize(number)
+def _more(number: int, local: _LocalCluster | None) -> None:
+    if local is not None:
+        local.resize(number)
         return
-    typer.echo("start them with one of these; the moves are shown as soon as they have joined:")
+    typer.echo("start them with one of these; the moves are shown once they have joined:")
     _print_commands(number)
 
 
-def _fewer(client: ps.Client, names: Sequence[str], number: int, own: _Own | None, timeout_s: float) -> None:
+def _fewer(client: ps.Client, names: Sequence[str], number: int, local: _LocalCluster | None, timeout_s: float) -> None:
     alive = {x["name"] for x in _shards(client) if x["alive"]}
     _drain_all(client, [n for n in names if n in alive])
     _until_empty(client, names, timeout_s)
-    if own is not None:
-        own.resize(number)
+    if local is not None:
+        local.resize(number)
         return
-    typer.echo(f"{', '.join(names)}: nothing is left there. Stop them with one of these:")
+    typer.echo(f"{', '.join(names)}: empty. Stop them with one of these:")
     _print_commands(number)
 
 
@@ -186,7 +193,7 @@ def _drain_all(client: ps.Client, names: Sequence[str]) -> None:
             answer = _set(client, name, "draining")
             asked.append(name)
             if not answer["targets"]:
-                raise Failed(f"no other shard could take what {name} owns: start one first")
+                raise Failed(f"no other shard could take the partitions of {name}: start one first")
     except (PsError, Failed):
         for name in asked:
             _set(client, name, "active")
@@ -205,8 +212,8 @@ def _until_empty(client: ps.Client, names: Sequence[str], timeout_s: float) -> N
             show(total - left, total, f"{size:.1f} MiB left on {', '.join(names)}")
             if not left:
                 return
-            _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows what is in the way")
-            time.sleep(LOOK_S)  # moves happen in other processes; this is the redraw interval
+            _check(deadline, f"{', '.join(names)} still own {left} partitions; psctl status shows the reason")
+            time.sleep(POLL_S)  # moves happen in other processes; this is the redraw interval
 
 
 def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
@@ -227,13 +234,13 @@ def _until_quiet(client: ps.Client, number: int, timeout_s: float) -> None:
             show(done, done + under_way, f"{len(now)} of {number} shards: {spread}")
             if time.monotonic() - quiet_s > QUIET_S:
                 return
-            _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are under way")
-            time.sleep(LOOK_S)  # the redraw interval, as above
+            _check(deadline, f"{len(now)} of {number} shards are active, {under_way} moves are in progress")
+            time.sleep(POLL_S)  # the redraw interval, as above
 
 
 def _check(deadline: float, text: str) -> None:
     if time.monotonic() > deadline:
-        raise Failed(f"given up: {text}")
+        raise Failed(f"timed out: {text}")
 
 
 def _natural(name: str) -> list[Any]:
@@ -247,14 +254,14 @@ def _progress(title: str) -> Iterator[Show]:
     if not sys.stderr.isatty():
         last = ""
 
-        def tell(done: int, total: int, text: str) -> None:
+        def print_line(done: int, total: int, text: str) -> None:
             nonlocal last
             line = f"{done} of {total} {title}; {text}"
             if line != last:
                 typer.echo(line, err=True)
             last = line
 
-        yield tell
+        yield print_line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

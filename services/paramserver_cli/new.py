@@ -35,7 +35,7 @@ def train(worker: ps.Worker) -> None:
         error = x @ p["w"] + p["b"] - y
         worker.step({{"w": x.T @ error / len(x), "b": error.mean(axis=0)}}, loss=float((error**2).mean()))
 '''
-MODEL = """# The model {name}; what may stand here is what POST /models takes.
+MODEL = """# The model {name}; the fields are those of POST /models.
 params:
   w: {{shape: [10, 1], init: {{kind: normal, std: 0.1, seed: 1}}}}
   b: {{shape: [1]}}
@@ -54,7 +54,7 @@ def new(
     folder = Path(name)
     model = check_model_name(folder.name)
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
-        raise Failed(f"{folder} is there already and not empty")
+        raise Failed(f"{folder} already exists and is not empty")
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in (("train.py", TRAIN), ("model.yaml", MODEL)):
         (folder / file).write_text(text.format(name=model, folder=folder))

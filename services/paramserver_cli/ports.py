@@ -28,7 +28,7 @@ class PortBlock:
 
     schedulers: Sequence[int]
     redis: int
-    room: int
+    shards_max: int
     """Number of shards that the block has ports for."""
     lock: IO[str]
 

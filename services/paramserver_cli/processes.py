@@ -13,7 +13,7 @@ from paramserver_cli.ports import PortBlock
 from paramserver_node import redis_server
 from paramserver_node.settings import SchedulerSettings
 
-EVERY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+WILDCARD_HOSTS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class Processes:
@@ -21,7 +21,7 @@ class Processes:
 
     def __init__(self, state: StateDir, plan: Plan, block: PortBlock) -> None:
         self.state, self.plan, self.block = state, plan, block
-        self.local_host = EVERY_ADDRESS.get(plan.host, plan.host)
+        self.local_host = WILDCARD_HOSTS.get(plan.host, plan.host)
         self._host = f"[{self.local_host}]" if ":" in self.local_host else self.local_host
         self.scheme = "https" if SchedulerSettings.load({"host": plan.host}).tls_certificate else "http"
         self._node_env = keys.node_environment(state, plan) if plan.scheduler is None else {}
@@ -93,7 +93,7 @@ class Processes:
     def _node(self, name: str, kind: str, port: int, *own: str) -> ChildSpec:
         words = ["--name", name, "--host", self.plan.host, "--port", str(port), *own]
         # Nobody can connect to a wildcard address, so nodes bound to one advertise the host name.
-        if self.plan.host in EVERY_ADDRESS:
+        if self.plan.host in WILDCARD_HOSTS:
             words += ["--advertise", f"{self.scheme}://{socket.gethostname()}:{port}"]
         argv = [*_python(kind), *words]
         # Not as --redis: every user of the machine can read command lines, and the URL may hold a password.

@@ -19,7 +19,7 @@ Run = Annotated[str, typer.Argument(help="The run's id, such as run-1.")]
 app.command("series")(series.series)
 
 
-def _tell(run: dict[str, Any], as_json: bool) -> None:
+def _print_run(run: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(run))
         return
@@ -50,7 +50,7 @@ def show(run: Run, as_json: Json = False, url: Url = None) -> None:
 
     psctl run show run-1
     """
-    _tell(connect(url).get_run(run), as_json)
+    _print_run(connect(url).get_run(run), as_json)
 
 
 @app.command()
@@ -59,7 +59,7 @@ def pause(run: Run, as_json: Json = False, url: Url = None) -> None:
 
     psctl run pause run-1
     """
-    _tell(connect(url).set_run(run, state="paused"), as_json)
+    _print_run(connect(url).set_run(run, state="paused"), as_json)
 
 
 @app.command()
@@ -68,7 +68,7 @@ def resume(run: Run, as_json: Json = False, url: Url = None) -> None:
 
     psctl run resume run-1
     """
-    _tell(connect(url).set_run(run, state="running"), as_json)
+    _print_run(connect(url).set_run(run, state="running"), as_json)
 
 
 @app.command()
@@ -77,7 +77,7 @@ def stop(run: Run, as_json: Json = False, url: Url = None) -> None:
 
     psctl run stop run-1
     """
-    _tell(connect(url).set_run(run, state="stopped"), as_json)
+    _print_run(connect(url).set_run(run, state="stopped"), as_json)
 
 
 @app.command("eval")
@@ -89,8 +89,8 @@ def evaluate(run: Run, url: Url = None) -> None:
     client = connect(url)
     document = client.get_run(run)
     if document["state"] in ("finished", "failed", "stopped"):
-        hint = "its workers are gone, and would have made it; psctl run list shows what runs"
-        raise problem("conflict", f"run '{run}' is {document['state']} already", hint=hint)
+        hint = "only a running run can evaluate; psctl run list shows what runs"
+        raise problem("conflict", f"run '{run}' is already {document['state']}", hint=hint)
     model = document["model"]
     client.model(model).evaluate()
-    typer.echo(f"asked for an evaluation of model {model}; psctl status shows the result")
+    typer.echo(f"requested an evaluation of model {model}; psctl status shows the result")

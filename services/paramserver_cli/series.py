@@ -24,7 +24,7 @@ DIGITS: Final = "paramserver.examples.digits:train"
 OPTIMIZER: Final = {"name": "adam", "lr": 1e-3, "schedule": {"kind": "exponential", "gamma": 0.9995}}
 """Optimizer of the digits example: its steps shrink because in async mode several gradients are in flight at once."""
 MODES: Final = ("async", "sync", "ssp", "buffered")
-LOOK_EVERY_S: Final = 1.0
+POLL_S: Final = 1.0
 PAUSE_S: Final = 2.0
 """Pause after a failed run, doubled each time up to `PAUSE_MAX_S`; undoubled also after an outage or a conflict."""
 PAUSE_MAX_S: Final = 60.0
@@ -52,7 +52,7 @@ class Series:
     workers: int
     evaluate_every: int
 
-    def live(self) -> dict[str, Any] | None:
+    def current_run(self) -> dict[str, Any] | None:
         """Return a run of this series that has not ended; None if all have."""
         ours = self._runs()
         return next((r for r in ours if r["state"] not in ("finished", "failed", "stopped")), None)
@@ -60,8 +60,8 @@ class Series:
     def start(self) -> dict[str, Any]:
         """Start the next run, on a new model.  Raises ConflictError if another process was faster."""
         used = numbers(self.name, (r["model"] for r in self._runs()))
-        there = numbers(self.name, self.client.models())
-        newest = max(used + there, default=0)
+        existing = numbers(self.name, self.client.models())
+        newest = max(used + existing, default=0)
         # A newest model without a run: this process or the scheduler died before the run was created.
         number = newest if newest and newest not in used else newest + 1
         mode = self.modes[(number - 1) % len(self.modes)]
@@ -86,8 +86,8 @@ class Series:
     def prune(self) -> list[str]:
         """Delete all but the newest `keep` models, except those that never had a run; return the names deleted."""
         used = numbers(self.name, (r["model"] for r in self._runs()))
-        there = numbers(self.name, self.client.models())
-        old = [f"{self.name}-{n}" for n in there[: -self.keep] if n in used]
+        existing = numbers(self.name, self.client.models())
+        old = [f"{self.name}-{n}" for n in existing[: -self.keep] if n in used]
         for model in old:
             try:
                 self.client.model(model).delete()
@@ -101,13 +101,13 @@ class Series:
             document = self.client.get_run(run)
             if document["state"] in ("finished", "failed", "stopped"):
                 return document
-            time.sleep(LOOK_EVERY_S)  # a run takes minutes, and each poll is one small request
+            time.sleep(POLL_S)  # a run takes minutes, and each poll is one small request
 
     def _runs(self) -> list[dict[str, Any]]:
         return [r for r in self.client.runs() if numbers(self.name, [r["model"]])]
 
 
-def go_on(series: Series) -> None:
+def run_forever(series: Series) -> None:
     """Start run after run, forever; a NotFoundError, a ConflictError or an outage only delays the next.
 
     Raises AuthError, or any other RequestError: the cluster would refuse the request again.
@@ -115,7 +115,7 @@ def go_on(series: Series) -> None:
     pause_s, away = PAUSE_S, False
     while True:
         try:
-            run = series.live()
+            run = series.current_run()
             if run is None:
                 run = series.start()
                 typer.echo(f"{run['id']} trains model {run['model']}")
@@ -130,7 +130,7 @@ def go_on(series: Series) -> None:
             away = True
             time.sleep(PAUSE_S)  # do not flood the cluster with requests when it comes back
         except (NotFoundError, ConflictError) as e:  # another client deleted the model, or just started a run
-            typer.echo(f"looking again: {e}", err=True)
+            typer.echo(f"retrying: {e}", err=True)
             time.sleep(PAUSE_S)  # let the other client finish first
         else:
             typer.echo(f"{ended['id']} {ended['state']}: {(ended['reason'].strip().splitlines() or [''])[-1]}")
@@ -151,9 +151,9 @@ def series(
     ] = DIGITS,
     name: Annotated[str, typer.Option(help="The models are called NAME-1, NAME-2, …")] = "digits",
     spec: Annotated[Path | None, typer.Option(help="YAML or JSON file that the models are created from.")] = None,
-    modes: Annotated[str, typer.Option(help="Consistency modes, taken in turn.")] = "async,sync,ssp",
+    modes: Annotated[str, typer.Option(help="Consistency modes, used in turn.")] = "async,sync,ssp",
     minutes: Annotated[float, typer.Option(min=0.01, help="Length of one run.")] = 2.0,
-    keep: Annotated[int, typer.Option(min=1, max=100, help="Models that stay, the one in training included.")] = 20,
+    keep: Annotated[int, typer.Option(min=1, max=100, help="Models to keep, including the one in training.")] = 20,
     workers: Annotated[int, typer.Option(min=1, help="Workers of the pool for one run.")] = 4,
     evaluate_every: Annotated[int, typer.Option(min=0, help="Clocks between evaluations.")] = 10,
     url: Url = None,
@@ -171,9 +171,9 @@ def series(
     check_model_name(f"{name}-1")
     chosen = tuple(m.strip() for m in modes.split(","))
     if unknown := [m for m in chosen if m not in MODES]:
-        raise typer.BadParameter(f"'{unknown[0]}' is no mode; there are {', '.join(MODES)}", param_hint="--modes")
+        raise typer.BadParameter(f"'{unknown[0]}' is not a mode; known: {', '.join(MODES)}", param_hint="--modes")
     document = _spec_of(entry, spec)
-    go_on(
+    run_forever(
         Series(
             connect(url),
             name,
@@ -192,7 +192,7 @@ def _spec_of(entry: str, file: Path | None) -> dict[str, Any]:
     if file is not None:
         return read_spec(file)
     if entry != DIGITS:
-        raise typer.BadParameter("is needed for what is not the digits example", param_hint="--spec")
+        raise typer.BadParameter("is required unless the entry is the digits example", param_hint="--spec")
     from paramserver.examples import digits
 
     return {"params": digits.spec(), "optimizer": OPTIMIZER, "partitions": digits.PARTITIONS}

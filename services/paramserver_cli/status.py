@@ -20,7 +20,7 @@ WAITED_FOR_SHOWN = 8
 
 
 def status(
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again each second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
     as_json: Json = False,
     url: Url = None,
 ) -> None:
@@ -78,7 +78,7 @@ def table(found: dict[str, Any]) -> RenderableType:
             state = f"{m['state']}, {len(m['moving'])} moving" if m["moving"] else m["state"]
             models.add_row(m["name"], m["mode"], state, *numbers, str(workers), last)
         parts += [Text(), models]
-        parts += [_waits(m) for m in found["models"] if m["waiting_for"]]
+        parts += [_waiting_line(m) for m in found["models"] if m["waiting_for"]]
     if found["runs"]:
         runs = Table("run", "model", "state", "workers", "", box=None)
         for r in found["runs"]:
@@ -88,7 +88,7 @@ def table(found: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _waits(model: dict[str, Any]) -> Text:
+def _waiting_line(model: dict[str, Any]) -> Text:
     """Return a line with the workers that the others of a model wait for: why a synchronous training is stalled."""
     names = model["waiting_for"]
     more = f" and {len(names) - WAITED_FOR_SHOWN} more" if len(names) > WAITED_FOR_SHOWN else ""

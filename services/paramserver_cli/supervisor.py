@@ -63,7 +63,7 @@ async def _is_ready(host: str, port: int, tls: ssl.SSLContext | None) -> bool:
         return False
 
 
-def _unchecked() -> ssl.SSLContext:
+def _unverified_tls() -> ssl.SSLContext:
     """Return a TLS context that checks no certificates: readiness probes of our own children carry no secret."""
     context = ssl.create_default_context()
     context.check_hostname = False
@@ -81,12 +81,12 @@ class Supervisor:
         self.phase: Phase = "starting"
         self.error = ""
         self.stop = asyncio.Event()
-        self.changed = asyncio.Event()
+        self.plan_changed = asyncio.Event()
         """Set by SIGUSR1: the plan may have changed."""
-        self._kept: set[str] = set()
+        self._wanted_shards: set[str] = set()
         """Names of the shards to keep running."""
 
-    async def keep(self, spec: ChildSpec) -> None:
+    async def run_child(self, spec: ChildSpec) -> None:
         """Run one child and restart it when it ends, until the cluster stops.
 
         A worker that exits with 0 and a shard that the plan no longer has are not restarted.  Raises StartFailed after
@@ -117,7 +117,7 @@ class Supervisor:
 
     def _wanted(self, spec: ChildSpec) -> bool:
         """Whether to start the child (again)."""
-        return not self.stop.is_set() and (spec.kind != "shard" or spec.name in self._kept)
+        return not self.stop.is_set() and (spec.kind != "shard" or spec.name in self._wanted_shards)
 
     async def _ended(self, child: subprocess.Popen[bytes]) -> int:
         # Polling needs neither a thread nor an asyncio child watcher, and works alike on every system and Python.
@@ -151,7 +151,7 @@ class Supervisor:
 
     async def _until_servers_are_ready(self) -> None:
         p = self.processes
-        tls = _unchecked() if p.scheme == "https" else None
+        tls = _unverified_tls() if p.scheme == "https" else None
         waiting = [*p.block.schedulers, *(p.block.shard(i) for i in range(p.plan.shards))]
         while waiting:
             waiting = [port for port in waiting if not await _is_ready(p.local_host, port, tls)]
@@ -164,17 +164,17 @@ class Supervisor:
         """
         p = self.processes
         redis, schedulers, shards, workers = p.redis_specs(), p.scheduler_specs(), p.shard_specs(), p.worker_specs()
-        self._kept = set(p.shard_names)
+        self._wanted_shards = set(p.shard_names)
         try:
             async with asyncio.TaskGroup() as children:
                 stopper = children.create_task(self._stop_children())
                 try:
                     async with asyncio.timeout(START_TIMEOUT_S):
                         for spec in redis:
-                            children.create_task(self.keep(spec))
+                            children.create_task(self.run_child(spec))
                             await self._unless_stopped(self._until_redis_serves())
                         for spec in (*schedulers, *shards):
-                            children.create_task(self.keep(spec))
+                            children.create_task(self.run_child(spec))
                         if schedulers:
                             await self._unless_stopped(self._until_servers_are_ready())
                 except TimeoutError:
@@ -182,7 +182,7 @@ class Supervisor:
                     raise StartFailed(f"the cluster was not ready after {START_TIMEOUT_S:g} s; {logs}") from None
                 if not self.stop.is_set():
                     for spec in workers:
-                        children.create_task(self.keep(spec))
+                        children.create_task(self.run_child(spec))
                     self.phase = "ready"
                     self.publish()
                     follower = children.create_task(self._follow_plan(children))
@@ -205,25 +205,27 @@ class Supervisor:
     async def _follow_plan(self, children: asyncio.TaskGroup) -> None:
         """Start or stop shards whenever the plan in the state directory has changed."""
         while True:
-            await self.changed.wait()
-            self.changed.clear()
+            await self.plan_changed.wait()
+            self.plan_changed.clear()
             plan, p = self.state.plan(), self.processes
             if plan is None or p.plan.scheduler is not None or plan.shards == p.plan.shards:
                 continue
             self.error = ""
-            if not 0 < plan.shards <= p.block.room:
-                self.error = f"the ports of this cluster have room for 1 to {p.block.room} shards, not {plan.shards}"
-                self.state.write(p.plan)
+            if not 0 < plan.shards <= p.block.shards_max:
+                self.error = (
+                    f"the ports of this cluster have room for 1 to {p.block.shards_max} shards, not {plan.shards}"
+                )
                 self.publish()
+                self.state.write(p.plan)  # after the error, which psctl reads once the plan is back
                 continue
             log.info("%d shards instead of %d", plan.shards, p.plan.shards)
             p.plan = replace(p.plan, shards=plan.shards)
-            before, self._kept = self._kept, set(p.shard_names)
+            before, self._wanted_shards = self._wanted_shards, set(p.shard_names)
             for spec in p.shard_specs():
                 if spec.name not in before and spec.name not in self.alive:
-                    children.create_task(self.keep(spec))
+                    children.create_task(self.run_child(spec))
             self.publish()
-            await self._end(sorted(before - self._kept), SHARD_GRACE_S)
+            await self._end(sorted(before - self._wanted_shards), SHARD_GRACE_S)
 
     async def _stop_children(self) -> None:
         """Wait for `stop`, then stop workers, shards, schedulers and Redis in turn: each can sign off from the rest."""
@@ -255,7 +257,7 @@ class Supervisor:
 async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guard, lifeline: int | None) -> int:
     supervisor = Supervisor(Processes(state, plan, block), guard)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, supervisor.changed.set)
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.plan_changed.set)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop.set)
     if lifeline is not None:
@@ -268,7 +270,10 @@ async def _main(state: StateDir, plan: Plan, block: ports.PortBlock, guard: Guar
     try:
         await supervisor.run()
     except* (StartFailed, PsError, OSError) as failures:
-        supervisor.phase, supervisor.error = "failed", str(failures.exceptions[0])
+        cause: BaseException = failures
+        while isinstance(cause, BaseExceptionGroup):  # a step of the start has a group of its own
+            cause = cause.exceptions[0]
+        supervisor.phase, supervisor.error = "failed", str(cause)
         log.error("%s", supervisor.error)
         supervisor.publish()
     return 1 if supervisor.phase == "failed" else 0
@@ -285,7 +290,7 @@ def main(argv: list[str]) -> int:
     if lock is None or plan is None:
         log.error("%s is %s", state.path, "in use by another cluster" if lock is None else "without a plan")
         return 1
-    state.forget()
+    state.remove_run_files()
     state.write(SupervisorState(os.getpid(), "starting"))
     try:
         block = ports.reserve(0 if plan.scheduler else plan.shards, plan.host, plan.port, plan.schedulers)

@@ -24,7 +24,7 @@ from paramserver_cli.models import create_from, read_spec
 from paramserver_cli.training import Training
 
 SPEC_FILE = "model.yaml"
-LOOK_EVERY_S = 0.4
+POLL_S = 0.4
 LAST_LINES = 20
 
 
@@ -34,7 +34,7 @@ def train(
     workers: Annotated[int, typer.Option(min=1, help="Worker processes on this machine.")] = 2,
     mode: Annotated[str | None, typer.Option(help="async, ssp, sync or buffered; default: as the model is.")] = None,
     spec: Annotated[
-        Path | None, typer.Option(help="Creates the model if it is not there; default: model.yaml beside SCRIPT.")
+        Path | None, typer.Option(help="Spec to create a missing model from; default: model.yaml beside SCRIPT.")
     ] = None,
     arg: Annotated[list[str] | None, typer.Option(help="name=value for the function; repeatable.")] = None,
     clocks: Annotated[int | None, typer.Option(min=1, help="End after so many clocks of the slowest worker.")] = None,
@@ -122,18 +122,18 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
     restarts: dict[str, int] = {}
     with display(client.url) as shown:
         while True:
-            training.look()
+            training.poll()
             shown.show(training)
             document = client.get_run(run)
             if document["state"] in ("finished", "failed", "stopped"):
-                training.look()  # pick up the last reports
+                training.poll()  # pick up the last reports
                 return document
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):
                     restarts[name] = count
-                    typer.echo(f"{name} died and was started again; its last lines:\n{state.tail(name, LAST_LINES)}")
-            time.sleep(LOOK_EVERY_S)
+                    typer.echo(f"{name} died and was restarted; its last lines:\n{state.tail(name, LAST_LINES)}")
+            time.sleep(POLL_S)
 
 
 def _report(run: dict[str, Any], training: Training) -> None:

@@ -21,7 +21,7 @@ class WorkerLine:
     clock: int
     loss: float | None
     lag: float | None
-    """Version lag that the worker reported as a metric; None if it did not."""
+    """Mean version lag of its pushes, as the shards measure it; None if unknown."""
     state: str
     heartbeat_age_s: float
 
@@ -55,8 +55,8 @@ class Training:
     samples: list[Sample] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     """Accuracies of the evaluations, oldest first; equal ones in a row are stored once."""
-    away: str = ""
-    """Why the last `look` failed; empty if it succeeded."""
+    error: str = ""
+    """Why the last `poll` failed; empty if it succeeded."""
 
     @property
     def elapsed_s(self) -> float:
@@ -68,14 +68,14 @@ class Training:
         """The newest sample; None before the first."""
         return self.samples[-1] if self.samples else None
 
-    def look(self) -> None:
-        """Add a sample if the model is in the status; if the request fails, set `away` to the reason instead."""
+    def poll(self) -> None:
+        """Add a sample if the model is in the status; if the request fails, set `error` to the reason instead."""
         try:
             status = self.client.status(timeout=POLL_TIMEOUT_S)
         except (Unavailable, NotFoundError) as e:
-            self.away = str(e)
+            self.error = str(e)
             return
-        self.away = ""
+        self.error = ""
         found = next((m for m in status["models"] if m["name"] == self.model), None)
         if found is None:
             return
@@ -91,7 +91,7 @@ class Training:
                 str(w["worker"]).rpartition("/")[2],
                 int(w["clock"]),
                 w["metrics"].get("loss"),
-                w["metrics"].get("lag"),
+                w["lag"],
                 str(w["state"]),
                 float(w["heartbeat_age_s"]),
             )

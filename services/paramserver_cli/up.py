@@ -31,7 +31,7 @@ def up(
     schedulers: Annotated[int, typer.Option(min=1, max=9, help="Schedulers: one leads, the others stand by.")] = 1,
     redis: Annotated[
         str | None,
-        typer.Option(help="URL of a Redis that runs already; default: PARAMSERVER_REDIS, else one is started."),
+        typer.Option(help="URL of a running Redis; default: PARAMSERVER_REDIS, else one is started."),
     ] = None,
     state: StateDirOption = None,
     detach: Annotated[
@@ -79,12 +79,12 @@ def up(
         schedulers=schedulers,
     )
     if plan.redis is not None:
-        _look_at_redis(plan.redis)
+        _check_redis(plan.redis)
     launched = launch.launch(folder, plan, detach=detach)
     try:
         _wait(launched)
         if not detach:
-            _introduce(folder, as_json, detach)
+            _print_summary(folder, as_json, detach)
             _watch(launched)
     except BaseException:
         typer.echo("stopping", err=True)
@@ -92,14 +92,14 @@ def up(
         raise
     if detach:  # the cluster now runs on by itself, even if its description cannot be printed
         try:
-            _introduce(folder, as_json, detach)
+            _print_summary(folder, as_json, detach)
         except OSError as e:
             # Python would flush the rest of the buffer at exit, fail again, and print a message of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise Failed(f"the cluster is up; what is said of it cannot be written: {e.strerror}") from None
+            raise Failed(f"the cluster is up, but its description could not be printed: {e.strerror}") from None
 
 
-def _look_at_redis(url: str) -> None:
+def _check_redis(url: str) -> None:
     """Raise Unavailable (`storage_unavailable`) if this Redis cannot be used; the nodes would wait for it silently."""
     import redis
 
@@ -112,7 +112,7 @@ def _look_at_redis(url: str) -> None:
         raise problem(
             "storage_unavailable",
             f"the Redis at {shown(url)} cannot be used: {e}",
-            hint="start it, or mend --redis or PARAMSERVER_REDIS; where neither is set, psctl up starts one itself",
+            hint="start it, or correct --redis or PARAMSERVER_REDIS; where neither is set, psctl up starts one itself",
         ) from None
 
 
@@ -124,12 +124,12 @@ def _wait(launched: launch.Launched) -> None:
         launch.wait_ready(launched)
 
 
-def _introduce(folder: StateDir, as_json: bool, detach: bool) -> None:
+def _print_summary(folder: StateDir, as_json: bool, detach: bool) -> None:
     cluster = folder.cluster()
     if cluster is None:
-        raise Failed(f"the cluster under {folder.path} ended as soon as it was ready")
+        raise Failed(f"the cluster under {folder.path} exited right after it became ready")
     if as_json:
-        typer.echo(json.dumps(keys.described(cluster)))
+        typer.echo(json.dumps(keys.printable_cluster(cluster)))
         return
     typer.echo(f"the cluster is up; its files are in {cluster.state_dir}")
     typer.echo(f"  scheduler and status page  {', '.join(cluster.schedulers)}")
@@ -137,7 +137,7 @@ def _introduce(folder: StateDir, as_json: bool, detach: bool) -> None:
     typer.echo(f"  redis                      {cluster.redis}")
     if cluster.schedulers != [DEFAULT_URL]:
         typer.echo(f"  for clients                export PARAMSERVER_URL={','.join(cluster.schedulers)}")
-    if keys.described(cluster)["token"] is not None:
+    if keys.printable_cluster(cluster)["token"] is not None:
         typer.echo(
             f"                             export PARAMSERVER_TOKEN=$(psctl token --state-dir {cluster.state_dir})"
         )
@@ -193,7 +193,7 @@ def list_clusters(as_json: Json = False) -> None:
     """
     clusters = _clusters()
     if as_json:
-        typer.echo(json.dumps({"items": [keys.described(c) for c in clusters], "next": None}))
+        typer.echo(json.dumps({"items": [keys.printable_cluster(c) for c in clusters], "next": None}))
         return
     if not clusters:
         typer.echo("no cluster of yours runs on this machine; psctl up starts one")

@@ -15,7 +15,7 @@ from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import query_checked
 from paramserver_scheduler import login, page
-from paramserver_scheduler.door import Door
+from paramserver_scheduler.leader_proxy import LeaderProxy
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.routes import (
     checkpoints,
@@ -55,7 +55,7 @@ def make_app() -> FastAPI:
         _clock,
         title="paramserver scheduler",
         version=paramserver.__version__,
-        description="Models, workers, runs and checkpoints; pushes and pulls are handed on to the shards.",
+        description="Models, workers, runs and checkpoints; pushes and pulls are forwarded to the shards.",
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -71,7 +71,7 @@ def make_app() -> FastAPI:
         if service is None:
             lease = app.state.lease
             leader = None if lease is None else lease.leader
-            return "" if leader is not None and leader.place != lease.place else "no scheduler leads yet"
+            return "" if leader is not None and leader.place != lease.place else "there is no leader yet"
         stopped = service.runtime.stopped
         return "" if stopped is None else str(stopped.detail)
 
@@ -94,4 +94,4 @@ def served(app: FastAPI, lease: Lease, forwarder: Forwarder, access: Access | Lo
     """
     app.state.lease = lease
     app.state.login = login.Login(access) if isinstance(access, Access) else None
-    return NodeMiddleware(Door(app, lease, forwarder), guard(app, access))
+    return NodeMiddleware(LeaderProxy(app, lease, forwarder), guard(app, access))

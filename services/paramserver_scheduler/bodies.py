@@ -35,12 +35,12 @@ class JoinWorker(Body):
     """A worker that joins a model."""
 
     name: Id | None = Field(None, examples=["w0"])
-    rank: Count | None = Field(None, description="its place in sums and data; else the lowest free one")
-    above: Count | None = Field(None, description="the epoch issued is higher than this one")
+    rank: Count | None = Field(None, description="its position in sums and data; default: the lowest free one")
+    above: Count | None = Field(None, description="lower bound: the issued epoch is greater than this")
     lease_s: float | None = Field(
-        None, allow_inf_nan=False, description="seconds it may be silent: 5, or up to 3600 for a person at a shell"
+        None, allow_inf_nan=False, description="duration of its lease: 5 s, or up to 3600 s for interactive use"
     )
-    attempt: Id | None = Field(None, description="without a name: the same text again is the same worker, not another")
+    attempt: Id | None = Field(None, description="for a join without a name: a repeated text returns the same worker")
 
 
 class WorkerHeartbeat(Body):
@@ -61,7 +61,8 @@ class Clock(Body):
     epoch: Count
     clock: Count
     since: Count | None = Field(
-        None, description="it has worked on every clock from this one; left out: from where it was last told to go on"
+        None,
+        description="it has worked on every clock from this one on; default: since it was last told where to continue",
     )
     wait_s: Seconds = 0.0
     timeline: Count | None = None
@@ -76,7 +77,7 @@ class Dataset(Body):
     ranges: Many[Many[Count]] | None = Field(None, description="[start, stop) pairs, in place of `size`")
     uri: Text | None = Field(None, description="what the worker's own code opens")
     assignment: str = Field("dynamic", examples=["dynamic", "static"])
-    passes: Count | None = Field(1, description="how often the data is worked through; null: for ever")
+    passes: Count | None = Field(1, description="passes over the data; null: endless")
 
 
 class Lease(Body):
@@ -87,7 +88,7 @@ class Lease(Body):
     dataset: Id = "train"
     wait_s: Seconds = 0.0
     holding: Many[Text] | None = Field(
-        None, description="ids of the dataset's tasks that it still works on: its others are free again"
+        None, description="ids of the dataset's tasks that it still works on; its other ones are released"
     )
 
 
@@ -110,16 +111,18 @@ class Metrics(Body):
 class Checkpoint(Body):
     """Request for a checkpoint."""
 
-    name: str | None = Field(None, description="a folder's name; one with a name of your own is kept")
+    name: str | None = Field(None, description="folder name; checkpoints you name are never deleted automatically")
 
 
 class Restore(Body):
     """Which checkpoint of the model in the path to restore, and into which model."""
 
     checkpoint: str = Field("latest", description="its name, or `latest` or `best`", examples=["latest"])
-    into: str | None = Field(None, alias="as", description="the model to set, made if it is not there; default: itself")
+    into: str | None = Field(
+        None, alias="as", description="the model to restore into, created if missing; default: the same model"
+    )
     partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | None = Field(
-        None, description="of a model that is made by this; default: as in the checkpoint"
+        None, description="partitions of a newly created model; default: as in the checkpoint"
     )
 
 
@@ -155,7 +158,7 @@ class MemberHeartbeat(Body):
     """A pool member's heartbeat."""
 
     epoch: Count
-    metrics: Any = Field(None, description="what its process takes: cpu_cores, rss_bytes")
+    metrics: Any = Field(None, description="resource use of its process: cpu_cores, rss_bytes")
 
 
 class PlaceDone(Body):
@@ -164,7 +167,7 @@ class PlaceDone(Body):
     member: Id
     epoch: Count
     error: str | None = Field(None, description="the traceback; null when it returned")
-    attempt: Count | None = Field(None, description="of the assignment, so that what comes again counts once")
+    attempt: Count | None = Field(None, description="number of the assignment, so that a repeated report counts once")
 
 
 class JoinShard(Body):
@@ -209,11 +212,15 @@ class Restored(Body):
 
     generation: Count
     timeline: Count | None = Field(
-        None, description="the model's when that began; one on another by now stays on it; left out: more is to come"
+        None,
+        description="the model's timeline when the restore began; one that has changed since is kept; "
+        "omit if more requests follow",
     )
-    version: Annotated[int, Field(ge=0, le=limits.VERSION_MAX)] = Field(0, description="the checkpoint's greatest")
+    version: Annotated[int, Field(ge=0, le=limits.VERSION_MAX)] = Field(
+        0, description="the greatest version in the checkpoint"
+    )
     workers: dict[str, Any] = Field(
-        {}, description="what each worker that joins from now on begins with", examples=[{"demo/w0": {"seen": 12}}]
+        {}, description="state of each worker that joins from now on", examples=[{"demo/w0": {"seen": 12}}]
     )
 
 
@@ -231,7 +238,7 @@ def check(kind: type[B], value: Any) -> B:
     if not isinstance(value, dict):
         raise problem("malformed", f"the body must be an object, not {type(value).__name__}")
     if len(value) > limits.FIELDS_MAX:
-        detail = f"the body has {len(value)} fields; at most {limits.FIELDS_MAX} are looked at"
+        detail = f"the body has {len(value)} fields; at most {limits.FIELDS_MAX} are allowed"
         raise problem("too_large", detail)
     try:
         return kind.model_validate(value)

@@ -174,7 +174,7 @@ def taken(name: str) -> PsError:
     """Return the error for a name that another creation of the model uses on this disk."""
     return problem(
         "conflict",
-        f"there is a checkpoint '{name}' of an earlier model of that name",
+        f"checkpoint '{name}' exists and belongs to an earlier model of the same name",
         hint="choose another name, or move its folder away",
     )
 

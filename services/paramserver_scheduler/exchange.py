@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -18,10 +17,10 @@ from paramserver_node.race import hung_up
 from paramserver_scheduler import bodies
 from paramserver_scheduler.history import History
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Lease
-from paramserver_scheduler.reign import Reign
 from paramserver_scheduler.runtime import Answer, Runtime
-from paramserver_scheduler.screen import Screen
+from paramserver_scheduler.status_broadcast import StatusBroadcast
 
 B = TypeVar("B", bound=bodies.Body)
 PAGE_MAX = 1000
@@ -34,14 +33,14 @@ class Service:
     """What the routes of a leader use; stored in `app.state.service`."""
 
     runtime: Runtime
-    reign: Reign
+    leadership: Leadership
     jobs: Jobs
     forwarder: Forwarder
     history: History
     lease: Lease
     started_s: float
     """When this scheduler began to lead; monotonic."""
-    screen: Screen = field(default_factory=Screen)
+    broadcast: StatusBroadcast = field(default_factory=StatusBroadcast)
     """The source of the status streams."""
 
     @property
@@ -64,7 +63,7 @@ def service(request: Request) -> Service:
     """Return the leader's services; raises Unavailable (`no_leader`) if this scheduler no longer leads."""
     found = request.app.state.service
     if found is None:
-        raise problem("no_leader", "this scheduler does not lead")
+        raise problem("no_leader", "this scheduler is not the leader")
     return cast(Service, found)
 
 
@@ -96,9 +95,9 @@ def _check_plain(value: Any) -> None:
             try:
                 v.encode()
             except UnicodeEncodeError:
-                raise problem("malformed", "a string holds half of a surrogate pair") from None
+                raise problem("malformed", "a string contains an unpaired surrogate") from None
         elif not (v is None or isinstance(v, bool | float)):
-            raise problem("malformed", f"a {type(v).__name__} has no place in this body")
+            raise problem("malformed", f"values of type {type(v).__name__} are not allowed in this body")
 
 
 async def read(request: Request, kind: type[B]) -> B:
@@ -109,8 +108,8 @@ async def read(request: Request, kind: type[B]) -> B:
 async def read_optional(request: Request, kind: type[B]) -> B:
     """Return the body, validated as `kind`; no body at all counts as an empty object."""
     length = request.headers.get("content-length")
-    told = length is not None or request.scope["http_version"] != "2"  # over HTTP/2 a body need not be announced
-    if told and (length or "0") == "0" and "transfer-encoding" not in request.headers:
+    announced = length is not None or request.scope["http_version"] != "2"  # over HTTP/2 a body need not be announced
+    if announced and (length or "0") == "0" and "transfer-encoding" not in request.headers:
         return bodies.check(kind, {})
     return bodies.check(kind, await read_json(request, optional=True))
 
@@ -136,21 +135,7 @@ def respond(
     """Build a response in the media type that the client accepts; 204 without a body."""
     if body is None:
         return Response(status_code=204, headers=dict(headers or {}))
-    try:
-        return negotiate.respond(request, body, status, headers)
-    except ValueError:  # a NaN that a worker reported, which JSON cannot express
-        return negotiate.respond(request, without_nan(body), status, headers)
-
-
-def without_nan(value: Any) -> Any:
-    """Return the value with None for each NaN or infinity, which JSON cannot express."""
-    if isinstance(value, float) and not isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {k: without_nan(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(v) for v in value]
-    return value
+    return negotiate.respond(request, body, status, headers)
 
 
 def page(request: Request, items: Sequence[Mapping[str, Any]]) -> Response:
@@ -167,11 +152,11 @@ def number_of(request: Request, name: str, default: int, low: int, high: int) ->
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 17 and low <= int(text) <= high):
-        raise problem("malformed", f"query value '{name}' must be an integer from {low} to {high}")
+        raise problem("malformed", f"query parameter '{name}' must be an integer from {low} to {high}")
     return int(text)
 
 
-def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
+def request_body(kind: type[bodies.Body] | None, example: Any, required: bool = True) -> dict[str, Any]:
     """OpenAPI of a route's request body: its schema and a working example."""
     schema: dict[str, Any] = {"type": "object"} if kind is None else kind.model_json_schema()
     content = {
@@ -181,7 +166,7 @@ def takes(kind: type[bodies.Body] | None, example: Any, required: bool = True) -
     return {"requestBody": {"required": required, "content": content}}
 
 
-def gives(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
+def response_doc(status: int, text: str, example: Any = None) -> dict[int | str, dict[str, Any]]:
     """OpenAPI of a route's answer: a description and, if given, an example."""
     if example is None:
         return {status: {"description": text}}

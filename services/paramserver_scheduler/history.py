@@ -99,19 +99,19 @@ class History:
             case "gone":
                 self._models.pop(document["model"], None)
                 self._workers.pop(document["model"], None)
-                self.add(now, "model_deleted", f"model {document['model']} is deleted")
+                self.add(now, "model_deleted", f"model {document['model']} was deleted")
 
     def _note_model(self, document: Mapping[str, Any], now: float) -> None:
         name = document["name"]
         new = (document["generation"], document["revision"], document["timeline"])
         generation, revision, timeline = self._models.get(name, (0, 0, 0))
         if generation != new[0]:
-            self.add(now, "model_created", f"model {name} is created")
+            self.add(now, "model_created", f"model {name} was created")
         else:
             if revision != new[1]:
                 self.add(now, "model_changed", f"model {name} has new settings (revision {new[1]})")
             if timeline != new[2]:
-                self.add(now, "model_rolled_back", f"model {name} goes on from clock {document['clock']}", "bad")
+                self.add(now, "model_rolled_back", f"model {name} was rolled back to clock {document['clock']}", "bad")
         self._models[name] = new
         self._note_roster(name, document["workers"], now)
 
@@ -119,7 +119,7 @@ class History:
         old, new = self._workers.get(model, {}), {w: int(v[0]) for w, v in workers.items()}
         for worker in sorted(new):
             if old.get(worker) != new[worker]:
-                self.add(now, "worker_joined", f"worker {worker} works on model {model}", "good")
+                self.add(now, "worker_joined", f"worker {worker} has joined model {model}", "good")
         for worker in sorted(set(old) - set(new)):
             self.add(now, "worker_gone", f"worker {worker} has left model {model}, or died")
         self._workers[model] = new
@@ -188,7 +188,7 @@ class History:
             if self._shards is None or (old, old_epoch) == (state, epoch):
                 continue
             if state == "active" and old == "draining" and epoch == old_epoch:
-                self.add(now, "shard_stays", f"shard {name} is drained no more", "good")
+                self.add(now, "shard_stays", f"shard {name} is no longer draining", "good")
             elif state == "active":
                 self.add(now, "shard_joined", f"shard {name} has joined", "good")
             elif state == "draining":
@@ -202,7 +202,7 @@ class History:
         if moving and not self._moving:
             self.add(now, "moves_began", "partitions are moving to other shards")
         elif self._moving and not moving:
-            self.add(now, "moves_done", "all partitions are where they are to be", "good")
+            self.add(now, "moves_done", "all partition moves are complete", "good")
         self._moving = moving
 
     def _note_runs(self, runs: Sequence[RunStatus], now: float) -> None:
@@ -220,7 +220,7 @@ class History:
             if self._redis == "away":
                 self.add(now, "redis_away", "Redis does not answer or refuses; nothing new can be stored", "bad")
             else:
-                self.add(now, "redis_back", "Redis stores again", "good")
+                self.add(now, "redis_back", "Redis accepts writes again", "good")
         degraded = {n.name for n in status.nodes if n.alive and n.metrics.get("degraded")}
         for name in sorted(degraded - self._degraded):
             self.add(now, "shard_degraded", f"shard {name} cannot store its snapshots", "bad")

@@ -23,7 +23,7 @@ from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.history import History
-from paramserver_scheduler.holders import Holders
+from paramserver_scheduler.remote_checkpoints import RemoteCheckpoints
 from paramserver_scheduler.runtime import Answer, Runtime
 from paramserver_scheduler.shards import Owner, ShardClient
 
@@ -41,7 +41,7 @@ class Jobs:
         self,
         runtime: Runtime,
         store: CheckpointStore,
-        holders: Holders,
+        remote: RemoteCheckpoints,
         shards: ShardClient,
         redis: Redis,
         history: History,
@@ -50,13 +50,13 @@ class Jobs:
     ) -> None:
         self._runtime = runtime
         self._store = store
-        self.holders = holders
+        self.remote = remote
         self._name = name
         self._shards = shards
         self._redis = redis
         self._history = history
         self._group = group
-        self._restored_now: set[str] = set()
+        self._restoring: set[str] = set()
         """Models that are being restored."""
 
     def start(self, effect: io.Effect) -> None:
@@ -96,35 +96,35 @@ class Jobs:
 
     async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
-        if target in self._restored_now:
-            return problem("conflict", f"model '{target}' is being restored already")
-        self._restored_now.add(target)
+        if target in self._restoring:
+            return problem("conflict", f"model '{target}' is already being restored")
+        self._restoring.add(target)
         try:
-            return await self._restored(source, name, target, partitions)
+            return await self._run_restore(source, name, target, partitions)
         except Exception as e:
             return _problem_of(e)
         finally:
-            self._restored_now.remove(target)
+            self._restoring.remove(target)
 
-    async def _restored(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
-        held = await self._held(source, name)
+    async def _run_restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer:
+        held = await self._find_or_fetch(source, name)
         workers = check_states(held.states_in(target))
         ask = self._runtime.ask
         try:
-            living: Mapping[str, Any] | None = self._runtime.core.read.model(target)
+            existing: Mapping[str, Any] | None = self._runtime.core.read.model(target)
         except PsError as e:
             if e.code != "unknown_model":
                 raise
-            living = None
+            existing = None
         begin: Callable[[int], io.Event]
-        if living is None:
+        if existing is None:
             model = None
             spec = ModelSpec.parse(checkpoints.renamed(held.spec, target, partitions))
             await self.check_level(spec.document())
             begin = partial(io.CreateModel, spec=spec.document(), nonce="", restore=True)
         else:
-            model = ModelKey(target, int(living["generation"]))
-            spec = ModelSpec.parse(living["spec"])
+            model = ModelKey(target, int(existing["generation"]))
+            spec = ModelSpec.parse(existing["spec"])
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             begin = partial(io.StartRestore, model=target)
@@ -144,7 +144,7 @@ class Jobs:
             raise error from e
         return Answer(answer.status, done.body)
 
-    async def _held(self, model: str, name: str) -> Checkpoint:
+    async def _find_or_fetch(self, model: str, name: str) -> Checkpoint:
         """Read a checkpoint by name, `latest` or `best`; fetch it first if only another scheduler has it."""
         holder: str | None = None
         creation: str | None = None
@@ -160,7 +160,7 @@ class Jobs:
         except NotFoundError:
             if holder == self._name or (creation is None and name in ALIASES):
                 raise
-        await self.holders.fetch(model, name, holder, creation)
+        await self.remote.fetch(model, name, holder, creation)
         return await asyncio.to_thread(self._store.read, model, name, creation)
 
     async def _write(self, effect: io.WriteCheckpoint) -> None:
@@ -200,7 +200,7 @@ class Jobs:
             await asyncio.to_thread(self._store.remove, model, name, creation)
         except OSError as e:
             log.warning("checkpoint.stays model=%s name=%s %s", model, name, e)
-        await self.holders.remove(model, name, creation)
+        await self.remote.remove(model, name, creation)
 
     async def _load_files(self, effect: io.LoadFiles) -> None:
         try:
@@ -263,8 +263,8 @@ def _check_clocks(document: Mapping[str, Any], clocks: Sequence[int]) -> None:
     if mode == "sync" and any(clock != wanted for clock in clocks):
         raise problem(
             "conflict",
-            f"partitions were read at clocks {min(clocks)} to {max(clocks)}, where clock {wanted} was asked for",
-            hint="ask for another checkpoint",
+            f"partitions were read at clocks {min(clocks)} to {max(clocks)}, not at clock {wanted}",
+            hint="request another checkpoint",
         )
 
 
@@ -274,8 +274,9 @@ def _problem_of(error: Exception) -> PsError:
     A job decides nothing, so its failure leaves nothing inconsistent: a bug ends the job, not the scheduler.
     """
     if isinstance(error, OSError):
-        code = "unavailable" if error.errno in (errno.EMFILE, errno.ENFILE) else "disk_refuses"
-        return problem(code, f"the disk refuses: {error}")
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return problem("unavailable", f"the scheduler has no free file descriptors: {error}")
+        return problem("disk_refuses", f"the scheduler cannot write or read its disk: {error}")
     if not isinstance(error, PsError):
         log.error("job.bug", exc_info=error)
     return as_problem(error)

@@ -33,7 +33,7 @@ TIMEOUT_S: Final = 1.0
 
 # KEYS: leader, term, schedulers, written.  ARGV: place, url, name, id, lease in ms, then the script's own arguments.
 # Sets `others`: all schedulers seen in the last 10 s, as JSON.
-_SEEN: Final = """
+_LIST_SCHEDULERS: Final = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 redis.call('HSET', KEYS[3], ARGV[1], cjson.encode({url = ARGV[2], name = ARGV[3], seen = now}))
@@ -57,8 +57,8 @@ local leader = redis.call('GET', KEYS[1])
 
 # ARGV 6: highest known term, 7: '1' to lead even if Redis has lost that term, 8: '1' if Redis must hold a state,
 # 9 and 10: since when Redis has answered this scheduler without a gap, and when it last did.
-_LOOK: Final = (
-    _SEEN
+_ACQUIRE: Final = (
+    _LIST_SCHEDULERS
     + """
 local free = not leader
 if leader then
@@ -79,7 +79,7 @@ return {0, string.format('%.0f', term), leader or '', others, now}
 # ARGV 6: the term led, 7: number of the newest write that Redis has acknowledged.  Returns 1: renewed, 0: there is a
 # newer leader, -1: renewed, but Redis has lost the term (it was emptied) or that write (it came back with older data).
 _RENEW: Final = (
-    _SEEN
+    _LIST_SCHEDULERS
     + """
 local mine = tonumber(ARGV[6])
 if term > mine then return {0, '', leader or '', others} end
@@ -105,7 +105,7 @@ class Deposed(Exception):
     """Raised when a newer scheduler leads on this Redis: this one must stop deciding."""
 
 
-class Emptied(Exception):
+class RedisDataLost(Exception):
     """Raised when Redis has lost some or all writes of this term: the whole state must be written again."""
 
 
@@ -144,27 +144,27 @@ class Lease:
         self.known_term = 0
         """The highest term seen."""
         self.emptied = False
-        """Whether Redis had lost the known term at the last `look`."""
+        """Whether Redis had lost the known term at the last `try_acquire`."""
         self.leader: Leader | None = None
         """The holder of the lease as of the last answer from Redis."""
-        self._turn = asyncio.Event()
+        self._new_leader = asyncio.Event()
         self._answered_ms = (_NEVER_MS, 0)
         """Since when Redis has answered without a gap, and when it last did; by Redis' clock."""
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
         """All schedulers seen within the 10 s before the last answer from Redis, by name."""
         self._expect_state = expect_state
-        self._look = redis.register_script(_LOOK)
-        self._renew = redis.register_script(_RENEW)
-        self._release = redis.register_script(_RELEASE)
+        self._acquire_script = redis.register_script(_ACQUIRE)
+        self._renew_script = redis.register_script(_RENEW)
+        self._release_script = redis.register_script(_RELEASE)
 
-    async def look(self, *, even_if_emptied: bool = False) -> bool:
+    async def try_acquire(self, *, even_if_emptied: bool = False) -> bool:
         """Take the lease if it is free, and note who leads; True if this scheduler now leads, in the new `term`.
 
         If Redis has lost the known term, the lease is left to the leader, which still has the state in memory, unless
         `even_if_emptied`.  Raises CorruptState if there is no state although one is expected.
         """
         flags = [self.known_term, int(even_if_emptied), int(self._expect_state), *self._answered_ms]
-        won, term, leader, others, now_ms = await self._run(self._look, flags)
+        won, term, leader, others, now_ms = await self._run(self._acquire_script, flags)
         since_ms, last_ms = self._answered_ms
         self._answered_ms = (since_ms if now_ms - last_ms <= 2000 else now_ms, now_ms)
         self.emptied = int(term) < self.known_term
@@ -175,28 +175,28 @@ class Lease:
         elif int(term) == 0 and not leader and self._expect_state and not self.known_term:
             raise problem(
                 "corrupt_state",
-                "Redis holds no state, and --expect-state says that there must be one",
+                "Redis holds no state, but --expect-state requires one",
                 hint="is it the right Redis, with its data? Start without --expect-state for a new cluster",
             )
         return bool(won)
 
     async def renew(self) -> None:
-        """Renew the lease for 3 s.  Raises Deposed, or Emptied (the lease is renewed all the same)."""
-        done, _, leader, others = await self._run(self._renew, [self.term, self.written])
+        """Renew the lease for 3 s.  Raises Deposed, or RedisDataLost (the lease is renewed all the same)."""
+        done, _, leader, others = await self._run(self._renew_script, [self.term, self.written])
         self._note(leader, others)
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
-            raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
+            raise RedisDataLost(f"Redis has lost term {self.term}, or the end of what was written in it")
 
     async def release(self) -> None:
         """Release the lease and leave the list of schedulers, so that another can lead at once."""
-        await self._run(self._release, None)
+        await self._run(self._release_script, None)
 
-    async def succeeded(self, leader: Leader) -> None:
+    async def wait_for_successor(self, leader: Leader) -> None:
         """Wait until another holder of the lease than `leader` is known."""
         while self.leader is None or self.leader.id == leader.id:
-            await self._turn.wait()
+            await self._new_leader.wait()
 
     def document(self) -> str:
         """The value of `ps:leader` while this scheduler leads, without the time of renewal."""
@@ -220,8 +220,8 @@ class Lease:
             before, self.leader = self.leader, Leader(found["id"], found["place"], found["url"], int(found["term"]))
             self.known_term = max(self.known_term, self.leader.term)
             if before is None or before.id != self.leader.id:
-                self._turn.set()
-                self._turn = asyncio.Event()
+                self._new_leader.set()
+                self._new_leader = asyncio.Event()
         rows = [json.loads(o) for o in others]
         self.schedulers = tuple(sorted((Scheduler(r["name"], r["url"], r["age"] / 1e3) for r in rows), key=_order))
 
@@ -232,7 +232,7 @@ def _order(scheduler: Scheduler) -> tuple[str, str]:
 
 def unavailable(cause: BaseException) -> Exception:
     """Return the error for a Redis that does not answer or refuses."""
-    asked = "is it running, and reachable from the scheduler?"
+    check = "is it running and reachable from the scheduler?"
     if not isinstance(cause, AWAY):
-        asked = "has it room (maxmemory), and may it be written to?"
-    return problem("storage_unavailable", trouble(cause), hint=f"{asked} The same request may be sent again")
+        check = "is it full (maxmemory) or read-only?"
+    return problem("storage_unavailable", trouble(cause), hint=f"{check} The same request can be sent again")

@@ -50,7 +50,7 @@ _FORM: Final = """<!doctype html>
   <p role="alert">{message}</p>
   <p><label>Token <input name="token" type="password" autocomplete="off" required autofocus></label>
   <button>Open</button></p>
-  <p class="dim"><code>psctl token reader</code> prints one where the secret of the cluster is.</p>
+  <p class="dim"><code>psctl token reader</code> prints one; run it where the cluster's secret is available.</p>
 </form>
 </main>
 </body>
@@ -94,10 +94,10 @@ async def form(request: Request) -> Response:
         return _to_page(None)
     code = request.query_params.get("once")
     if code is None:
-        return _ask("This cluster asks for a token.", 200)
+        return _ask("This cluster requires a token.", 200)
     cookie = login.redeem(code)
     if cookie is None:
-        return _ask("This link was used already, or its time is over.", 401)
+        return _ask("This link has already been used or has expired.", 401)
     return _to_page(cookie)
 
 

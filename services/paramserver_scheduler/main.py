@@ -26,13 +26,13 @@ from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.history import History
-from paramserver_scheduler.holders import Holders
 from paramserver_scheduler.hub import Hub
 from paramserver_scheduler.jobs import Jobs
+from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease
 from paramserver_scheduler.login import LINK_S
-from paramserver_scheduler.reign import Reign
-from paramserver_scheduler.rivals import Rivals
+from paramserver_scheduler.peer_schedulers import PeerSchedulers
+from paramserver_scheduler.remote_checkpoints import RemoteCheckpoints
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.shards import ShardClient
 from paramserver_scheduler.store import StateStore
@@ -43,24 +43,24 @@ app = typer.Typer(add_completion=False)
 
 SERVICE: Final = "paramserver-scheduler"
 
-LOOK_S = 0.25
+ACQUIRE_INTERVAL_S = 0.25
 """Interval at which a standby tries to take the lease."""
-EMPTIED_S = 10.0
+REWRITE_TIMEOUT_S = 10.0
 """How long the leader has to rewrite an emptied Redis before a standby takes over with empty state."""
 
 
-class Resigned(Exception):
+class StopRequested(Exception):
     """Raised when this scheduler was told to stop."""
 
 
-async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
+async def wait_for_lease(lease: Lease, stop: asyncio.Event) -> None:
     """Wait until this scheduler leads or `stop` is set.  Raises CorruptState if an expected state is missing."""
-    away = told = False
+    away = logged = False
     emptied_s: float | None = None
     while not stop.is_set():
         try:
-            late = emptied_s is not None and time.monotonic() - emptied_s > EMPTIED_S
-            if await lease.look(even_if_emptied=late):
+            late = emptied_s is not None and time.monotonic() - emptied_s > REWRITE_TIMEOUT_S
+            if await lease.try_acquire(even_if_emptied=late):
                 return
         except CorruptState:
             raise
@@ -71,18 +71,18 @@ async def stand_by(lease: Lease, stop: asyncio.Event) -> None:
         else:
             away = False
             emptied_s = (emptied_s or time.monotonic()) if lease.emptied else None
-            if lease.leader is not None and not told:
+            if lease.leader is not None and not logged:
                 log.info("scheduler.stands_by leader=%s term=%d", lease.leader.url, lease.leader.term)
-                told = True
-        await asyncio.sleep(LOOK_S)
+                logged = True
+        await asyncio.sleep(ACQUIRE_INTERVAL_S)
 
 
 async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event) -> None:
     """Read the state, then serve requests as the leader.
 
-    Raises Deposed if another scheduler leads, Resigned when told to stop, CorruptState if the state cannot be read, and
-    any exception of the core, whose state may then be inconsistent; all but the errors of the initial read come in an
-    exception group.
+    Raises Deposed if another scheduler leads, StopRequested when told to stop, CorruptState if the state cannot be
+    read, and any exception of the core, whose state may then be inconsistent; all but the errors of the initial read
+    come in an exception group.
     """
     store = StateStore(redis, lease)
     crash_point("scheduler.lease_taken")
@@ -94,45 +94,45 @@ async def lead(settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: 
     history = History(time.time() - time.monotonic())
     history.begin(core.read)
     runtime = Runtime(core, store, Hub(lambda document: history.note(document, time.monotonic())))
-    rivals = Rivals(lease, credentials(settings))
-    reign = Reign(lease, runtime.redis_answers, runtime.redis_emptied, rivals.newer_leads)
-    runtime.confirm = reign.confirm
+    peers = PeerSchedulers(lease, credentials(settings))
+    leadership = Leadership(lease, runtime.redis_answers, runtime.redis_data_lost, peers.newer_leader_exists)
+    runtime.confirm = leadership.confirm
     shards, forwarder = ShardClient(credentials(settings)), Forwarder(credentials(settings))
-    holders = Holders(lease, checkpoints, credentials(settings))
+    remote = RemoteCheckpoints(lease, checkpoints, credentials(settings))
     try:
         async with asyncio.TaskGroup() as group:
-            jobs = Jobs(runtime, checkpoints, holders, shards, redis, history, group, lease.name)
+            jobs = Jobs(runtime, checkpoints, remote, shards, redis, history, group, lease.name)
             runtime.jobs = jobs
-            http.state.service = Service(runtime, reign, jobs, forwarder, history, lease, time.monotonic())
+            http.state.service = Service(runtime, leadership, jobs, forwarder, history, lease, time.monotonic())
             log.info("scheduler.leads term=%d models=%d url=%s", store.term, len(core.read.models()), lease.url)
             history.add(time.monotonic(), "scheduler_leads", f"scheduler {lease.name} leads (term {store.term})")
-            group.create_task(reign.run())
+            group.create_task(leadership.run())
             group.create_task(runtime.run())
             group.create_task(watch(http.state.service))
             await stop.wait()
-            raise Resigned("told to stop")
+            raise StopRequested("told to stop")
     finally:
         http.state.service = None
         # Ends feeds and long polls: their clients retry and are forwarded to the next leader.
-        runtime.close(problem("no_leader", "this scheduler leads no more"))
-        await rivals.aclose()
-        await holders.aclose()
+        runtime.close(problem("no_leader", "this scheduler is no longer the leader"))
+        await peers.aclose()
+        await remote.aclose()
         await shards.aclose()
         await forwarder.aclose()
 
 
-async def take_part(
+async def run_election(
     settings: SchedulerSettings, redis: Redis, http: FastAPI, lease: Lease, stop: asyncio.Event
 ) -> None:
     """Alternate between standby and leader until told to stop, then release the lease."""
     try:
         while not stop.is_set():
-            await stand_by(lease, stop)
+            await wait_for_lease(lease, stop)
             if stop.is_set():
                 break
             try:
                 await lead(settings, redis, http, lease, stop)
-            except* (Deposed, Resigned) as over:
+            except* (Deposed, StopRequested) as over:
                 log.info("scheduler.leads_no_more term=%d %s", lease.term, first_cause(over))
             except* Unavailable as away:
                 log.warning("redis.away %s", first_cause(away))
@@ -184,7 +184,7 @@ async def serve(settings: SchedulerSettings) -> None:
                 at = next(iter(listed_urls(settings.page_url)), lease.url) + http.state.login.link()
                 log.info("scheduler.page once within %d s: %s", LINK_S, at)
             await asyncio.sleep(0)
-            group.create_task(take_part(settings, redis, http, lease, stop))
+            group.create_task(run_election(settings, redis, http, lease, stop))
             await serving
     finally:
         await forwarder.aclose()
@@ -196,7 +196,7 @@ def scheduler(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default 8700).")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of the Redis that holds the state.")] = None,
-    name: Annotated[str | None, typer.Option(help="What it is called; default: host name and port.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of this scheduler; default: host name and port.")] = None,
     state_dir: Annotated[str | None, typer.Option(help="Folder of checkpoints.")] = None,
     advertise: Annotated[str | None, typer.Option(help="URL under which others reach it.")] = None,
     expect_state: Annotated[

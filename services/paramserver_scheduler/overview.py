@@ -103,8 +103,8 @@ def _model(
     name = line["name"]
     document = s.read.model(name)
     partitions = document["partitions"]
-    told = [_told(x["metrics"], name) for x in shards if x["alive"]]
-    workers = [_worker(w, told) for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
+    reports = [_model_metrics(x["metrics"], name) for x in shards if x["alive"]]
+    workers = [_worker(w, reports) for w in line["workers"] if w["alive"] or w["heartbeat_age_s"] < FORGOTTEN_S]
     lags = [w.lag for w in workers if w.lag is not None and w.state != "dead"]
     owners = sorted({p["shard"] for p in partitions} - {None})
     place = {shard: i for i, shard in enumerate(owners)}
@@ -132,14 +132,14 @@ def _model(
         waiting_for=line["waiting_for"],
         updates_per_s=s.history.updates_per_s(name, line["generation"]),
         # An SDK request goes to every shard concerned, so the busiest shard has seen them all; bytes differ per shard.
-        pushes_per_s=_most(told, "pushes_per_s") or 0.0,
-        pulls_per_s=_most(told, "pulls_per_s") or 0.0,
-        in_bytes_per_s=sum(_number(t, "in_bytes_per_s") or 0.0 for t in told),
-        out_bytes_per_s=sum(_number(t, "out_bytes_per_s") or 0.0 for t in told),
-        push_p50_s=_most(told, "push_p50_s"),
-        push_p99_s=_most(told, "push_p99_s"),
-        pull_p50_s=_most(told, "pull_p50_s"),
-        pull_p99_s=_most(told, "pull_p99_s"),
+        pushes_per_s=_max_over_shards(reports, "pushes_per_s") or 0.0,
+        pulls_per_s=_max_over_shards(reports, "pulls_per_s") or 0.0,
+        in_bytes_per_s=sum(_number(t, "in_bytes_per_s") or 0.0 for t in reports),
+        out_bytes_per_s=sum(_number(t, "out_bytes_per_s") or 0.0 for t in reports),
+        push_p50_s=_max_over_shards(reports, "push_p50_s"),
+        push_p99_s=_max_over_shards(reports, "push_p99_s"),
+        pull_p50_s=_max_over_shards(reports, "pull_p50_s"),
+        pull_p99_s=_max_over_shards(reports, "pull_p99_s"),
         lag=sum(lags) / len(lags) if lags else None,
         workers=workers,
         latest=s.read.latest(name),
@@ -147,15 +147,15 @@ def _model(
     )
 
 
-def _worker(w: Document, told: Iterable[Document]) -> WorkerStatus:
-    seen = [lag for t in told if (lag := _number(_object(t, "lag"), w["worker"])) is not None]
+def _worker(w: Document, reports: Iterable[Document]) -> WorkerStatus:
+    seen = [lag for t in reports if (lag := _number(_object(t, "lag"), w["worker"])) is not None]
     return WorkerStatus(
         **{k: w[k] for k in WorkerStatus.model_fields if k != "lag"},
         lag=max(seen) if seen else _number(w["metrics"], "lag"),
     )
 
 
-def _told(metrics: Document, model: str) -> Document:
+def _model_metrics(metrics: Document, model: str) -> Document:
     """The metrics of one model in a shard's heartbeat; shards are not trusted to send the right types."""
     return _object(_object(metrics, "models"), model)
 
@@ -170,9 +170,9 @@ def _number(document: Document, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _most(told: Iterable[Document], name: str) -> float | None:
+def _max_over_shards(reports: Iterable[Document], name: str) -> float | None:
     """The largest value over the shards; None if no shard has one."""
-    return max((v for t in told if (v := _number(t, name)) is not None), default=None)
+    return max((v for t in reports if (v := _number(t, name)) is not None), default=None)
 
 
 def _series(name: str, points: Sequence[Sequence[Any]]) -> Series:
@@ -207,18 +207,18 @@ def _problems(
 ) -> list[str]:
     out: list[str] = []
     if s.runtime.redis_away:
-        out.append(f"{s.runtime.redis_away}: async training goes on, nothing new can be decided or stored")
+        out.append(f"{s.runtime.redis_away}: async training continues, but nothing new can be decided or stored")
     if not any(x["alive"] for x in shards):
         out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")
     for x in shards:
         if x["state"] == "dead":
-            out.append(f"Shard {x['name']} is dead, last heard of {x['heartbeat_age_s']:.0f} s ago")
+            out.append(f"Shard {x['name']} is dead, its last heartbeat was {x['heartbeat_age_s']:.0f} s ago")
         if x["alive"] and isinstance(why := x["metrics"].get("degraded"), str):
             out.append(f"Shard {x['name']}: {why[:300]}")
     for m in models:
         if m.served < m.partitions:
             out.append(f"Model {m.name}: {m.partitions - m.served} of {m.partitions} partitions are being loaded")
         if why := s.read.model(m.name)["files_error"]:
-            out.append(f"Model {m.name}: a partition was never stored, and its first values cannot be read: {why}")
+            out.append(f"Model {m.name}: a partition was never stored, and its initial values cannot be read: {why}")
     out += [f"Run {r.name or r.id}: {r.reason}" for r in runs if r.state == "waiting" and r.reason]
     return out

@@ -21,7 +21,7 @@ from paramserver.errors import PsError, as_problem, problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.crash import crash_point
 from paramserver_scheduler.hub import Hub
-from paramserver_scheduler.lease import Deposed, Emptied
+from paramserver_scheduler.lease import Deposed, RedisDataLost
 from paramserver_scheduler.store import StateStore
 
 log = logging.getLogger("paramserver.scheduler")
@@ -31,7 +31,14 @@ STORE_WAIT_S: Final = 2.0
 RETRY_S: Final = 0.25
 TICK_S: Final = 0.5
 
-_PASSING: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat, io.OpenFeed, io.LeaseTask, io.ReportClock)
+_ACCEPTED_WHILE_AWAY: Final = (
+    io.ShardHeartbeat,
+    io.WorkerHeartbeat,
+    io.PoolHeartbeat,
+    io.OpenFeed,
+    io.LeaseTask,
+    io.ReportClock,
+)
 """Events of requests that are accepted while Redis is away: they keep leases alive, or can wait."""
 
 _LEASES: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat)
@@ -51,7 +58,7 @@ class _Waiter:
     future: asyncio.Future[Answer]
     on_reply: Callable[[Answer], None] | None
     since: float | None
-    """Since when it depends on Redis: from the start, or for `_PASSING` events once the reply waits for a store."""
+    """Since when it depends on Redis: from the start, or, if accepted while Redis is away, since its reply waits."""
 
 
 @dataclass(slots=True)
@@ -93,14 +100,14 @@ class Runtime:
         self.core = core
         self.hub = hub
         self.confirm: Callable[[], Awaitable[bool]] | None = None
-        """Called before each `Tick`: whether this scheduler still leads (see `Reign.confirm`)."""
+        """Called before each `Tick`: whether this scheduler still leads (see `Leadership.confirm`)."""
         self.jobs: Jobs | None = None
         self.redis_away = ""
         """Why nothing can be stored now; empty while Redis accepts writes."""
         self.stopped: PsError | None = None
         """Why no more events are accepted; None while they are."""
         self._store = store
-        self._numbers = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self._waiters: dict[int, _Waiter] = {}
         self._writing = _Batch()
         self._next = _Batch()
@@ -117,36 +124,36 @@ class Runtime:
     async def ask(
         self,
         make: Callable[[int], io.Event],
-        gone: Callable[[], Any] | None = None,
+        disconnected: Callable[[], Any] | None = None,
         on_reply: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """Pass the core the event that `make` builds from a request number, and return its reply.
 
         Args:
             make: builds the event.
-            gone: an async function that returns when the client has hung up; then the wait ends with Unavailable.
+            disconnected: an async function that returns when the client hangs up; the wait then ends with Unavailable.
             on_reply: called with the answer at the moment it becomes visible, before any later document is published.
 
         Raises the PsError that the core replied, the reason for which the runtime was closed, or Unavailable:
         `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are pending.
         """
-        number = next(self._numbers)
+        number = next(self._request_numbers)
         event = make(number)
         if self.stopped is not None:
             raise self.stopped
-        if self.redis_away and not isinstance(event, _PASSING):
+        if self.redis_away and not isinstance(event, _ACCEPTED_WHILE_AWAY):
             await self._wait_for_redis()
             if self.stopped is not None:
                 raise self.stopped
         if len(self._waiters) >= limits.WAITERS_MAX:
-            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are waiting already")
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        since = None if isinstance(event, _PASSING) else monotonic()
+        since = None if isinstance(event, _ACCEPTED_WHILE_AWAY) else monotonic()
         self._waiters[number] = _Waiter(future, on_reply, since)
         try:
             self.send(event)
-            if not future.done() and gone is not None:
-                await self._until_gone(future, gone)
+            if not future.done() and disconnected is not None:
+                await self._await_reply(future, disconnected)
             return await future
         finally:
             if self._waiters.pop(number, None) is not None and (not future.done() or future.cancelled()):
@@ -171,7 +178,7 @@ class Runtime:
         The next leader starts from the stored state.
         """
         self._answer(getattr(event, "request", 0), as_problem(error), 500)
-        self.close(problem("unavailable", "this scheduler has met a bug and begins anew; its log has more"))
+        self.close(problem("unavailable", "this scheduler hit an internal error and is restarting; see its log"))
         self._failures.put_nowait(error)
 
     def _take(self, effects: list[io.Effect]) -> None:
@@ -227,9 +234,9 @@ class Runtime:
             waiter.on_reply(answer)
         waiter.future.set_result(answer)
 
-    async def _until_gone(self, future: asyncio.Future[Answer], gone: Callable[[], Any]) -> None:
+    async def _await_reply(self, future: asyncio.Future[Answer], disconnected: Callable[[], Any]) -> None:
         """Wait for the reply; raises Unavailable if the client hangs up first."""
-        watch = asyncio.ensure_future(gone())
+        watch = asyncio.ensure_future(disconnected())
         try:
             await asyncio.wait({future, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -253,9 +260,9 @@ class Runtime:
         Raises, in an exception group, Deposed if a newer scheduler leads, and any exception of the core.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_sound())
-            group.create_task(self._keep_time())
-            group.create_task(self._keep_state())
+            group.create_task(self._raise_failures())
+            group.create_task(self._tick_loop())
+            group.create_task(self._store_loop())
 
     def close(self, reason: PsError) -> None:
         """Answer every pending request with `reason`, end the feeds, and accept no more events."""
@@ -264,10 +271,10 @@ class Runtime:
             self._answer(number, reason, 503)
         self.hub.close()
 
-    async def _keep_sound(self) -> None:
+    async def _raise_failures(self) -> None:
         raise await self._failures.get()
 
-    async def _keep_time(self) -> None:
+    async def _tick_loop(self) -> None:
         while True:
             now = monotonic()
             # A deadline that stays in the past must not turn into a busy loop.
@@ -281,13 +288,13 @@ class Runtime:
                 if self.confirm is None or await self.confirm():
                     self.send(io.Tick())
 
-    async def _keep_state(self) -> None:
+    async def _store_loop(self) -> None:
         while True:
             await self._queued.wait()
             self._queued.clear()
             while self._next:
                 self._writing, self._next = self._next, _Batch()
-                if await self._written(self._writing):
+                if await self._try_write(self._writing):
                     for effect in self._writing.effects:
                         self._perform(effect)
                 else:
@@ -295,7 +302,7 @@ class Runtime:
                     self._next = self._writing
                 self._writing = _Batch()
 
-    async def _written(self, batch: _Batch) -> bool:
+    async def _try_write(self, batch: _Batch) -> bool:
         """Write the batch in one script; False if it must be written again, merged with what has come since."""
         crash_point("scheduler.before_store")
         try:
@@ -305,18 +312,18 @@ class Runtime:
         except Deposed as e:
             self.close(problem("no_leader", str(e)))
             raise
-        except Emptied:
-            self.redis_emptied()
+        except RedisDataLost:
+            self.redis_data_lost()
             return False
         except PsError as e:
-            self._redis_lost(e)
+            self._redis_failed(e)
             await asyncio.sleep(RETRY_S)
             return False
-        self._redis_is("")
+        self._set_redis_away("")
         return True
 
-    def _redis_lost(self, why: PsError) -> None:
-        self._redis_is(why.detail)
+    def _redis_failed(self, why: PsError) -> None:
+        self._set_redis_away(why.detail)
         before = monotonic() - STORE_WAIT_S
         late = [n for n, w in self._waiters.items() if w.since is not None and w.since < before]
         for number in late:
@@ -327,16 +334,16 @@ class Runtime:
     def redis_answers(self, answers: bool) -> None:
         """Note whether Redis answered the last renewal, so that an outage is noticed even if nothing is written."""
         if not self._writing and not self._next:  # otherwise the writer notices
-            self._redis_is("" if answers else "Redis does not answer")
+            self._set_redis_away("" if answers else "Redis does not answer")
 
-    def redis_emptied(self) -> None:
+    def redis_data_lost(self) -> None:
         """Begin a new term and write everything again, because Redis has lost it."""
-        if self._store.begin_anew():
+        if self._store.begin_new_term():
             log.error("redis.emptied: writing everything again in term %d", self._store.term)
             unseen = {*self._writing.tokens, *self._next.tokens}
             self.send(io.RedisEmptied(self._store.term, unseen))
 
-    def _redis_is(self, away: str) -> None:
+    def _set_redis_away(self, away: str) -> None:
         """Set why Redis is away ('': it answers); on a change, log it and tell the core."""
         before, self.redis_away = self.redis_away, away
         if bool(away) == bool(before):
@@ -354,5 +361,5 @@ def _storage_away(why: str) -> PsError:
     return problem(
         "storage_unavailable",
         f"nothing can be decided now: {why or 'Redis does not answer'}",
-        hint="training in async and buffered mode goes on; send this request again",
+        hint="training in async and buffered mode continues; send this request again",
     )

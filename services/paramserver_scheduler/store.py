@@ -17,14 +17,14 @@ from redis.exceptions import RedisError
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
 from paramserver_node.redis import stop_if_cancelled
-from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, WRITTEN_KEY, Deposed, Emptied, Lease, unavailable
+from paramserver_scheduler.lease import LEADER_KEY, TERM_KEY, WRITTEN_KEY, Deposed, Lease, RedisDataLost, unavailable
 
 STATE_KEY: Final = "ps:state"
 FENCE_KEY: Final = "ps:fence"
 FORMAT: Final = 1
 
 # KEYS: term, state, written, fence, leader, then the token keys.  ARGV: term, number of this write, the leader's lease
-# if the whole state is written anew (else ''), number of the last acknowledged write, count of fields to set, (field,
+# if the whole state is written again (else ''), number of the last acknowledged write, count of fields to set, (field,
 # document)..., count of fields to delete, field..., count of fences, (shard, epoch)..., then one token for each token
 # key ('' deletes it).
 # Returns 1: done, 0: there is a newer leader, -1: Redis has lost the state (it was emptied) or its newest writes (it
@@ -81,7 +81,7 @@ class StateStore:
         self._timeout_s = timeout_s
         self._script = redis.register_script(_WRITE)
         self._writes = 0
-        self.anew = False
+        self.full_rewrite = False
         """Whether the next write begins a new term and holds the whole state."""
 
     @property
@@ -117,14 +117,14 @@ class StateStore:
             documents[field] = document
         return documents
 
-    def begin_anew(self) -> bool:
+    def begin_new_term(self) -> bool:
         """Begin a new term because Redis was emptied: the next write must hold the whole state.
 
         Returns False, and changes nothing, if that write is pending already.
         """
-        if self.anew:
+        if self.full_rewrite:
             return False
-        self.anew = True
+        self.full_rewrite = True
         self._lease.term += 1
         self._lease.written = ""
         self._writes = 0
@@ -140,14 +140,14 @@ class StateStore:
 
         Raises Unavailable (`storage_unavailable`) if Redis did not confirm the write.  It may have been executed, so
         the caller's next write must repeat it, possibly merged with later changes.  Raises Deposed if a newer scheduler
-        leads, Emptied if Redis has lost the state; call `begin_anew` then.
+        leads, RedisDataLost if Redis has lost the state; call `begin_new_term` then.
         """
         new_tokens = {f"{{{key}}}:token": "" if t is None else f"{t:020d}" for key, t in tokens}
         new_fields = {
             f: None if d is None else json.dumps({**d, "format": FORMAT}, separators=(",", ":"))
             for f, d in documents.items()
         }
-        anew, term = self.anew, self.term
+        full_rewrite, term = self.full_rewrite, self.term
         self._writes += 1
         number = f"{term:010d}{self._writes:012d}"
         try:
@@ -160,18 +160,18 @@ class StateStore:
         if done == 0:
             raise Deposed(f"a newer scheduler than term {self.term} leads")
         if done < 0:
-            raise Emptied(f"Redis has lost term {self.term}, or the end of what was written in it")
+            raise RedisDataLost(f"Redis has lost term {self.term}, or the end of what was written in it")
         if term == self.term:
             self._lease.written = number
-        if anew:  # otherwise leave it: `begin_anew` may have been called during this write
-            self.anew = False
+        if full_rewrite:  # otherwise leave it: `begin_new_term` may have been called during this write
+            self.full_rewrite = False
 
     async def _run(
         self, number: str, fields: Mapping[str, str | None], tokens: Mapping[str, str], fences: Mapping[str, int]
     ) -> int:
         sets = [(f, text) for f, text in fields.items() if text is not None]
         gone = [f for f, text in fields.items() if text is None]
-        lease = self._lease.document() if self.anew else ""
+        lease = self._lease.document() if self.full_rewrite else ""
         args: list[Any] = [self.term, number, lease, self._lease.written, len(sets)]
         for field, text in sets:
             args += (field, text)

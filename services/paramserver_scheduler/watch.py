@@ -1,16 +1,16 @@
 """Takes the cluster's status once a second, for the history, the Prometheus metrics and all open status pages."""
 
 import asyncio
-import json
 from time import monotonic
 from typing import Final
 
+from paramserver_node import negotiate
 from paramserver_node.usage import Usage
-from paramserver_scheduler.exchange import Service, without_nan
+from paramserver_scheduler.exchange import Service
 from paramserver_scheduler.overview import describe
 from paramserver_scheduler.telemetry import METRICS
 
-LOOK_S: Final = 1.0
+INTERVAL_S: Final = 1.0
 SHARE: Final = 20
 """Taking the status uses at most one twentieth of the time; if it is slow, it is done less often."""
 
@@ -26,10 +26,9 @@ async def watch(service: Service) -> None:
             status = describe(service, series=False)
             history.record(status, began_s)
             METRICS.status = status
-            text = json.dumps(without_nan(status.model_dump()), separators=(",", ":"))
-            service.screen.show(text.encode())
+            service.broadcast.publish(negotiate.json_text(status.model_dump()))
             took_s = monotonic() - began_s
-            await asyncio.sleep(max(LOOK_S - took_s, (SHARE - 1) * took_s))
+            await asyncio.sleep(max(INTERVAL_S - took_s, (SHARE - 1) * took_s))
     finally:
         METRICS.status = None
-        service.screen.close()
+        service.broadcast.close()

@@ -11,8 +11,8 @@ from paramserver.errors import PsError
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_node import redis_server
 from paramserver_node.redis import connect
-from paramserver_scheduler.lease import Deposed, Emptied, Lease
-from paramserver_scheduler.reign import Reign
+from paramserver_scheduler.leadership import Leadership
+from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
 from paramserver_scheduler.store import StateStore
 
 pytestmark = pytest.mark.process
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 async def leading(redis: AsyncRedis) -> StateStore:
     """The store of a scheduler that has just taken the lease over."""
     lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-    assert await lease.look()
+    assert await lease.try_acquire()
     return StateStore(redis, lease)
 
 
@@ -84,11 +84,11 @@ async def test_an_emptied_redis_gets_everything_back(redis_url: str, plain: Redi
         await store.write({"a": {"x": 1}, "b": {"x": 2}}, [(KEY, 5)], [("shard-0", 3)])
         term = store.term
         plain.flushall()
-        with pytest.raises(Emptied):
+        with pytest.raises(RedisDataLost):
             await store.write({"b": None, "c": {"x": 3}})
         assert plain.dbsize() == 0
-        assert store.begin_anew()
-        assert not store.begin_anew()
+        assert store.begin_new_term()
+        assert not store.begin_new_term()
         plain.hset("ps:state", "stale", "1")
         await store.write({"a": {"x": 1}, "b": None, "c": {"x": 3}}, [(KEY, 5)], [("shard-0", 3)])
 
@@ -104,7 +104,7 @@ async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain
     """One that has lost the last writes of a term, but not the term, is noticed by the next write and by the lease."""
     async with connect(redis_url) as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-        assert await lease.look()
+        assert await lease.try_acquire()
         store = StateStore(redis, lease)
         await store.open()
         await store.write({"a": {"x": 1}})
@@ -115,12 +115,12 @@ async def test_a_redis_that_went_back_gets_everything_back(redis_url: str, plain
         plain.set("ps:written", earlier)
         plain.hdel("ps:state", "b")
 
-        with pytest.raises(Emptied):
+        with pytest.raises(RedisDataLost):
             await lease.renew()
-        with pytest.raises(Emptied):
+        with pytest.raises(RedisDataLost):
             await store.write({"c": {"x": 3}})
         assert plain.hkeys("ps:state") == [b"a"]
-        assert store.begin_anew()
+        assert store.begin_new_term()
         await store.write({"a": {"x": 2}, "b": {"x": 2}, "c": {"x": 3}})
         await lease.renew()
 
@@ -159,7 +159,7 @@ async def test_a_redis_that_is_away_is_unavailable(redis_url: str) -> None:
     """No answer is `storage_unavailable`, which may be retried."""
     async with connect(f"redis://127.0.0.1:{redis_server.free_port()}") as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-        for ask in (lease.look, StateStore(redis, lease, timeout_s=0.2).open):
+        for ask in (lease.try_acquire, StateStore(redis, lease, timeout_s=0.2).open):
             with pytest.raises(PsError) as caught:
                 await ask()
             assert (caught.value.code, caught.value.retryable) == ("storage_unavailable", True)
@@ -178,7 +178,7 @@ async def test_documents_of_another_format_are_refused(redis_url: str, plain: Re
 
 @pytest.mark.asyncio
 async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
-    """A request that waits for a renewal hears that the reign is over when it is, and is not cut short by it."""
+    """A request that waits for a renewal hears that the leadership is over when it is, and is not cut short by it."""
     asked = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -194,11 +194,11 @@ async def test_a_request_in_doubt_is_let_go_when_the_reign_ends() -> None:
     port = server.sockets[0].getsockname()[1]
     async with server, connect(f"redis://127.0.0.1:{port}") as redis:
         lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
-        reign = Reign(lease, lambda _: None, lambda: None, nobody)
-        running = asyncio.ensure_future(reign.run())
+        leadership = Leadership(lease, lambda _: None, lambda: None, nobody)
+        running = asyncio.ensure_future(leadership.run())
         await asked.wait()
-        reign._doubt = True
-        leads = asyncio.ensure_future(reign.confirm())
+        leadership._unconfirmed = True
+        leads = asyncio.ensure_future(leadership.confirm())
         await asyncio.sleep(0)
         running.cancel()
         assert await leads is False

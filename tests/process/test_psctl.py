@@ -215,7 +215,7 @@ def test_a_disk_of_the_cluster_that_refuses_a_checkpoint_is_asked_once(shared_cl
     saved = shared_cluster.psctl("checkpoint", "save", "blocked", "--json")
 
     assert refused.returncode == 4
-    assert refused.stderr.startswith("psctl: the disk refuses: ")
+    assert refused.stderr.startswith("psctl: the scheduler cannot write or read its disk: ")
     assert str(in_the_way) in refused.stderr
     assert json.loads(saved.stdout)["name"].startswith("000002-")
 
@@ -304,7 +304,7 @@ def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:
 
     assert "paramserver-worker" in shown.stdout
     assert states == ["paused", "waiting", "stopped"]
-    assert (evaluated.returncode, "stopped already" in evaluated.stderr) == (4, True)
+    assert (evaluated.returncode, "already stopped" in evaluated.stderr) == (4, True)
 
 
 def test_every_command_has_help_with_an_example(shared_cluster: Cluster) -> None:

@@ -1,13 +1,16 @@
 """The parts of psctl that need no cluster."""
 
+import asyncio
 import io
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paramserver.errors import PsError, problem
-from paramserver_cli import config, exits, ports, train, up
+from paramserver_cli import config, exits, moves, ports, supervisor, train, up
 from paramserver_cli.assignments import merge_patch, pairs
+from paramserver_cli.children import Guard
 from paramserver_cli.cluster_file import Cluster, Plan, StateDir, SupervisorState
 from paramserver_cli.display import picture, plain_line, sparkline
 from paramserver_cli.launch import Failed
@@ -66,7 +70,7 @@ def test_help_shows_how_a_command_is_typed(path: str, command: Any) -> None:
 
 def test_a_setting_within_a_value_is_a_usage_error() -> None:
     """One word gives the rate a number, another one a field."""
-    with pytest.raises(typer.BadParameter, match="another word gives the value"):
+    with pytest.raises(typer.BadParameter, match="another word sets to"):
         merge_patch(["lr=0.1", "optimizer.lr.x=3"])
 
 
@@ -129,9 +133,9 @@ def test_a_path_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, words: t
 def test_advice_for_programs_is_given_in_the_words_of_the_command_line() -> None:
     """psctl has options and commands; who types them has neither keyword arguments nor routes."""
     for advice, words in exits.HINTS.items():
-        assert exits.told(problem("conflict", "it is there", hint=advice)) == f"it is there ({words})"
-    assert exits.told(problem("conflict", "x", hint="another")) == "x (another)"
-    assert exits.told(problem("conflict", "x")) == "x"
+        assert exits.one_line(problem("conflict", "it is there", hint=advice)) == f"it is there ({words})"
+    assert exits.one_line(problem("conflict", "x", hint="another")) == "x (another)"
+    assert exits.one_line(problem("conflict", "x")) == "x"
 
 
 @pytest.mark.parametrize("advice", exits.HINTS)
@@ -147,8 +151,8 @@ def test_a_block_of_ports_is_taken_whole_and_by_one_cluster() -> None:
     two = ports.reserve(3, schedulers=2)
     base = one.schedulers[0]
     try:
-        mine, others = ({*b.schedulers, *map(b.shard, range(b.room)), b.redis} for b in (one, two))
-        assert len(mine) == 2 + one.room + 1 == 100
+        mine, others = ({*b.schedulers, *map(b.shard, range(b.shards_max)), b.redis} for b in (one, two))
+        assert len(mine) == 2 + one.shards_max + 1 == 100
         assert mine.isdisjoint(others)
         with pytest.raises(PsError, match="in use"):
             ports.reserve(3, base=base)
@@ -170,8 +174,8 @@ def test_many_shards_fit_between_scheduler_and_redis() -> None:
     """With more shards than a block has ports, the block grows."""
     block = ports.reserve(150)
     block.lock.close()
-    assert block.room >= 150
-    assert block.schedulers[0] < block.shard(0) < block.shard(block.room - 1) < block.redis
+    assert block.shards_max >= 150
+    assert block.schedulers[0] < block.shard(0) < block.shard(block.shards_max - 1) < block.redis
 
 
 def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -188,8 +192,61 @@ def test_a_state_directory_gives_back_what_was_written(tmp_path: Path) -> None:
     assert state.plan() == Plan(shards=3)
     assert state.cluster() == cluster
     assert state.supervisor() == SupervisorState(7, "ready", {"worker-0": None}, {"redis": 2})
-    state.forget()
+    state.remove_run_files()
     assert (state.plan(), state.cluster(), state.supervisor()) == (Plan(shards=3), None, None)
+
+
+def test_a_start_that_fails_says_why_however_deep_the_error_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a step of the start comes in a group within a group, and neither of them is the reason."""
+
+    async def fails(self: supervisor.Supervisor) -> None:
+        raise ExceptionGroup("start", [ExceptionGroup("step", [OSError("no space left")])])
+
+    monkeypatch.setattr(supervisor.Supervisor, "run", fails)
+    state, block, guard = StateDir(tmp_path), ports.reserve(1), Guard()
+    try:
+        assert asyncio.run(supervisor._main(state, Plan(shards=1), block, guard, None)) == 1
+    finally:
+        guard.close()
+        block.lock.close()
+    said = state.supervisor()
+    assert said is not None
+    assert (said.phase, said.error) == ("failed", "no space left")
+
+
+def resized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shards: int, answer: Callable[[StateDir, Cluster], None]
+) -> None:
+    """Asks for `shards` in place of 2, after a refusal; `answer` is what the supervisor does before the next poll."""
+    state = StateDir(folder)
+    lock = state.lock()
+    assert lock is not None
+    two = Cluster("http://h:1", ["http://h:2", "http://h:3"], "redis://h:9", None, {}, str(folder), ["http://h:1"])
+    for document in (Plan(shards=2), two, SupervisorState(os.getpid(), "ready", error="said of an earlier plan")):
+        state.write(document)
+    monkeypatch.setattr("paramserver_cli.moves.time.sleep", lambda _: answer(state, two))
+    with lock:
+        moves._LocalCluster(state, two).resize(shards)
+
+
+def test_a_refusal_of_an_earlier_plan_is_not_taken_for_one_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor has not read the new plan yet, and its file still says why it refused the one before."""
+    resized(tmp_path, monkeypatch, 3, lambda state, two: state.write(replace(two, shards=[*two.shards, "http://h:4"])))
+
+
+def test_a_plan_that_the_supervisor_takes_back_is_refused_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """psctl ends with what the supervisor said of this plan."""
+
+    def refuse(state: StateDir, _: Cluster) -> None:
+        state.write(SupervisorState(os.getpid(), "ready", error="room for 1 to 97 shards"))
+        state.write(Plan(shards=2))
+
+    with pytest.raises(Failed, match="room for 1 to 97"):
+        resized(tmp_path, monkeypatch, 500, refuse)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +363,18 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
     assert training.rate() == (10.0, 40.0)
 
 
+def test_a_workers_lag_is_what_the_shards_measured() -> None:
+    """It is beside the metrics that the worker reports, none of which need be a lag."""
+    worker = {"worker": "m/w0", "clock": 3, "lag": 1.5, "metrics": {"loss": 0.5}, "state": "active"}
+    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": [], "waiting_for": []}
+    status = {"models": [model | {"workers": [worker | {"heartbeat_age_s": 0.1}]}]}
+    client: Any = SimpleNamespace(status=lambda timeout: status)
+    training = Training(client, "m", "async")
+    training.poll()
+    assert training.last is not None
+    assert [w.lag for w in training.last.workers] == [1.5]
+
+
 def test_a_plain_line_has_the_numbers() -> None:
     """Loss, accuracy, rate and clocks stand in the line; without workers it says so, and why when nobody answers."""
     training = Training(CLIENT, "m", "sync")
@@ -313,7 +382,7 @@ def test_a_plain_line_has_the_numbers() -> None:
     training.samples.append(_sample(1.0, 3, 0.931))
     line = plain_line(training)
     assert all(part in line for part in ("sync", "loss 0.500", "accuracy 93.1 %", "40 pushes/s", "clocks 3"))
-    training.away = "no scheduler answers"
+    training.error = "no scheduler answers"
     assert "no scheduler answers" in plain_line(training)
 
 

@@ -34,7 +34,7 @@ def test_a_secret_is_made_for_its_owner_and_never_overwritten(tmp_path: Path) ->
     (key,) = tokens.keys_of(file.read_text())
     assert key.decode() not in made.stdout
     assert again.returncode == 4
-    assert "is there already" in again.stderr
+    assert "already exists" in again.stderr
     assert tokens.keys_of(printed.stdout) not in ((), (key,))
 
 

@@ -1,7 +1,9 @@
 """What a job that fails leaves: an answer to who waits for it, and a scheduler that goes on."""
 
 import asyncio
+import errno
 import json
+import os
 import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -101,6 +103,22 @@ async def test_a_disk_that_refuses_a_checkpoint_is_not_asked_again(tmp_path: Pat
     with pytest.raises(ConflictError, match=r"File exists: .*/checkpoints/m'") as told:
         d.result(asked)
     assert (told.value.code, told.value.retryable) == ("disk_refuses", False)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+async def test_a_lack_of_file_descriptors_is_not_blamed_on_the_disk(tmp_path: Path, number: int) -> None:
+    """It passes, so the request may be repeated; and who waits is told what is lacking."""
+    d = Driver()
+    d.model(partitions=1)
+    asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
+
+    await performed(d, tmp_path, Mock(states=AsyncMock(side_effect=OSError(number, os.strerror(number)))))
+
+    with pytest.raises(PsError, match="file descriptors") as told:
+        d.result(asked)
+    assert (told.value.code, told.value.retryable) == ("unavailable", True)
+    assert "disk" not in told.value.detail
 
 
 def tensor_file(dtype: str, item_bytes: int) -> bytes:
@@ -324,9 +342,9 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
         jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
         first = asyncio.ensure_future(jobs.restore("m", "mine", "m", None))
         await begun.wait()
-        with pytest.raises(PsError, match="restored already"):
+        with pytest.raises(PsError, match="being restored"):
             await jobs.restore("m", "mine", "m", None)
-        with pytest.raises(PsError, match="restored already"):
+        with pytest.raises(PsError, match="being restored"):
             d.ask(lambda n: io.StartRestore(n, "m"))
         goes_on.set()
         assert (await first).status == 200

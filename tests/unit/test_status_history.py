@@ -14,7 +14,7 @@ from paramserver.errors import PsError
 from paramserver_scheduler.history import History
 from paramserver_scheduler.rings import FRESH_S, RESOLUTIONS, Grid, Ring, Rings
 from paramserver_scheduler.schema import ClusterStatus, ModelStatus, NodeStatus, RunStatus, Status
-from paramserver_scheduler.screen import Screen
+from paramserver_scheduler.status_broadcast import StatusBroadcast
 
 NOW = 1_700_000_000
 
@@ -178,40 +178,40 @@ def test_events_are_bounded() -> None:
     assert history.events[0].text != history.events[1].text
 
 
-async def _read(screen: Screen, seen: list[bytes]) -> None:
-    async for event in screen.stream():
+async def _read(broadcast: StatusBroadcast, seen: list[bytes]) -> None:
+    async for event in broadcast.stream():
         seen.append(event)
 
 
 @pytest.mark.asyncio
 async def test_a_stream_shows_the_newest_status_and_ends_with_the_scheduler() -> None:
-    """A reader gets what is there at once, then each new one; a closed screen ends it, and its place is free."""
-    screen, seen = Screen(), list[bytes]()
-    screen.show(b'{"n":1}')
-    reading = asyncio.ensure_future(_read(screen, seen))
+    """A reader gets what is there at once, then each new one; a closed broadcast ends it, and its place is free."""
+    broadcast, seen = StatusBroadcast(), list[bytes]()
+    broadcast.publish(b'{"n":1}')
+    reading = asyncio.ensure_future(_read(broadcast, seen))
     await asyncio.sleep(0)
-    screen.show(b'{"n":2}')
+    broadcast.publish(b'{"n":2}')
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    screen.close()
+    broadcast.close()
     await asyncio.wait_for(reading, 5)
 
     assert seen == [b'event: status\ndata: {"n":1}\n\n', b'event: status\ndata: {"n":2}\n\n']
-    screen.check_room()
+    broadcast.check_capacity()
 
 
 @pytest.mark.asyncio
 async def test_streams_are_bounded() -> None:
-    """As many pages may be open as the bound says, and one more when one is closed."""
-    screen = Screen()
-    screen.show(b"{}")
-    streams = [screen.stream() for _ in range(limits.STATUS_STREAMS_MAX)]
+    """As many pages may be open as the limit says, and one more when one is closed."""
+    broadcast = StatusBroadcast()
+    broadcast.publish(b"{}")
+    streams = [broadcast.stream() for _ in range(limits.STATUS_STREAMS_MAX)]
     for stream in streams:
         await anext(stream)
-    with pytest.raises(PsError, match="limit"):
-        screen.check_room()
+    with pytest.raises(PsError, match="the limit of"):
+        broadcast.check_capacity()
     await streams[0].aclose()  # type: ignore[attr-defined]
 
-    screen.check_room()
+    broadcast.check_capacity()
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]

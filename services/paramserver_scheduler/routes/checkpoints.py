@@ -11,7 +11,16 @@ from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
 from paramserver_scheduler.checkpoints import check_name
-from paramserver_scheduler.exchange import PAGED, gives, page, read_optional, reply, respond, service, takes
+from paramserver_scheduler.exchange import (
+    PAGED,
+    page,
+    read_optional,
+    reply,
+    request_body,
+    respond,
+    response_doc,
+    service,
+)
 
 router = APIRouter(prefix="/models/{m}", tags=["checkpoints"])
 
@@ -32,8 +41,8 @@ CHECKPOINT = {
 @router.post(
     "/checkpoints",
     status_code=201,
-    responses=gives(201, "Written", CHECKPOINT),
-    openapi_extra=takes(bodies.Checkpoint, {"name": "before-tuning"}, False),
+    responses=response_doc(201, "Written", CHECKPOINT),
+    openapi_extra=request_body(bodies.Checkpoint, {"name": "before-tuning"}, False),
 )
 @role("admin")
 async def write(request: Request, m: str) -> Response:
@@ -48,7 +57,7 @@ async def write(request: Request, m: str) -> Response:
     return await reply(request, lambda n: io.RequestCheckpoint(n, m, name))
 
 
-@router.get("/checkpoints", responses=gives(200, "The checkpoints", {"items": [CHECKPOINT], "next": None}))
+@router.get("/checkpoints", responses=response_doc(200, "The checkpoints", {"items": [CHECKPOINT], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_checkpoints(request: Request, m: str) -> Response:
@@ -58,8 +67,8 @@ async def list_checkpoints(request: Request, m: str) -> Response:
 
 @router.post(
     "/restore",
-    responses=gives(200, "Set; 201 if the model was made"),
-    openapi_extra=takes(bodies.Restore, {"checkpoint": "latest", "as": "demo2", "partitions": 4}, False),
+    responses=response_doc(200, "Restored; 201 if the model was created"),
+    openapi_extra=request_body(bodies.Restore, {"checkpoint": "latest", "as": "demo2", "partitions": 4}, False),
 )
 @role("admin")
 async def restore(request: Request, m: str) -> Response:

@@ -6,20 +6,30 @@ from fastapi import APIRouter, Request, Response
 
 from paramserver.errors import problem
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import gives, service, takes
+from paramserver_scheduler.exchange import request_body, response_doc, service
 
 router = APIRouter(tags=["data"])
 
 _turns = itertools.count()
 
 PUSH = {"model": "demo", "grads": {"w": [[0.1, 0.2]]}, "worker": "w0", "epoch": 1, "seq": 7}
-PUSHED = {"model": "demo", "version": 7, "state": "applied", "duplicate": False, "durable_version": 5, "incarnation": 1}
+PUSHED = {
+    "model": "demo",
+    "version": 7,
+    "state": "applied",
+    "duplicate": False,
+    "durable_version": 5,
+    "incarnation": 1,
+    "timeline": 0,
+}
 PULL = {"model": "demo", "names": ["w"], "min_version": 7, "wait_s": 5}
-PULLED = {"model": "demo", "version": 7, "incarnation": 1, "params": {"w": [[0.1, 0.2]]}}
+PULLED = {"model": "demo", "version": 7, "incarnation": 1, "timeline": 0, "params": {"w": [[0.1, 0.2]]}}
 
 
 @router.post(
-    "/push", responses=gives(200, "Applied (202: staged or buffered)", PUSHED), openapi_extra=takes(None, PUSH)
+    "/push",
+    responses=response_doc(200, "Applied (202: staged or buffered)", PUSHED),
+    openapi_extra=request_body(None, PUSH),
 )
 @role("worker")
 async def push(request: Request) -> Response:
@@ -31,7 +41,7 @@ async def push(request: Request) -> Response:
     return await hand_over(request)
 
 
-@router.post("/pull", responses=gives(200, "The values", PULLED), openapi_extra=takes(None, PULL))
+@router.post("/pull", responses=response_doc(200, "The values", PULLED), openapi_extra=request_body(None, PULL))
 @role("reader")
 async def pull(request: Request) -> Response:
     """Pull parameters by name.
@@ -43,7 +53,9 @@ async def pull(request: Request) -> Response:
 
 
 @router.post(
-    "/pushpull", responses=gives(200, "Both", {**PUSHED, **PULLED}), openapi_extra=takes(None, {**PUSH, "names": ["w"]})
+    "/pushpull",
+    responses=response_doc(200, "The values, and what the push did", {**PUSHED, **PULLED, "push": PUSHED}),
+    openapi_extra=request_body(None, {**PUSH, "names": ["w"]}),
 )
 @role("worker")
 async def pushpull(request: Request) -> Response:
@@ -55,7 +67,7 @@ async def pushpull(request: Request) -> Response:
 
 
 @router.head("/pull/{m}/{name:path}", include_in_schema=False)
-@router.get("/pull/{m}/{name:path}", responses=gives(200, "A .npy file, with an ETag"))
+@router.get("/pull/{m}/{name:path}", responses=response_doc(200, "A .npy file, with an ETag"))
 @role("reader")
 async def pull_npy(request: Request, m: str, name: str) -> Response:
     """Pull one parameter as a .npy file with an `ETag`; 304 if `If-None-Match` matches."""
@@ -64,8 +76,8 @@ async def pull_npy(request: Request, m: str, name: str) -> Response:
 
 @router.put(
     "/models/{m}/params/{name:path}",
-    responses=gives(200, "Assigned", PUSHED),
-    openapi_extra=takes(None, [[0.0, 1.0]]),
+    responses=response_doc(200, "Assigned", PUSHED),
+    openapi_extra=request_body(None, [[0.0, 1.0]]),
 )
 @role("worker")
 async def assign(request: Request, m: str, name: str) -> Response:

@@ -15,7 +15,7 @@ from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.race import while_there
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import gives, number_of, respond, service
+from paramserver_scheduler.exchange import number_of, respond, response_doc, service
 from paramserver_scheduler.hub import Feed
 from paramserver_scheduler.runtime import Answer, Runtime
 
@@ -24,7 +24,7 @@ router = APIRouter(tags=["feed"])
 MAP = {"map_epoch": 3, "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"], "alive": True}}}
 
 
-@router.get("/map", responses=gives(200, "The map", MAP))
+@router.get("/map", responses=response_doc(200, "The map", MAP))
 @role("reader")
 @takes_query("since", "wait_s")
 async def get_map(request: Request) -> Response:
@@ -51,7 +51,7 @@ async def get_map(request: Request) -> Response:
     return respond(request, s.read.map())
 
 
-@router.get("/events", responses=gives(200, "Server-sent events: map, model, roster, commit, gone"))
+@router.get("/events", responses=response_doc(200, "Server-sent events: map, model, roster, commit, gone"))
 @role("reader")
 async def events(request: Request) -> StreamingResponse:
     """Stream the whole state once, then each change, as server-sent events.

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from paramserver.errors import NotFoundError, problem
 from paramserver_node.roles import role
 from paramserver_scheduler.checkpoints import CheckpointStore, check_name
-from paramserver_scheduler.exchange import gives, service
-from paramserver_scheduler.holders import FILES, file_path, of_creation
+from paramserver_scheduler.exchange import response_doc, service
+from paramserver_scheduler.remote_checkpoints import FILES, file_path, of_creation
 
 router = APIRouter(tags=["checkpoints"])
 
@@ -68,7 +68,7 @@ def _ranges(text: str, size: int) -> list[tuple[int, int]] | None:
     return found
 
 
-@router.get("/models/{m}/checkpoints/{name}/{file}", responses=gives(200, "The file"))
+@router.get("/models/{m}/checkpoints/{name}/{file}", responses=response_doc(200, "The file"))
 @role("reader")
 async def download(request: Request, m: str, name: str, file: str) -> Response:
     """Download a file of a checkpoint: `manifest.json`, `model.safetensors`, `optimizer.safetensors` or `workers.json`.
@@ -80,13 +80,13 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
     try:
         record, creation = s.read.checkpoint(m, check_name(name)), s.read.creation(m)
     except NotFoundError as e:
-        if e.code != "unknown_model" or (path := await _held(request, m, name, file, None)) is None:
+        if e.code != "unknown_model" or (path := await _local_file(request, m, name, file, None)) is None:
             raise
-        return _answer(path)
+        return _file_response(path)
     name = record["name"]
-    if (path := await _held(request, m, name, file, creation)) is not None:
-        return _answer(path)
-    url = s.jobs.holders.url(str(record["scheduler"]))
+    if (path := await _local_file(request, m, name, file, creation)) is not None:
+        return _file_response(path)
+    url = s.jobs.remote.url(str(record["scheduler"]))
     if url == s.url:
         raise _unknown(m, name, file)
     at, query = file_path(m, name, file), urlencode(of_creation(creation))
@@ -94,20 +94,22 @@ async def download(request: Request, m: str, name: str, file: str) -> Response:
     return await s.forwarder.forward(Request(scope, request.receive), [url], by_shard=False)
 
 
-@router.get("/internal/checkpoints/{m}/{name}/{file}", responses=gives(200, "The file"))
+@router.get("/internal/checkpoints/{m}/{name}/{file}", responses=response_doc(200, "The file"))
 @role("reader")  # as for `download`, which forwards requests to it with the caller's role
 async def own_file(request: Request, m: str, name: str, file: str, creation: str | None = None) -> Response:
     """Download a file of a checkpoint from this scheduler's own disk, whether it leads or not.
 
     With `?creation=` only a checkpoint of that creation of the model is served.
     """
-    path = await _held(request, m, name, file, creation)
+    path = await _local_file(request, m, name, file, creation)
     if path is None:
         raise _unknown(m, name, file)
-    return _answer(path)
+    return _file_response(path)
 
 
-@router.delete("/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=gives(204, "Gone"))
+@router.delete(
+    "/internal/checkpoints/{m}/{name}/manifest.json", status_code=204, responses=response_doc(204, "Deleted")
+)
 @role("node")
 async def remove_own(request: Request, m: str, name: str, creation: str | None = None) -> Response:
     """Delete this scheduler's own copy of a checkpoint; idempotent.
@@ -122,13 +124,13 @@ def _store(request: Request) -> CheckpointStore:
     return cast(CheckpointStore, request.app.state.checkpoints)
 
 
-async def _held(request: Request, m: str, name: str, file: str, creation: str | None) -> Path | None:
+async def _local_file(request: Request, m: str, name: str, file: str, creation: str | None) -> Path | None:
     if file not in FILES:
         return None
     return await asyncio.to_thread(_store(request).file, m, name, file, creation)
 
 
-def _answer(path: Path) -> Response:
+def _file_response(path: Path) -> Response:
     return _File(path, media_type="application/json" if path.suffix == ".json" else "application/octet-stream")
 
 

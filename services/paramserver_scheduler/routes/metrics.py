@@ -6,15 +6,15 @@ from paramserver.core import scheduler_io as io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import PAGED, gives, page, read, reply, service, takes
+from paramserver_scheduler.exchange import PAGED, page, read, reply, request_body, response_doc, service
 
 router = APIRouter(prefix="/models/{m}", tags=["metrics"])
 
 
 @router.post(
     "/metrics",
-    responses=gives(200, "Kept", {"accepted": 1}),
-    openapi_extra=takes(bodies.Metrics, {"worker": "demo/w0", "clock": 6, "metrics": {"loss": 0.31}}),
+    responses=response_doc(200, "Stored", {"accepted": 1}),
+    openapi_extra=request_body(bodies.Metrics, {"worker": "demo/w0", "clock": 6, "metrics": {"loss": 0.31}}),
 )
 @role("worker")
 async def report(request: Request, m: str) -> Response:
@@ -26,7 +26,9 @@ async def report(request: Request, m: str) -> Response:
     return await reply(request, lambda n: io.ReportMetrics(n, m, b.metrics, b.worker, b.clock))
 
 
-@router.get("/metrics", responses=gives(200, "The series", {"items": [{"name": "loss", "points": []}], "next": None}))
+@router.get(
+    "/metrics", responses=response_doc(200, "The series", {"items": [{"name": "loss", "points": []}], "next": None})
+)
 @role("reader")
 @takes_query("name", *PAGED)
 async def series(request: Request, m: str) -> Response:

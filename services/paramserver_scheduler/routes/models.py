@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from paramserver.core import scheduler_io as io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler.exchange import PAGED, gives, page, read_json, reply, respond, service, takes
+from paramserver_scheduler.exchange import PAGED, page, read_json, reply, request_body, respond, response_doc, service
 
 router = APIRouter(tags=["models"])
 
@@ -47,8 +47,8 @@ MODEL = {
 @router.post(
     "/models",
     status_code=201,
-    responses=gives(201, "Made; every partition is served", MODEL),
-    openapi_extra=takes(None, SPEC),
+    responses=response_doc(201, "Created; every partition is served", MODEL),
+    openapi_extra=request_body(None, SPEC),
 )
 @role("admin")
 async def create_model(request: Request) -> Response:
@@ -65,7 +65,7 @@ async def create_model(request: Request) -> Response:
     return await reply(request, lambda n: io.CreateModel(n, spec, nonce), lambda m: f"/models/{quote(m['name'])}")
 
 
-@router.get("/models", responses=gives(200, "All models", {"items": [MODEL], "next": None}))
+@router.get("/models", responses=response_doc(200, "All models", {"items": [MODEL], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_models(request: Request) -> Response:
@@ -73,7 +73,7 @@ async def list_models(request: Request) -> Response:
     return page(request, service(request).read.models())
 
 
-@router.get("/models/{m}", responses=gives(200, "The model, with its map", MODEL))
+@router.get("/models/{m}", responses=response_doc(200, "The model, with its map", MODEL))
 @role("reader")
 async def get_model(request: Request, m: str) -> Response:
     """Return one model: its settings, its versions, and which shard owns each partition."""
@@ -82,8 +82,8 @@ async def get_model(request: Request, m: str) -> Response:
 
 @router.patch(
     "/models/{m}",
-    responses=gives(200, "The new revision", MODEL),
-    openapi_extra=takes(None, {"optimizer": {"lr": 0.05}}),
+    responses=response_doc(200, "The new revision", MODEL),
+    openapi_extra=request_body(None, {"optimizer": {"lr": 0.05}}),
 )
 @role("admin")
 async def patch_model(request: Request, m: str) -> Response:
@@ -96,7 +96,7 @@ async def patch_model(request: Request, m: str) -> Response:
     return await reply(request, lambda n: io.PatchModel(n, m, patch))
 
 
-@router.delete("/models/{m}", status_code=204, responses=gives(204, "Gone"))
+@router.delete("/models/{m}", status_code=204, responses=response_doc(204, "Deleted"))
 @role("admin")
 async def delete_model(request: Request, m: str) -> Response:
     """Delete a model with its values in memory and in Redis; its checkpoints on disk stay."""

@@ -15,7 +15,7 @@ from paramserver.errors import PsError, problem
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import ask, gives, read, reply, respond, service, takes
+from paramserver_scheduler.exchange import ask, read, reply, request_body, respond, response_doc, service
 from paramserver_scheduler.routes.feed import open_feed
 from paramserver_scheduler.routes.workers import epoch_of, number_of
 
@@ -34,8 +34,8 @@ BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 
 @router.post(
     "/shards",
     status_code=201,
-    responses=gives(201, "Joined", {"name": "shard-0", "epoch": 1, "lease_s": 5.0, "term": 1}),
-    openapi_extra=takes(bodies.JoinShard, SHARD),
+    responses=response_doc(201, "Joined", {"name": "shard-0", "epoch": 1, "lease_s": 5.0, "term": 1}),
+    openapi_extra=request_body(bodies.JoinShard, SHARD),
 )
 @role("node")
 async def join_shard(request: Request) -> Response:
@@ -50,8 +50,8 @@ async def join_shard(request: Request) -> Response:
 
 @router.put(
     "/shards/{name}",
-    responses=gives(200, "Alive", {"state": "active", "term": 1}),
-    openapi_extra=takes(bodies.ShardHeartbeat, BEAT),
+    responses=response_doc(200, "Alive", {"state": "active", "term": 1}),
+    openapi_extra=request_body(bodies.ShardHeartbeat, BEAT),
 )
 @role("node")
 async def shard_heartbeat(request: Request, name: str) -> Response:
@@ -61,10 +61,10 @@ async def shard_heartbeat(request: Request, name: str) -> Response:
     a shard ignores the answers of a deposed leader, which may not have noticed that it was replaced.
     """
     b = await read(request, bodies.ShardHeartbeat)
-    told = b.metrics, b.partitions, b.cuts, b.released, b.lost, b.memory, b.loads
+    report = b.metrics, b.partitions, b.cuts, b.released, b.lost, b.memory, b.loads
     term = service(request).read.term
     with _in_term(term):
-        answer = await ask(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *told))
+        answer = await ask(request, lambda n: io.ShardHeartbeat(n, name, b.epoch, *report))
     return respond(request, {**(answer.body or {}), "term": term}, answer.status)
 
 
@@ -77,7 +77,7 @@ def _in_term(term: int) -> Iterator[None]:
         raise error.plus(term=term) from error
 
 
-@router.post("/shards/{name}/clocks", status_code=204, responses=gives(204, "This scheduler stops"))
+@router.post("/shards/{name}/clocks", status_code=204, responses=response_doc(204, "This scheduler stops"))
 @role("node")
 async def clocks(request: Request, name: str) -> Response:
     """Report iterations that workers have ended with a push, one line each, in a body that does not end.
@@ -111,17 +111,17 @@ def _clock(line: bytes) -> ClockLine:
     try:
         return CLOCK_LINE.validate_json(line)
     except ValidationError as e:
-        raise problem("malformed", f"no report of a clock: {line[:100]!r}") from e
+        raise problem("malformed", f"invalid clock report: {line[:100]!r}") from e
 
 
 def _needed_epoch(request: Request) -> int:
     epoch = epoch_of(request)
     if epoch is None:
-        raise problem("malformed", "query value 'epoch' is required")
+        raise problem("malformed", "query parameter 'epoch' is required")
     return epoch
 
 
-@router.post("/shards/{name}/drain", responses=gives(200, "Its partitions move to the others", {"targets": 1}))
+@router.post("/shards/{name}/drain", responses=response_doc(200, "Its partitions move to the others", {"targets": 1}))
 @role("node")
 async def drain_shard(request: Request, name: str) -> Response:
     """Move all partitions of a shard that is about to stop to other shards; sent by that shard, with its `?epoch=`.
@@ -132,7 +132,7 @@ async def drain_shard(request: Request, name: str) -> Response:
     return await reply(request, lambda n: io.SetShardState(n, name, "draining", epoch))
 
 
-@router.delete("/shards/{name}", status_code=204, responses=gives(204, "Left"))
+@router.delete("/shards/{name}", status_code=204, responses=response_doc(204, "Left"))
 @role("node")
 async def leave_shard(request: Request, name: str) -> Response:
     """Deregister a shard that stops, with its `?epoch=`; its partitions are given to other shards at once."""
@@ -142,8 +142,8 @@ async def leave_shard(request: Request, name: str) -> Response:
 
 @router.post(
     "/models/{m}/uploaded",
-    responses=gives(200, "Noted", {"missing": []}),
-    openapi_extra=takes(bodies.Uploaded, {"name": "w"}),
+    responses=response_doc(200, "Noted", {"missing": []}),
+    openapi_extra=request_body(bodies.Uploaded, {"name": "w"}),
 )
 @role("node")
 async def uploaded(request: Request, m: str) -> Response:
@@ -157,8 +157,8 @@ async def uploaded(request: Request, m: str) -> Response:
 
 @router.post(
     "/models/{m}/restored",
-    responses=gives(200, "Noted"),
-    openapi_extra=takes(bodies.Restored, {"generation": 1, "timeline": 0, "version": 400}),
+    responses=response_doc(200, "Noted"),
+    openapi_extra=request_body(bodies.Restored, {"generation": 1, "timeline": 0, "version": 400}),
 )
 @role("node")
 async def restored(request: Request, m: str) -> Response:
@@ -173,7 +173,7 @@ async def restored(request: Request, m: str) -> Response:
 
 @router.get(
     "/models/{m}/worker",
-    responses=gives(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "rank": 0, "alive": True}),
+    responses=response_doc(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "rank": 0, "alive": True}),
 )
 @role("node")
 async def find_worker(request: Request, m: str, worker: str) -> Response:
@@ -182,7 +182,7 @@ async def find_worker(request: Request, m: str, worker: str) -> Response:
     return respond(request, s.read.worker(m, worker, s.now))
 
 
-@router.get("/feed", responses=gives(200, "One JSON document per line, without end"))
+@router.get("/feed", responses=response_doc(200, "One JSON document per line, without end"))
 @role("node")
 async def feed(request: Request) -> StreamingResponse:
     """Stream the whole state once, then each change, as one JSON document per line.

@@ -9,7 +9,17 @@ from paramserver.core import scheduler_io as io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import PAGED, gives, page, read, read_optional, reply, respond, service, takes
+from paramserver_scheduler.exchange import (
+    PAGED,
+    page,
+    read,
+    read_optional,
+    reply,
+    request_body,
+    respond,
+    response_doc,
+    service,
+)
 from paramserver_scheduler.routes.workers import epoch_of
 
 router = APIRouter(tags=["runs"])
@@ -20,8 +30,8 @@ RUN = {"model": "demo", "entry": "paramserver.examples.digits:train", "workers":
 @router.post(
     "/runs",
     status_code=201,
-    responses=gives(201, "Waits for workers, or runs", {"id": "run-7f3a", "state": "waiting", **RUN}),
-    openapi_extra=takes(bodies.Run, RUN),
+    responses=response_doc(201, "Waits for workers, or runs", {"id": "run-7f3a", "state": "waiting", **RUN}),
+    openapi_extra=request_body(bodies.Run, RUN),
 )
 @role("admin")
 async def create_run(request: Request) -> Response:
@@ -42,7 +52,7 @@ async def create_run(request: Request) -> Response:
     return await reply(request, make, lambda run: f"/runs/{run['id']}")
 
 
-@router.get("/runs", responses=gives(200, "Newest first", {"items": [], "next": None}))
+@router.get("/runs", responses=response_doc(200, "Newest first", {"items": [], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_runs(request: Request) -> Response:
@@ -50,14 +60,18 @@ async def list_runs(request: Request) -> Response:
     return page(request, service(request).read.runs())
 
 
-@router.get("/runs/{run}", responses=gives(200, "The run"))
+@router.get("/runs/{run}", responses=response_doc(200, "The run"))
 @role("reader")
 async def get_run(request: Request, run: str) -> Response:
     """Return one run: its state with the reason, its places, and its stopping rule."""
     return respond(request, service(request).read.run(run))
 
 
-@router.patch("/runs/{run}", responses=gives(200, "Changed"), openapi_extra=takes(bodies.RunPatch, {"state": "paused"}))
+@router.patch(
+    "/runs/{run}",
+    responses=response_doc(200, "Changed"),
+    openapi_extra=request_body(bodies.RunPatch, {"state": "paused"}),
+)
 @role("admin")
 async def patch_run(request: Request, run: str) -> Response:
     """Pause, resume or stop a run, or change its number of workers or its stopping rule.
@@ -70,8 +84,8 @@ async def patch_run(request: Request, run: str) -> Response:
 
 @router.post(
     "/runs/{run}/places/{place}/done",
-    responses=gives(200, "Noted"),
-    openapi_extra=takes(bodies.PlaceDone, {"member": "pool-0", "epoch": 1, "error": None, "attempt": 0}),
+    responses=response_doc(200, "Noted"),
+    openapi_extra=request_body(bodies.PlaceDone, {"member": "pool-0", "epoch": 1, "error": None, "attempt": 0}),
 )
 @role("worker")
 async def place_done(request: Request, run: str, place: int) -> Response:
@@ -86,8 +100,8 @@ async def place_done(request: Request, run: str, place: int) -> Response:
 @router.post(
     "/pool",
     status_code=201,
-    responses=gives(201, "Joined", {"member": "pool-0", "epoch": 1, "lease_s": 5.0}),
-    openapi_extra=takes(bodies.JoinPool, {"allow": ["paramserver.examples"]}, False),
+    responses=response_doc(201, "Joined", {"member": "pool-0", "epoch": 1, "lease_s": 5.0}),
+    openapi_extra=request_body(bodies.JoinPool, {"allow": ["paramserver.examples"]}, False),
 )
 @role("worker")
 async def join_pool(request: Request) -> Response:
@@ -100,7 +114,7 @@ async def join_pool(request: Request) -> Response:
     return await reply(request, lambda n: io.JoinPool(n, b.name, b.allow), lambda p: f"/pool/{p['member']}")
 
 
-@router.get("/pool", responses=gives(200, "The pool", {"items": [], "next": None}))
+@router.get("/pool", responses=response_doc(200, "The pool", {"items": [], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_pool(request: Request) -> Response:
@@ -111,8 +125,8 @@ async def list_pool(request: Request) -> Response:
 
 @router.put(
     "/pool/{member:path}",
-    responses=gives(200, "Alive", {"state": "idle", "run": None}),
-    openapi_extra=takes(bodies.MemberHeartbeat, {"epoch": 1, "metrics": {"cpu_cores": 0.5}}),
+    responses=response_doc(200, "Alive", {"state": "idle", "run": None}),
+    openapi_extra=request_body(bodies.MemberHeartbeat, {"epoch": 1, "metrics": {"cpu_cores": 0.5}}),
 )
 @role("worker")
 async def pool_heartbeat(request: Request, member: str) -> Response:
@@ -125,7 +139,7 @@ async def pool_heartbeat(request: Request, member: str) -> Response:
     return await reply(request, lambda n: io.PoolHeartbeat(n, member, b.epoch, b.metrics))
 
 
-@router.delete("/pool/{member:path}", status_code=204, responses=gives(204, "Left"))
+@router.delete("/pool/{member:path}", status_code=204, responses=response_doc(204, "Left"))
 @role("worker")
 @takes_query("epoch")
 async def leave_pool(request: Request, member: str) -> Response:

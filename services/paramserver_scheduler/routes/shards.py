@@ -6,7 +6,7 @@ from paramserver.core import scheduler_io as io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import PAGED, gives, page, read, reply, respond, service, takes
+from paramserver_scheduler.exchange import PAGED, page, read, reply, request_body, respond, response_doc, service
 
 router = APIRouter(tags=["shards"])
 
@@ -27,7 +27,7 @@ SHARD = {
 }
 
 
-@router.get("/shards", responses=gives(200, "All shards", {"items": [SHARD], "next": None}))
+@router.get("/shards", responses=response_doc(200, "All shards", {"items": [SHARD], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_shards(request: Request) -> Response:
@@ -39,7 +39,7 @@ async def list_shards(request: Request) -> Response:
     return page(request, s.read.shards(s.now))
 
 
-@router.get("/shards/{name}", responses=gives(200, "The shard", SHARD))
+@router.get("/shards/{name}", responses=response_doc(200, "The shard", SHARD))
 @role("reader")
 async def get_shard(request: Request, name: str) -> Response:
     """Return one shard, with the fields of `GET /shards`."""
@@ -49,8 +49,8 @@ async def get_shard(request: Request, name: str) -> Response:
 
 @router.put(
     "/shards/{name}",
-    responses=gives(200, "Noted; its partitions move one after the other", {**SHARD, "state": "draining"}),
-    openapi_extra=takes(bodies.ShardState, {"state": "draining"}),
+    responses=response_doc(200, "Noted; its partitions move one after the other", {**SHARD, "state": "draining"}),
+    openapi_extra=request_body(bodies.ShardState, {"state": "draining"}),
 )
 @role("admin")
 async def set_shard_state(request: Request, name: str) -> Response:

@@ -41,10 +41,10 @@ async def stream(request: Request) -> StreamingResponse:
 
     Each event is the document of `GET /status` without the points in `series`, which `GET /status/series` returns.
     """
-    screen = service(request).screen
-    screen.check_room()
+    broadcast = service(request).broadcast
+    broadcast.check_capacity()
     return StreamingResponse(
-        screen.stream(),
+        broadcast.stream(),
         media_type="text/event-stream",
         headers={"cache-control": "no-store", "x-accel-buffering": "no"},
     )
@@ -87,7 +87,7 @@ async def series(request: Request) -> Response:
     to_s = min(seconds_of(request, "to", now_s), now_s)
     from_s = max(seconds_of(request, "from", to_s - SPAN_S), now_s - limits.STATUS_SPAN_S_MAX)
     if from_s > to_s:
-        raise problem("malformed", "query value 'from' must not lie behind 'to'")
+        raise problem("malformed", "query parameter 'from' must not be later than 'to'")
     grid = Grid.of(from_s, to_s, seconds_of(request, "step", (to_s - from_s) / POINTS), now_s)
     only = {k: request.query_params[k] for k in ("model", "node", "worker") if k in request.query_params}
     items = [item for name in names for item in _read(s, name, only, grid)]
@@ -130,5 +130,5 @@ def seconds_of(request: Request, name: str, default: float) -> float:
     except ValueError:
         value = float("nan")
     if not (isfinite(value) and 0 <= value < 1e12):
-        raise problem("malformed", f"query value '{name}' must be a number of seconds")
+        raise problem("malformed", f"query parameter '{name}' must be a number of seconds")
     return value

@@ -6,7 +6,7 @@ from paramserver.core import scheduler_io as io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import PAGED, gives, page, read, reply, service, takes
+from paramserver_scheduler.exchange import PAGED, page, read, reply, request_body, response_doc, service
 
 router = APIRouter(prefix="/models/{m}", tags=["tasks"])
 
@@ -24,7 +24,10 @@ TASK = {
 
 
 @router.post(
-    "/tasks", status_code=201, responses=gives(201, "Registered", DATASET), openapi_extra=takes(bodies.Dataset, DATASET)
+    "/tasks",
+    status_code=201,
+    responses=response_doc(201, "Registered", DATASET),
+    openapi_extra=request_body(bodies.Dataset, DATASET),
 )
 @role("worker")
 async def register(request: Request, m: str) -> Response:
@@ -39,7 +42,7 @@ async def register(request: Request, m: str) -> Response:
     )
 
 
-@router.get("/tasks", responses=gives(200, "The datasets", {"items": [DATASET], "next": None}))
+@router.get("/tasks", responses=response_doc(200, "The datasets", {"items": [DATASET], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_datasets(request: Request, m: str) -> Response:
@@ -49,8 +52,8 @@ async def list_datasets(request: Request, m: str) -> Response:
 
 @router.post(
     "/tasks/lease",
-    responses=gives(200, "A task, or none now", {"task": TASK, "finished": False, "clock": 0, "timeline": 0}),
-    openapi_extra=takes(bodies.Lease, {"worker": "demo/w0", "epoch": 1, "dataset": "train", "wait_s": 5}),
+    responses=response_doc(200, "A task, or none now", {"task": TASK, "finished": False, "clock": 0, "timeline": 0}),
+    openapi_extra=request_body(bodies.Lease, {"worker": "demo/w0", "epoch": 1, "dataset": "train", "wait_s": 5}),
 )
 @role("worker")
 async def lease(request: Request, m: str) -> Response:
@@ -65,8 +68,8 @@ async def lease(request: Request, m: str) -> Response:
 
 @router.post(
     "/tasks/{task:path}/done",
-    responses=gives(200, "Noted", {"id": "train:0:0", "done": True}),
-    openapi_extra=takes(bodies.TaskDone, {"worker": "demo/w0", "epoch": 1}),
+    responses=response_doc(200, "Noted", {"id": "train:0:0", "done": True}),
+    openapi_extra=request_body(bodies.TaskDone, {"worker": "demo/w0", "epoch": 1}),
 )
 @role("worker")
 async def done(request: Request, m: str, task: str) -> Response:
@@ -76,7 +79,9 @@ async def done(request: Request, m: str, task: str) -> Response:
 
 
 @router.post(
-    "/evaluations", status_code=201, responses=gives(201, "Waits for a worker", {"id": "evaluate:12", "clock": 12})
+    "/evaluations",
+    status_code=201,
+    responses=response_doc(201, "Waits for a worker", {"id": "evaluate:12", "clock": 12}),
 )
 @role("worker")
 async def evaluate(request: Request, m: str) -> Response:

@@ -12,7 +12,17 @@ from paramserver.errors import problem
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import bodies
-from paramserver_scheduler.exchange import PAGED, gives, page, read, read_optional, reply, respond, service, takes
+from paramserver_scheduler.exchange import (
+    PAGED,
+    page,
+    read,
+    read_optional,
+    reply,
+    request_body,
+    respond,
+    response_doc,
+    service,
+)
 
 router = APIRouter(prefix="/models/{m}", tags=["workers"])
 
@@ -42,8 +52,8 @@ CLOCK = {
 @router.post(
     "/workers",
     status_code=201,
-    responses=gives(201, "Joined", JOINED),
-    openapi_extra=takes(bodies.JoinWorker, {"name": "w0"}, False),
+    responses=response_doc(201, "Joined", JOINED),
+    openapi_extra=request_body(bodies.JoinWorker, {"name": "w0"}, False),
 )
 @role("worker")
 async def join(request: Request, m: str) -> Response:
@@ -60,7 +70,7 @@ async def join(request: Request, m: str) -> Response:
     )
 
 
-@router.get("/workers", responses=gives(200, "The roster", {"items": [], "next": None}))
+@router.get("/workers", responses=response_doc(200, "The roster", {"items": [], "next": None}))
 @role("reader")
 @takes_query(*PAGED)
 async def list_workers(request: Request, m: str) -> Response:
@@ -72,7 +82,7 @@ async def list_workers(request: Request, m: str) -> Response:
     return page(request, s.read.workers(m, s.now, kept=True))
 
 
-@router.post("/workers/{w:path}/drain", responses=gives(200, "Asked to finish"))
+@router.post("/workers/{w:path}/drain", responses=response_doc(200, "Asked to finish"))
 @role("admin")
 async def drain(request: Request, m: str, w: str) -> Response:
     """Ask a worker to finish its current work and leave the model.
@@ -83,7 +93,7 @@ async def drain(request: Request, m: str, w: str) -> Response:
     return await reply(request, lambda n: io.DrainWorker(n, m, w))
 
 
-@router.get("/workers/{w:path}", responses=gives(200, "The worker"))
+@router.get("/workers/{w:path}", responses=response_doc(200, "The worker"))
 @role("reader")
 async def get_worker(request: Request, m: str, w: str) -> Response:
     """Return one worker of a model, live or dead: its epoch, rank, clock, heartbeat age and stored state (`kept`)."""
@@ -93,8 +103,8 @@ async def get_worker(request: Request, m: str, w: str) -> Response:
 
 @router.put(
     "/workers/{w:path}",
-    responses=gives(200, "Alive", BEAT),
-    openapi_extra=takes(bodies.WorkerHeartbeat, {"epoch": 1, "clock": 6, "metrics": {"loss": 0.3}}),
+    responses=response_doc(200, "Alive", BEAT),
+    openapi_extra=request_body(bodies.WorkerHeartbeat, {"epoch": 1, "clock": 6, "metrics": {"loss": 0.3}}),
 )
 @role("worker")
 async def heartbeat(request: Request, m: str, w: str) -> Response:
@@ -105,11 +115,11 @@ async def heartbeat(request: Request, m: str, w: str) -> Response:
     earlier state, so continue from the `clock` and `timeline` in the error.
     """
     b = await read(request, bodies.WorkerHeartbeat)
-    told = b.epoch, b.clock, b.timeline, b.metrics, b.state, b.since
-    return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, *told))
+    report = b.epoch, b.clock, b.timeline, b.metrics, b.state, b.since
+    return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, *report))
 
 
-@router.delete("/workers/{w:path}", status_code=204, responses=gives(204, "Left"))
+@router.delete("/workers/{w:path}", status_code=204, responses=response_doc(204, "Left"))
 @role("worker")
 @takes_query("epoch")
 async def leave(request: Request, m: str, w: str) -> Response:
@@ -123,8 +133,8 @@ async def leave(request: Request, m: str, w: str) -> Response:
 
 @router.post(
     "/clock",
-    responses=gives(200, "Released, or `wait_s` is over", CLOCK),
-    openapi_extra=takes(bodies.Clock, {"worker": "demo/w0", "epoch": 1, "clock": 1, "wait_s": 5}),
+    responses=response_doc(200, "Released, or `wait_s` is over", CLOCK),
+    openapi_extra=request_body(bodies.Clock, {"worker": "demo/w0", "epoch": 1, "clock": 1, "wait_s": 5}),
 )
 @role("worker")
 async def clock(request: Request, m: str) -> Response:
@@ -135,8 +145,8 @@ async def clock(request: Request, m: str) -> Response:
     beyond the reported one if the others went on without this worker.
     """
     b = await read(request, bodies.Clock)
-    told = b.worker, b.epoch, b.clock, b.timeline, b.wait_s, b.since
-    return await reply(request, lambda n: io.ReportClock(n, m, *told))
+    report = b.worker, b.epoch, b.clock, b.timeline, b.wait_s, b.since
+    return await reply(request, lambda n: io.ReportClock(n, m, *report))
 
 
 def epoch_of(request: Request) -> int | None:
@@ -150,5 +160,5 @@ def number_of(request: Request, name: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 17):
-        raise problem("malformed", f"query value '{name}' must be a non-negative integer")
+        raise problem("malformed", f"query parameter '{name}' must be a non-negative integer")
     return int(text)

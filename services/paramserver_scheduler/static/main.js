@@ -98,7 +98,7 @@ function runRows(runs) {
 }
 
 function eventRows(events) {
-  if (events.length === 0) return el("p.dim", {}, "Nothing has happened yet.");
+  if (events.length === 0) return el("p.dim", {}, "No events yet.");
   return el("ul.events", {}, events.slice(0, EVENTS).map(e => el("li", {},
     el("span.dim.num", {}, clock(e.at)), el(`i.dot.${e.level}`), el("span", {}, e.text))));
 }

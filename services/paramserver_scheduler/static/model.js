@@ -105,7 +105,7 @@ export class ModelPanel {
         lines: lags.map(l => ({of: l, label: shortWorker(l.split("|")[1])}))},
       {id: "bytes", title: "Traffic", unit: "B/s", note: "bytes of gradients and of values, over all shards", lines: [
         {of: "model.in_bytes_per_s", label: "gradients in", nth: 5}, {of: "model.out_bytes_per_s", label: "values out", nth: 6, dash: [4, 3]}]},
-      {id: "durable", title: "Not yet durable", unit: "versions", note: "versions that a loss of the shard would undo",
+      {id: "durable", title: "Not yet durable", unit: "versions", note: "versions that would be lost with their shard",
         lines: [{of: "model.durable_behind", label: "", nth: 4}]},
     ];
   }
@@ -158,7 +158,7 @@ function workers(model) {
     kind: w.state === "dead" ? "gone" : null,
     cells: [
       w.worker,
-      [pill(w.state), model.waiting_for.includes(w.worker) && el("span.pill.warn", {title: "the others wait for it"}, "waited for")],
+      [pill(w.state), model.waiting_for.includes(w.worker) && el("span.pill.warn", {title: "other workers wait for it"}, "waited for")],
       el("span.num", {}, fixed(w.clock)), bar(w.clock / top), short(w.lag), short(w.metrics.loss), age(w.heartbeat_age_s),
     ],
   })));

@@ -20,13 +20,13 @@ export function drawTiles({nodes, models, cluster}, series) {
   show(document.getElementById("tiles"),
     tile("Shards alive", `${alive.length} / ${shards.length}`,
       alive.length < shards.length || !alive.length ? "bad" : troubled.length ? "warn" : "good",
-      troubled.map(n => `${n.name} ${stateOf(n)}`).join(", ") || (alive.length ? "all answer" : "none has joined")),
+      troubled.map(n => `${n.name} ${stateOf(n)}`).join(", ") || (alive.length ? "all responding" : "none has joined")),
     tile("Workers", fixed(workers.length), workers.length ? "good" : "",
-      waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "nobody waits" : "none has joined"),
+      waited.size ? `waiting for ${[...waited].map(w => w.split("/").at(-1)).join(", ")}` : workers.length ? "none is waiting" : "none has joined"),
     tile("Versions per second", short(updates), "", null, spark(series.of("cluster.updates_per_s").slice(-120), colour(0))),
     tile("Slowest push, p99", seconds(slow), "", half === null ? "no pushes now" : `median ${seconds(half)}`),
     tile("Traffic", `${bytes(traffic)}/s`, "", null, spark(series.of("cluster.bytes_per_s").slice(-120), colour(2))),
-    tile("Redis", cluster.redis === "ok" ? "answers" : "away", cluster.redis === "ok" ? "good" : "bad",
+    tile("Redis", cluster.redis === "ok" ? "up" : "away", cluster.redis === "ok" ? "good" : "bad",
       models.length ? `${fixed(behind)} versions to store` : ""));
 }
 

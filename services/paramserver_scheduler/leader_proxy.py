@@ -19,15 +19,15 @@ from paramserver_scheduler.lease import Lease
 
 log = logging.getLogger("paramserver.scheduler")
 
-OWN: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login", "/docs")
-OWN_UNDER: Final = ("/static/", "/docs/", "/internal/checkpoints/")
-"""Paths (`OWN`) and path prefixes that every scheduler serves itself, leading or not."""
+LOCAL_PATHS: Final = ("/", "/livez", "/readyz", "/version", "/metrics", "/login", "/docs")
+LOCAL_PREFIXES: Final = ("/static/", "/docs/", "/internal/checkpoints/")
+"""Paths (`LOCAL_PATHS`) and path prefixes that every scheduler serves itself, leading or not."""
 
-WITHOUT_END: Final = re.compile("/internal/shards/[^/]+/clocks")
+ENDLESS_BODY: Final = re.compile("/internal/shards/[^/]+/clocks")
 """Paths of requests with an endless body, which cannot be forwarded."""
 
 
-class Door:
+class LeaderProxy:
     """The ASGI app around a scheduler's routes."""
 
     def __init__(self, app: FastAPI, lease: Lease, forwarder: Forwarder) -> None:
@@ -37,21 +37,21 @@ class Door:
         self._forwarder = forwarder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OWN or scope["path"].startswith(OWN_UNDER):
+        if scope["type"] != "http" or scope["path"] in LOCAL_PATHS or scope["path"].startswith(LOCAL_PREFIXES):
             await self._app(scope, receive, send)
-        elif await self._leads():
-            await self._app(scope, receive, self._naming_the_others(send))
-        elif WITHOUT_END.fullmatch(scope["path"]):
-            error = problem("no_leader", "this scheduler does not lead; the leader takes it itself")
-            await problems.response(Request(scope), error)(scope, receive, self._naming_the_others(send))
+        elif await self._is_leader():
+            await self._app(scope, receive, self._naming_all_schedulers(send))
+        elif ENDLESS_BODY.fullmatch(scope["path"]):
+            error = problem("no_leader", "this scheduler is not the leader; send this request to the leader directly")
+            await problems.response(Request(scope), error)(scope, receive, self._naming_all_schedulers(send))
         else:
-            await self._hand_on(scope, receive, send)
+            await self._forward(scope, receive, send)
 
-    async def _leads(self) -> bool:
+    async def _is_leader(self) -> bool:
         service = self._state.service
-        return service is not None and await service.reign.confirm()
+        return service is not None and await service.leadership.confirm()
 
-    def _naming_the_others(self, send: Send) -> Send:
+    def _naming_all_schedulers(self, send: Send) -> Send:
         """Wrap `send` to name all schedulers in a header, so clients can turn to another when this one dies."""
         schedulers = self._lease.schedulers
         if len(schedulers) < 2:
@@ -66,29 +66,29 @@ class Door:
 
         return named
 
-    async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         leader = self._lease.leader
         if leader is None or leader.place == self._lease.place or FORWARDED_TO_LEADER in request.headers:
-            raise problem("no_leader", "no scheduler leads just now; another takes over within seconds")
+            raise problem("no_leader", "there is no leader at the moment; a standby takes over within seconds")
         begun = False
 
-        async def passed(message: Message) -> None:
+        async def tracked_send(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
-        async def hand_on() -> None:
+        async def forward() -> None:
             answer = await self._forwarder.forward(
                 request, [leader.url], by_shard=False, code="no_leader", headers={FORWARDED_TO_LEADER: str(leader.term)}
             )
             try:
-                await answer(scope, receive, passed)
+                await answer(scope, receive, tracked_send)
             except PyreqwestError as e:
                 # Part of the response has been sent; leaving it incomplete makes the server close the connection.
                 log.info("door.leader_broke_off path=%s %s", scope["path"], e)
 
-        handed = await race(hand_on(), self._lease.succeeded(leader))
-        if handed is None and not begun:  # the former leader hangs, with the request in flight
+        forwarded = await race(forward(), self._lease.wait_for_successor(leader))
+        if forwarded is None and not begun:  # the former leader hangs, with the request in flight
             code = "no_leader" if scope["method"] in ("GET", "HEAD") else "in_doubt"
             raise problem(code, "another scheduler has taken over before the leader answered")

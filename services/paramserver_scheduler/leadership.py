@@ -14,7 +14,7 @@ from typing import Final
 
 from paramserver.errors import PsError
 from paramserver.limits import LEADER_LEASE_S
-from paramserver_scheduler.lease import Deposed, Emptied, Lease
+from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
 
 log = logging.getLogger("paramserver.scheduler")
 
@@ -24,29 +24,29 @@ PAUSE_S: Final = 1.0
 """An event loop that has not run for this long counts as paused."""
 
 
-class Reign:
-    """One leadership, from winning the lease to losing it."""
+class Leadership:
+    """One term as leader, from winning the lease to losing it."""
 
     def __init__(
         self,
         lease: Lease,
         redis_answers: Callable[[bool], None],
-        emptied: Callable[[], None],
-        newer_leads: Callable[[], Awaitable[bool]],
+        on_data_lost: Callable[[], None],
+        newer_leader_exists: Callable[[], Awaitable[bool]],
     ) -> None:
         self._lease = lease
-        self._newer_leads = newer_leads
+        self._newer_leader_exists = newer_leader_exists
         self._renewed_s = monotonic()
         self._redis_answers = redis_answers
         """Called after each renewal with whether Redis answered."""
-        self._emptied = emptied
-        self._beat_s = monotonic()
+        self._on_data_lost = on_data_lost
+        self._ran_s = monotonic()
         """When the event loop was last known to run."""
         self._paused_s = float("-inf")
         """When a pause of the event loop was last noticed."""
-        self._doubt = False
+        self._unconfirmed = False
         """Whether no renewal has begun and ended since the last pause."""
-        self._asking: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
         self.over = False
         """Whether a newer leader is known, or `run` has ended for another reason."""
 
@@ -54,36 +54,36 @@ class Reign:
         """Renew the lease until cancelled.  Raises Deposed when another scheduler leads."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch_the_clock())
+                group.create_task(self._watch_for_pauses())
                 while True:
-                    await self._ask()
+                    await self._renew_shared()
                     if self.over:
                         raise Deposed(f"a newer scheduler than term {self._lease.term} leads")
                     await asyncio.sleep(RENEW_S)
         finally:
             self.over = True
-            if self._asking is not None:
-                self._asking.cancel()
+            if self._renewal is not None:
+                self._renewal.cancel()
 
     async def confirm(self) -> bool:
         """Whether this scheduler may still answer; asks Redis first if the process was just paused."""
-        self._beat()
-        while self._doubt and not self.over:
-            await self._ask()  # again if one was in flight already: its answer may be older than the pause
+        self._record_running()
+        while self._unconfirmed and not self.over:
+            await self._renew_shared()  # again if one was in flight already: its answer may be older than the pause
         return not self.over
 
-    async def _ask(self) -> None:
+    async def _renew_shared(self) -> None:
         """Renew the lease once; concurrent callers share one renewal and return when it ends or is cancelled."""
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(self._renew())
-            self._asking.add_done_callback(self._asked)
-        asking = self._asking
-        await asyncio.wait({asking})
-        if not asking.cancelled():
-            asking.result()
+        if self._renewal is None:
+            self._renewal = asyncio.ensure_future(self._renew())
+            self._renewal.add_done_callback(self._renewal_done)
+        renewal = self._renewal
+        await asyncio.wait({renewal})
+        if not renewal.cancelled():
+            renewal.result()
 
-    def _asked(self, _: "asyncio.Task[None]") -> None:
-        self._asking = None
+    def _renewal_done(self, _: "asyncio.Task[None]") -> None:
+        self._renewal = None
 
     async def _renew(self) -> None:
         asked_s = monotonic()
@@ -91,30 +91,30 @@ class Reign:
             await self._lease.renew()
         except Deposed:
             self.over = True
-        except Emptied:
+        except RedisDataLost:
             self._redis_answers(True)
-            self._emptied()
+            self._on_data_lost()
         except PsError:
             self._redis_answers(False)
-            if monotonic() - self._renewed_s > LEADER_LEASE_S and await self._newer_leads():
+            if monotonic() - self._renewed_s > LEADER_LEASE_S and await self._newer_leader_exists():
                 self.over = True
         else:
             self._renewed_s = asked_s
             self._redis_answers(True)
-        self._beat()
-        # A pause during the request leaves the doubt, because the answer may be older than the pause.
+        self._record_running()
+        # A pause during the request leaves it unconfirmed, because the answer may be older than the pause.
         if self._paused_s <= asked_s:
-            self._doubt = False
+            self._unconfirmed = False
 
-    def _beat(self) -> None:
+    def _record_running(self) -> None:
         """Record that the event loop runs; detects that it was paused before."""
         now = monotonic()
-        if now - self._beat_s > PAUSE_S:
-            log.warning("scheduler.paused s=%.1f", now - self._beat_s)
-            self._paused_s, self._doubt = now, True
-        self._beat_s = now
+        if now - self._ran_s > PAUSE_S:
+            log.warning("scheduler.paused s=%.1f", now - self._ran_s)
+            self._paused_s, self._unconfirmed = now, True
+        self._ran_s = now
 
-    async def _watch_the_clock(self) -> None:
+    async def _watch_for_pauses(self) -> None:
         while True:
-            self._beat()
+            self._record_running()
             await asyncio.sleep(BEAT_S)

@@ -7,43 +7,45 @@ from paramserver import limits
 from paramserver.errors import problem
 
 
-class Screen:
+class StatusBroadcast:
     """The current status as bytes, and the streams that send it to pages."""
 
     def __init__(self) -> None:
         self._text = b""
-        self._shown = asyncio.Event()
-        self._readers = 0
-        self._dark = False
+        self._updated = asyncio.Event()
+        self._streams = 0
+        self._closed = False
 
-    def show(self, text: bytes) -> None:
+    def publish(self, text: bytes) -> None:
         """Send a new status to all streams."""
         self._text = text
-        self._turn()
+        self._wake_streams()
 
     def close(self) -> None:
         """End every stream, because the scheduler stops or no longer leads."""
-        self._dark = True
-        self._turn()
+        self._closed = True
+        self._wake_streams()
 
-    def _turn(self) -> None:
-        self._shown.set()
-        self._shown = asyncio.Event()
+    def _wake_streams(self) -> None:
+        self._updated.set()
+        self._updated = asyncio.Event()
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield the status as server-sent events: the newest at once, then each new one; a slow reader skips some."""
-        self._readers += 1
+        self._streams += 1
         try:
-            while not self._dark:
-                shown = self._shown
+            while not self._closed:
+                updated = self._updated
                 if self._text:
                     yield b"event: status\ndata: " + self._text + b"\n\n"
-                if shown is self._shown:
-                    await shown.wait()
+                if updated is self._updated:
+                    await updated.wait()
         finally:
-            self._readers -= 1
+            self._streams -= 1
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raise Unavailable (`too_many_requests`) if the maximum number of streams is open."""
-        if self._readers >= limits.STATUS_STREAMS_MAX:
-            raise problem("too_many_requests", f"{self._readers} status streams are open, which is the limit")
+        if self._streams >= limits.STATUS_STREAMS_MAX:
+            raise problem(
+                "too_many_requests", f"the limit of {limits.STATUS_STREAMS_MAX} open status streams is reached"
+            )

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from paramserver.errors import problem
+from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed
-from paramserver_scheduler.reign import Reign
 
 
 class AskedLease:
@@ -26,14 +26,14 @@ class AskedLease:
 
 
 class Stood:
-    """A reign whose process stands still whenever the test says so."""
+    """A leadership whose process stands still whenever the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("paramserver_scheduler.reign.monotonic", lambda: self.now)
+        monkeypatch.setattr("paramserver_scheduler.leadership.monotonic", lambda: self.now)
         lease: Any = AskedLease()
         self.asked = lease.asked
-        self.reign = Reign(lease, lambda _: None, lambda: None, self.nobody)
+        self.leadership = Leadership(lease, lambda _: None, lambda: None, self.nobody)
 
     async def nobody(self) -> bool:
         """No other scheduler leads."""
@@ -44,10 +44,10 @@ class Stood:
 async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis renewed the lease, then the process stood still, and another leads when it reads that."""
     s = Stood(monkeypatch)
-    first = asyncio.ensure_future(s.reign._ask())
+    first = asyncio.ensure_future(s.leadership._renew_shared())
     before = await s.asked.get()
     s.now += 30.0
-    leads = asyncio.ensure_future(s.reign.confirm())
+    leads = asyncio.ensure_future(s.leadership.confirm())
     before.set_result(None)
     async with asyncio.timeout(10):
         (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
@@ -64,16 +64,16 @@ async def test_one_question_after_the_pause_is_enough_however_long_it_takes(
     """Redis being slow, or away, deposes nobody; what comes next is answered without a question."""
     s = Stood(monkeypatch)
     s.now += 30.0
-    leads = asyncio.ensure_future(s.reign.confirm())
+    leads = asyncio.ensure_future(s.leadership.confirm())
     answer = await s.asked.get()
     for _ in range(25):  # the process runs meanwhile
         s.now += 0.2
-        s.reign._beat()
+        s.leadership._record_running()
     if error is None:
         answer.set_result(None)
     else:
         answer.set_exception(error)
 
     assert await leads is True
-    assert await s.reign.confirm() is True
+    assert await s.leadership.confirm() is True
     assert s.asked.empty()

@@ -33,7 +33,7 @@ def of_creation(creation: str | None) -> dict[str, str]:
     return {} if creation is None else {"creation": creation}
 
 
-class Holders:
+class RemoteCheckpoints:
     """Fetches checkpoints that only other schedulers have, and has them delete theirs."""
 
     def __init__(self, lease: Lease, store: CheckpointStore, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -57,7 +57,7 @@ class Holders:
                 return scheduler.url
         raise problem(
             "unavailable",
-            f"the files of that checkpoint are with the scheduler '{name}', which does not run",
+            f"the files of this checkpoint are on scheduler '{name}', which is not running",
             hint="start it, or restore from a copy of the folder: psctl checkpoint restore FOLDER",
         )
 

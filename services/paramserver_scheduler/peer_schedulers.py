@@ -12,7 +12,7 @@ from paramserver_scheduler.lease import Lease
 ASK_S: Final = 1.0
 
 
-class Rivals:
+class PeerSchedulers:
     """The other schedulers, as listed when Redis last answered."""
 
     def __init__(self, lease: Lease, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -28,7 +28,7 @@ class Rivals:
         """Close the connections."""
         await self._http.aclose()
 
-    async def newer_leads(self) -> bool:
+    async def newer_leader_exists(self) -> bool:
         """Whether one of them leads in a higher term; one that does not answer counts as no."""
         urls = [s.url for s in self._lease.schedulers if s.url != self._lease.url]
         terms = await asyncio.gather(*map(self._term, urls))
