@@ -6,7 +6,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from paramserver.core.durability import Durability
-from paramserver.core.line import Lines
+from paramserver.core.queues import OperationQueues
 from paramserver.core.mean_operations import CommitOperation
 from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
@@ -32,9 +32,9 @@ class Shard(Protocol):
 class Handover:
     """Holds partitions that are to be released, until their whole state is stored."""
 
-    def __init__(self, shard: Shard, lines: Lines) -> None:
+    def __init__(self, shard: Shard, queues: OperationQueues) -> None:
         self._shard = shard
-        self._lines = lines
+        self._queues = queues
         self._held: dict[Partition, None] = {}
 
     def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> list[Effect]:
@@ -60,7 +60,7 @@ class Handover:
         self._held[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _commits(partition)
-        return [op for op in self._lines.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
+        return [op for op in self._queues.withdraw(partition) if isinstance(op, PushOperation | SetOperation)]
 
     @property
     def waits(self) -> bool:

@@ -1,7 +1,7 @@
 """Operations that change partitions: push, assignment, commit, flush, change of settings.
 
-An operation is queued in the line of each partition it touches and starts when it is first in all of them. So
-operations that share a partition run in order of arrival, and one that touches several partitions runs on all or none.
+An operation is in the queue of each partition it touches and starts when it is first in all of them. So operations that
+share a partition run in order of arrival, and one that touches several partitions runs on all or none.
 `start` decides on the state at that moment and returns the tasks to compute; `finish` makes the results visible.
 """
 
@@ -36,7 +36,7 @@ class Shard(Protocol):
     def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
         """Make `state` the partition's current version, one higher than the last."""
 
-    def precede(self, partition: Partition, operation: "Operation") -> None:
+    def run_next(self, partition: Partition, operation: "Operation") -> None:
         """Run `operation` right after the current one, before everything that waits."""
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
@@ -57,7 +57,7 @@ class Shard(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One entry in the lines of the partitions it touches."""
+    """One entry in the queues of the partitions it touches."""
 
     model: ServedModel
     partitions: list[Partition] = field(default_factory=list)

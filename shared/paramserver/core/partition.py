@@ -72,7 +72,7 @@ class Partition:
     flush_timer: Timer | None = None
     """The timer last set for `flush_at`."""
     operations: deque["Operation"] = field(default_factory=deque)
-    """Its line of operations, in order of arrival; only the first one may be running."""
+    """Its queue of operations, in order of arrival; only the first one may be running."""
     committing: bool = False
     """Whether a commit is among the operations."""
     pulls: list["WaitingPull"] = field(default_factory=list)

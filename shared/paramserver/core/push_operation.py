@@ -136,7 +136,7 @@ class PushOperation(Operation):
         p.buffered.append(held)
         p.arrivals += 1
         if len(p.buffered) >= rule.count:
-            shard.precede(p, FlushOperation(self.model, [p]))
+            shard.run_next(p, FlushOperation(self.model, [p]))
         elif p.flush_at is None:
             p.flush_at = now + rule.interval_ms / 1000.0
             shard.flush_by(p, p.flush_at, now)

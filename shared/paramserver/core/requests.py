@@ -1,4 +1,4 @@
-"""Incoming requests: checked, their worker asked about if needed, then queued in the lines or parked."""
+"""Incoming requests: checked, their worker asked about if needed, then queued or parked."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 from paramserver import limits
 from paramserver.core import admission
 from paramserver.core import operation as running
-from paramserver.core.line import Lines
+from paramserver.core.queues import OperationQueues
 from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
@@ -44,11 +44,11 @@ class RequestDesk:
     """All requests that have no outcome yet."""
 
     def __init__(
-        self, shard: Shard, lines: Lines, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
+        self, shard: Shard, queues: OperationQueues, timers: Timers, pulls: PullDesk, perform: Callable[[Effect], None]
     ) -> None:
         self.open: set[Request] = set()
         self._shard = shard
-        self._lines = lines
+        self._queues = queues
         self._timers = timers
         self._pulls = pulls
         self._perform = perform
@@ -120,7 +120,7 @@ class RequestDesk:
     def failed(self, event: Event, error: Exception) -> None:
         """Answer a request whose handling raised an unexpected exception; re-raise it for any other event.
 
-        A request changes nothing before it is in the lines, so the shard can go on.
+        A request changes nothing before it is queued, so the shard can go on.
         """
         if not isinstance(event, PushReceived | PullReceived | SetReceived | CaptureReceived):
             raise error
@@ -136,10 +136,10 @@ class RequestDesk:
         self.open.add(request)
         return model
 
-    # --- into the lines
+    # --- queuing
 
     def submit(self, operation: Operation) -> None:
-        """Queue a push or an assignment in the lines, or park it until its partitions are loaded and not held."""
+        """Queue a push or an assignment, or park it until its partitions are loaded and not held."""
         assert isinstance(operation, PushOperation | SetOperation)
         model, shard = operation.model, self._shard
         try:
@@ -154,7 +154,7 @@ class RequestDesk:
         missing = next((p for p in reversed(operation.partitions) if not p.ready), None)
         if missing is None:
             self._leave(operation)
-            self._lines.add(operation)
+            self._queues.add(operation)
         elif operation in model.parked:
             model.parked[operation].at = missing
         else:

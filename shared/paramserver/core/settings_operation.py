@@ -26,14 +26,14 @@ class SettingsOperation(Operation):
             return ()  # within sync, settings take effect with the commit that names them
         if old.mode == "sync" and p.clock in self.model.commits and p.clock < self.clock:
             # Apply the commits decided before the change first.
-            shard.precede(p, self._again())
+            shard.run_next(p, self._again())
             p.committing = True
-            shard.precede(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
+            shard.run_next(p, CommitOperation(self.model, [p], commit=self.model.commits[p.clock]))
             return ()
         full = new.mode != "buffered" or len(p.buffered) >= new.count
         if p.buffered and full:
-            shard.precede(p, self._again())
-            shard.precede(p, FlushOperation(self.model, [p], early=True))
+            shard.run_next(p, self._again())
+            shard.run_next(p, FlushOperation(self.model, [p], early=True))
             return ()
         leaves, enters = (x.mode == "sync" and y.mode != "sync" for x, y in ((old, new), (new, old)))
         if leaves:

@@ -11,7 +11,7 @@ from typing import Any
 from paramserver.core.durability import Durability
 from paramserver.core.handover import Handover, released
 from paramserver.core.journal import drop_head
-from paramserver.core.line import Lines
+from paramserver.core.queues import OperationQueues
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.operation import Operation, configured
@@ -76,13 +76,13 @@ class ShardCore:
         self.superseded: list[PartitionState] = []
         """States superseded by the last event: no pull returns them any more."""
         self.plan = SnapshotPlan()
-        self._lines = Lines()
+        self._queues = OperationQueues()
         self._timers = Timers()
         self.durability = Durability(self, self._timers)
         self.pulls = PullDesk(self, self._timers)
-        self._requests = RequestDesk(self, self._lines, self._timers, self.pulls, self._perform)
+        self._requests = RequestDesk(self, self._queues, self._timers, self.pulls, self._perform)
         self._loading = LoadDesk(self, self._timers, self._requests, self._perform)
-        self._handover = Handover(self, self._lines)
+        self._handover = Handover(self, self._queues)
         self._woken: list[Partition] = []
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -244,7 +244,7 @@ class ShardCore:
         self.held_bytes -= p.held_bytes
         self._woken.append(p)
         self._supersede(p)
-        return [op for op in self._lines.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
+        return [op for op in self._queues.withdraw(p) if isinstance(op, PushOperation | SetOperation)]
 
     def _lost(self, model: ServedModel, p: Partition) -> PsError:
         """The error for a request to a partition that is no longer here."""
@@ -269,7 +269,7 @@ class ShardCore:
             settings = SettingsOperation(
                 model, [p], spec=model.spec, revision=model.revision, live_workers=model.live_workers, clock=clock
             )
-            self._lines.add(settings)
+            self._queues.add(settings)
 
     def _roster(self, event: RosterChanged, now: float) -> None:
         model = self.served(event.model)
@@ -327,7 +327,7 @@ class ShardCore:
         commit = model.commits.get(p.clock)
         if commit is not None and model.spec_of(commit.revision) is not None:
             p.committing = True
-            self._lines.add(CommitOperation(model, [p], commit=commit))
+            self._queues.add(CommitOperation(model, [p], commit=commit))
         elif commit is None and model.clock > p.clock and now >= model.resync_at:
             model.resync_at = now + _RETRY_S
             self._effects.append(Resync(model.key))
@@ -355,7 +355,7 @@ class ShardCore:
             self._settle(model, partition)  # before the requests, which were sent under these settings
         self._requests.unpark(model, partition)
         if partition.buffered:
-            self._lines.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
+            self._queues.add(FlushOperation(model, [partition]))  # does nothing unless the flush is due
         self._advance(model, partition, now)
         self._drop_ended(model, partition)
 
@@ -371,7 +371,7 @@ class ShardCore:
 
     def _run(self, now: float) -> None:
         """Start every operation that can start, then retry the pulls that wait for changed partitions."""
-        due = self._lines.start(self, now)
+        due = self._queues.start(self, now)
         if due is not None:
             self._effects.append(due)
         if self._handover.waits:
@@ -383,14 +383,14 @@ class ShardCore:
             self.pulls.wake(partition, now)
 
     def _applied(self, event: Applied, now: float) -> None:
-        for operation, results in self._lines.computed(event):
+        for operation, results in self._queues.computed(event):
             model = operation.model
             lost = [p for p in operation.partitions if not self._owns(model, p)]
             if lost:
                 operation.refuse(self, self._lost(model, lost[0]))
             else:
                 operation.finish(self, results, now)
-            self._lines.release(operation)
+            self._queues.release(operation)
 
     def _snapshot_done(self, event: SnapshotStored | SnapshotFailed, now: float) -> None:
         _, p = self.find(event.key, event.token)
@@ -465,8 +465,8 @@ class ShardCore:
         if partition.pulls:
             self._woken.append(partition)
 
-    def precede(self, partition: Partition, operation: Operation) -> None:
-        self._lines.precede(partition, operation)
+    def run_next(self, partition: Partition, operation: Operation) -> None:
+        self._queues.insert_next(partition, operation)
 
     def flush_by(self, partition: Partition, at: float, now: float) -> None:
         self.plan.changed(partition, now)
@@ -476,7 +476,7 @@ class ShardCore:
             model = self.served(key.model)
             p = None if model is None else model.partitions.get(key.index)
             if model is not None and p is not None and p.flush_at == at and not p.held:
-                self._lines.add(FlushOperation(model, [p]))
+                self._queues.add(FlushOperation(model, [p]))
 
         if partition.flush_timer is not None:
             self._timers.cancel(partition.flush_timer)

@@ -9,7 +9,7 @@ from paramserver.core.partition import Partition
 from paramserver.core.shard_io import Applied, Apply, Task, TaskResult
 
 
-class Lines:
+class OperationQueues:
     """The queues of all partitions.  An operation enters all of its queues at once, so no two wait for each other."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Lines:
             partition.operations.append(operation)
         self._candidates.append(operation)
 
-    def precede(self, partition: Partition, operation: Operation) -> None:
+    def insert_next(self, partition: Partition, operation: Operation) -> None:
         """Insert an operation on this partition alone right behind the first one in its queue."""
         partition.operations.insert(1, operation)
 
