@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.balance import Piece, Place, missing_bytes, plan
+from paramserver.core.balance import PartitionLoad, ShardLoad, missing_bytes, plan
 from paramserver.core.cluster import Cluster
 from paramserver.core.membership import Shard, current
 from paramserver.core.models import Model
@@ -66,7 +66,7 @@ class MoveDesk:
         self.c.unbalanced = True
 
     def _check_memory(self, shard: Shard) -> None:
-        short = missing_bytes(self._pieces(0.0), self._places(), shard.name)
+        short = missing_bytes(self._partition_loads(0.0), self._shard_loads(), shard.name)
         if short is not None:
             raise problem(
                 "not_enough_memory",
@@ -88,14 +88,14 @@ class MoveDesk:
         if len(self.c.live_shards()) < 2:
             self.c.unbalanced = False
             return
-        pieces = self._pieces(now)
-        moves = plan(pieces, self._places(), limits.MOVES_AT_ONCE, by_load=loads)
+        partitions = self._partition_loads(now)
+        moves = plan(partitions, self._shard_loads(), limits.MOVES_AT_ONCE, by_load=loads)
         for move in moves:
             model = self.c.models[move.key[0]]
             owner = model.owners[move.key[1]]
             owner.target, owner.release, owner.asked_s = move.target, self.c.number(), now
             self.c.model_changed(model)
-        self.c.unbalanced = bool(moves) or not all(p.movable for p in pieces)
+        self.c.unbalanced = bool(moves) or not all(p.movable for p in partitions)
 
     def expire(self, now: float) -> None:
         """Withdraw moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long."""
@@ -104,19 +104,19 @@ class MoveDesk:
             owner.rests_until_s = now + limits.MOVE_S
         self._withdraw(late)
 
-    def _pieces(self, now: float) -> list[Piece]:
+    def _partition_loads(self, now: float) -> list[PartitionLoad]:
         """Every partition that has an owner, placed where it will be once its move is over."""
-        out: list[Piece] = []
+        out: list[PartitionLoad] = []
         for model in self.c.models.values():
             movable = model.movable
             for i, o in enumerate(model.owners):
                 if o.shard is not None:
                     free = movable and not o.release and now >= o.rests_until_s
                     size = model.held_bytes_of(i)
-                    out.append(Piece((model.name, i), o.target or o.shard, size, o.load, free))
+                    out.append(PartitionLoad((model.name, i), o.target or o.shard, size, o.load, free))
         return out
 
-    def _places(self) -> list[Place]:
+    def _shard_loads(self) -> list[ShardLoad]:
         """The live shards; memory that a move in progress will need counts as used."""
         moves = dict.fromkeys(self.c.live_shards(), 0)
         coming = dict.fromkeys(moves, 0)
@@ -128,7 +128,9 @@ class MoveDesk:
                     coming[o.target] += model.held_bytes_of(i)
         shards = [self.c.shards[n] for n in moves]
         return [
-            Place(s.name, s.draining, None if s.free_bytes is None else s.free_bytes - coming[s.name], moves[s.name])
+            ShardLoad(
+                s.name, s.draining, None if s.free_bytes is None else s.free_bytes - coming[s.name], moves[s.name]
+            )
             for s in shards
         ]
 
