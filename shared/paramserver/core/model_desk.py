@@ -80,8 +80,8 @@ class ModelDesk:
         Raises ConflictError (`not_enough_memory`) if not: accepted anyway, the model would kill one shard after
         another. Nothing is checked while the free memory of a shard is unknown.
         """
-        takers = self.c.takers()
-        free = [self.c.shards[n].free_bytes for n in takers]
+        eligible = self.c.eligible_shards()
+        free = [self.c.shards[n].free_bytes for n in eligible]
         known = [f for f in free if f is not None]
         if len(known) < len(free):
             return
@@ -89,7 +89,7 @@ class ModelDesk:
             m.held_bytes_of(i)
             for m in self.c.models.values()
             for i, o in enumerate(m.owners)
-            if o.shard in takers and o.from_version is None  # not yet in the used memory that heartbeats report
+            if o.shard in eligible and o.from_version is None  # not yet in the used memory that heartbeats report
         )
         needed = 2 * 4 * spec.size * copies  # an update writes the new version next to the old one
         left = max(0, sum(known) - 2 * promised)
@@ -125,7 +125,7 @@ class ModelDesk:
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
         deadline = now + limits.CLIENT_TIMEOUT_S
         model.creators.append(Waiter(request, deadline, status=status, token=token))
-        self.c.touch(model)
+        self.c.mark_dirty(model)
 
     def advance(self, model: Model, now: float) -> None:
         """Answer create requests once the model is served or their deadline passes; read its files again when due."""
@@ -196,8 +196,8 @@ class ModelDesk:
         """Delete the model and answer all requests that wait for it with `why`."""
         for w in model.waiters():
             self.c.answer(w.request, why)
-        for wanted in model.checkpoints.wanted:
-            for request in wanted.requests:
+        for pending in model.checkpoints.pending:
+            for request in pending.requests:
                 self.c.answer(request, why)
         del self.c.models[model.name]
         for prefix in ("model", "place", "clock", "series"):
@@ -278,12 +278,12 @@ class ModelDesk:
         model = self.c.model(e.model)
         if model.restoring:
             raise problem("conflict", f"model '{model.name}' is being restored already")
-        if model.checkpoints.reading_still:
+        if model.checkpoints.reading_current:
             # A restore leaves the partitions' clocks as they are, so the clock could not tell which partitions the
             # checkpoint had read before it and which after.
             raise problem(
                 "conflict",
-                f"checkpoint '{model.checkpoints.wanted[0].written}' of model '{model.name}' is being read",
+                f"checkpoint '{model.checkpoints.pending[0].written}' of model '{model.name}' is being read",
                 hint="restore once it is written",
             )
         model.restoring = True
@@ -328,7 +328,7 @@ class ModelDesk:
     def _keep(self, model: Model, states: Mapping[str, Any], now: float) -> None:
         """Save these states; a worker that joins under one of the names starts with its state."""
         for name, state in states.items():
-            worker = model.roster.keep(name, state, now)
+            worker = model.roster.store_state(name, state, now)
             if worker is not None:
                 self.c.save_worker(model, worker)
 

@@ -226,7 +226,7 @@ class Model:
         """Note that a long poll of its worker has ended; until now it kept the worker alive."""
         worker = self.worker_of(waiter)
         if worker is not None:
-            worker.parked -= 1
+            worker.open_polls -= 1
             worker.heard_s = now
 
     def worker_of(self, waiter: Waiter) -> Worker | None:
@@ -278,7 +278,7 @@ class Model:
         self.evaluated = min(self.evaluated, clock)
         self.evaluations = [e for e in self.evaluations if e.clock <= clock]
         self.checkpoints.last_clock = min(self.checkpoints.last_clock, clock)
-        self.checkpoints.went_back()
+        self.checkpoints.void_current()
 
     # --- documents ---
 

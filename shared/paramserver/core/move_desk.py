@@ -56,7 +56,7 @@ class MoveDesk:
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
                 model.resting = True
-                self.c.touch(model)
+                self.c.mark_dirty(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:
         """Withdraw all moves while Redis is away: nothing can be handed over, and held partitions should be served."""
@@ -93,7 +93,7 @@ class MoveDesk:
         for move in moves:
             model = self.c.models[move.key[0]]
             owner = model.owners[move.key[1]]
-            owner.target, owner.release, owner.asked_s = move.target, self.c.number(), now
+            owner.target, owner.release, owner.asked_s = move.target, self.c.next_token(), now
             self.c.model_changed(model)
         self.c.unbalanced = bool(moves) or not all(p.movable for p in partitions)
 

@@ -92,7 +92,7 @@ class RunDesk:
             run.change("waiting", now)
         elif e.state == "stopped" and not run.ended:
             self.end(run, "stopped", "stopped by request", now)
-        self._look(run, now)
+        self._finish_if_done(run, now)
         self.fill(now)
         self._changed(run, now)
         self.c.answer(e.request, run.document())
@@ -104,13 +104,13 @@ class RunDesk:
 
     def _changed(self, run: Run, now: float) -> None:
         self._settle(run, now, self._idle())
-        self._noted(run)
+        self._save(run)
 
-    def _noted(self, run: Run) -> None:
+    def _save(self, run: Run) -> None:
         self.c.save_run(run)
         model = self.c.models.get(run.model)
         if model is not None:
-            self.c.touch(model)
+            self.c.mark_dirty(model)
 
     def _settle(self, run: Run, now: float, idle: Iterable[Member]) -> None:
         barred = [m.allow for m in idle if not m.allows(run.entry)]
@@ -182,7 +182,7 @@ class RunDesk:
         if old is None and len(self.c.members) >= MEMBERS_MAX:
             raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the bound")
         if old is not None:
-            self.part(old, now)
+            self.remove_member(old, now)
         member = Member(name, old.epoch + 1 if old else 1, now, allow=tuple(e.allow))
         self.c.members[name] = member
         self.c.save_member(member)
@@ -227,11 +227,11 @@ class RunDesk:
     def leave(self, e: LeavePool, now: float) -> None:
         member = self.c.members.get(e.member)
         if member is not None and member.alive and e.epoch in (None, member.epoch):
-            self.part(member, now)
+            self.remove_member(member, now)
             self.fill(now)
         self.c.answer(e.request, None, 204)
 
-    def part(self, member: Member, now: float) -> None:
+    def remove_member(self, member: Member, now: float) -> None:
         """Mark this incarnation of a member as dead and free its place."""
         self._free(member, now)
         member.alive = False
@@ -241,7 +241,7 @@ class RunDesk:
         """Mark members whose lease has expired as dead; forget all dead ones but the 256 heard from last."""
         gone = expired(self.c.members.values(), now)
         for member in gone:
-            self.part(member, now)
+            self.remove_member(member, now)
         dead = sorted((m for m in self.c.members.values() if not m.alive), key=lambda m: m.heard_s)
         for member in dead[: max(0, len(dead) - 256)]:
             del self.c.members[member.name]
@@ -280,7 +280,7 @@ class RunDesk:
         place = run.places[index]
         if error is None:
             place.done = True
-            self._look(run, now)
+            self._finish_if_done(run, now)
             return
         place.restarts += 1
         if place.restarts > RESTARTS_MAX:
@@ -288,7 +288,7 @@ class RunDesk:
             reason = f"worker {index} raised {place.restarts} times; the last time:\n{text}"
             self.end(run, "failed", reason, now)
 
-    def _look(self, run: Run, now: float) -> None:
+    def _finish_if_done(self, run: Run, now: float) -> None:
         if not run.ended and all(p.done for p in run.places):
             self.end(run, "finished", "every worker has finished", now)
 
@@ -311,4 +311,4 @@ class RunDesk:
                 self.c.save_member(member)
             self._settle(run, now, idle)
             if given or run.reason != said:
-                self._noted(run)
+                self._save(run)

@@ -63,12 +63,12 @@ class ShardDesk:
     def leave(self, e: LeaveShard, now: float) -> None:
         shard = current(self.c.shards.get(e.name), e.epoch, f"shard {e.name!r:.80}", "unknown_node")
         shard.left = True
-        self.bury([shard], now)
+        self.mark_dead([shard], now)
         self.c.answer(e.request, None, 204)
 
     def expire(self, now: float) -> None:
         """Declare shards dead whose lease has expired, and stop listing those that have been gone for too long."""
-        self.bury(expired(self.c.shards.values(), now), now)
+        self.mark_dead(expired(self.c.shards.values(), now), now)
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
             if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
@@ -76,7 +76,7 @@ class ShardDesk:
                 self.c.save_shard(shard)
                 self.c.map_changed()
 
-    def bury(self, shards: Sequence[Shard], now: float) -> None:
+    def mark_dead(self, shards: Sequence[Shard], now: float) -> None:
         """Mark these incarnations as dead: fence them, withdraw moves to them, reassign their partitions."""
         for shard in shards:
             shard.alive, shard.gone_s = False, now
@@ -187,7 +187,7 @@ class ShardDesk:
 
     def place(self, model: Model) -> None:
         """Assign partitions without an owner to live shards."""
-        live = self.c.takers()
+        live = self.c.eligible_shards()
         orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
         if not orphans or not live:
             return
@@ -225,14 +225,14 @@ class ShardDesk:
                 owner.version, owner.durable_version, owner.renewed = version, durable, 0
                 if owner.from_version is None:
                     owner.from_version, owner.previous = version, None
-                    self.c.touch(model)
+                    self.c.mark_dirty(model)
                     self._check_clock(model, version, durable, more[1] if len(more) > 1 else version)
                 if more and owner.revision != more[0]:
                     owner.revision = more[0]
-                    self.c.touch(model)
+                    self.c.mark_dirty(model)
                 if len(more) > 1:
                     if model.durable and more[1] > owner.durable_clock:
-                        self.c.touch(model)  # Its commits may have waited for this.
+                        self.c.mark_dirty(model)  # Its commits may have waited for this.
                     owner.durable_clock = more[1]
         for name, generation, index, token, clock in cuts:
             model = self.c.owned(e.name, name, generation, index, token)
