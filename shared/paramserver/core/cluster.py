@@ -162,9 +162,9 @@ class Cluster:
     def give_token(self, model: Model, index: int, source: Any = None) -> None:
         """Begin a new ownership of that partition, with state from `source`, or from the model's source if None."""
         owner = model.owners[index]
-        owner.token, owner.source, owner.renewed, owner.previous = self.next_token(), source, 0, None
+        owner.token, owner.source, owner.kept_from, owner.previous = self.next_token(), source, 0, None
         owner.from_version = owner.revision = None
-        owner.stay()
+        owner.withdraw_move()
         self._tokens.append((model.partition(index), owner.token))
 
     def load_files(self, model: Model) -> None:
@@ -190,10 +190,10 @@ class Cluster:
     def renew_token(self, model: Model, index: int) -> None:
         """Continue the same ownership under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
-        first, source = owner.renewed or owner.token, owner.source
+        first, source = owner.kept_from or owner.token, owner.source
         # An owner that lacks the state after all must not take the initial values for the model's.
         self.give_token(model, index, "snapshot" if model.ready or model.lost else source)
-        owner.renewed, owner.durable_version, owner.durable_clock = first, 0, 0
+        owner.kept_from, owner.durable_version, owner.durable_clock = first, 0, 0
 
     def fence(self, shard: str, epoch: int) -> None:
         """Forbid all incarnations of that shard up to this epoch to serve; 0 deletes the fence."""

@@ -6,11 +6,11 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from paramserver.core.durability import Durability
-from paramserver.core.queues import OperationQueues
 from paramserver.core.mean_operations import CommitOperation
 from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
 from paramserver.core.push_operation import PushOperation
+from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import ServedModel
 from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import Effect, LoadPartition, ModelView
@@ -42,7 +42,7 @@ class Handover:
         kept, source = model.refused.get(index), view.sources.get(index, view.source)
         if kept is not None and token <= kept.token:
             return []  # a stale document
-        if kept is not None and kept.state is not None and view.renewed.get(index, token) <= kept.token:
+        if kept is not None and kept.state is not None and view.kept_from.get(index, token) <= kept.token:
             model.partitions[index] = kept
             self._shard.held_bytes += kept.held_bytes
             self.renew(kept, token)

@@ -168,7 +168,7 @@ class ModelDesk:
                 model.pending_cut = None
                 model.cut_seen.clear()
                 model.cut = None
-                model.switched = model.cut_wanted = model.opening = model.resting = False
+                model.lacks_first_cut = model.cut_wanted = model.awaits_opening_commit = model.cut_now = False
             model.gate.change(spec.consistency)
             self.c.save_model(model)
             self.c.save_clock(model)
@@ -288,7 +288,7 @@ class ModelDesk:
             )
         model.restoring = True
         for owner in model.owners:
-            if owner.stay():
+            if owner.withdraw_move():
                 self.c.model_changed(model)
         self.c.save_model(model)
         self.c.answer(e.request, self.c.public(model))
@@ -311,7 +311,7 @@ class ModelDesk:
                 self._keep(model, e.workers, now)
             if model.gate.sync:
                 # Also after a partial failure: the values are then not those of any clock of the old timeline.
-                begin_sync(self.c, model, max(0 if first else model.beyond, e.version - 1))
+                begin_sync(self.c, model, max(0 if first else model.next_phase_clock, e.version - 1))
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
     def restored(self, e: ModelRestored, now: float) -> None:
@@ -322,7 +322,7 @@ class ModelDesk:
             states = check_states(e.workers)
         self._keep(model, states, now)
         if model.gate.sync and model.ready and model.timeline == e.timeline:
-            begin_sync(self.c, model, max(model.beyond, e.version - 1))
+            begin_sync(self.c, model, max(model.next_phase_clock, e.version - 1))
         self.c.answer(e.request, self.c.public(model))
 
     def _keep(self, model: Model, states: Mapping[str, Any], now: float) -> None:

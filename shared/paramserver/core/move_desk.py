@@ -48,14 +48,14 @@ class MoveDesk:
             self._withdraw(m for m in self._moves() if shard.name == (m[1].target if shard.draining else m[1].shard))
         targets = [n for n in self.c.live_shards() if n != e.name and not self.c.shards[n].draining]
         if e.epoch is not None and not targets:
-            self._rest(shard)
+            self._cut_before_stop(shard)
         self.c.answer(e.request, {**self.c.shard_line(shard, now), "targets": len(targets)})
 
-    def _rest(self, shard: Shard) -> None:
+    def _cut_before_stop(self, shard: Shard) -> None:
         """Request a cut of each sync model on this shard, which stops without a successor, so they resume from it."""
         for model in self.c.models.values():
             if model.gate.sync and any(o.shard == shard.name for o in model.owners):
-                model.resting = True
+                model.cut_now = True
                 self.c.mark_dirty(model)
 
     def storage(self, e: StorageChanged, now: float) -> None:
@@ -101,7 +101,7 @@ class MoveDesk:
         """Withdraw moves that take longer than `limits.MOVE_S`, and do not move those partitions for as long."""
         late = [m for m in self._moves() if now - m[1].asked_s >= limits.MOVE_S]
         for _, owner in late:
-            owner.rests_until_s = now + limits.MOVE_S
+            owner.no_move_before_s = now + limits.MOVE_S
         self._withdraw(late)
 
     def _partition_loads(self, now: float) -> list[PartitionLoad]:
@@ -111,7 +111,7 @@ class MoveDesk:
             movable = model.movable
             for i, o in enumerate(model.owners):
                 if o.shard is not None:
-                    free = movable and not o.release and now >= o.rests_until_s
+                    free = movable and not o.release and now >= o.no_move_before_s
                     size = model.held_bytes_of(i)
                     out.append(PartitionLoad((model.name, i), o.target or o.shard, size, o.load, free))
         return out
@@ -140,7 +140,7 @@ class MoveDesk:
     def _withdraw(self, moves: Iterable[tuple[Model, Owner]]) -> None:
         """Withdraw these moves; owners see that the release request is gone from the model's document."""
         for model, owner in moves:
-            if owner.stay():
+            if owner.withdraw_move():
                 self.c.model_changed(model)
                 self.c.unbalanced = True
 

@@ -11,13 +11,13 @@ from typing import Any
 from paramserver.core.durability import Durability
 from paramserver.core.handover import Handover, released
 from paramserver.core.journal import drop_head
-from paramserver.core.queues import OperationQueues
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.operation import Operation, configured
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
+from paramserver.core.queues import OperationQueues
 from paramserver.core.requests import RequestDesk
 from paramserver.core.served_model import ServedModel, wrong_owner
 from paramserver.core.set_operation import SetOperation
@@ -214,8 +214,8 @@ class ShardCore:
         requests: list[Operation] = []
         for p in list(model.partitions.values()):
             token = view.owned.get(p.index)
-            renewed = view.renewed.get(p.index, token)
-            if token is not None and renewed is not None and renewed <= p.token < token and p.state is not None:
+            kept_from = view.kept_from.get(p.index, token)
+            if token is not None and kept_from is not None and kept_from <= p.token < token and p.state is not None:
                 self._supersede(p)
                 self._handover.renew(p, token)
             elif token is None or token > p.token:

@@ -107,7 +107,7 @@ class ShardDesk:
             model.give_up_cut()  # nothing stored of it is left
             if model.gate.sync and not model.durable:
                 # No cut is left.  Until there is a new one, a lost partition is loaded from its newest snapshot.
-                model.cut, model.cut_wanted, model.switched = None, True, True
+                model.cut, model.cut_wanted, model.lacks_first_cut = None, True, True
             for i, owner in enumerate(model.owners):
                 if model.partition(i) in e.unseen:
                     self._take_back(owner)
@@ -122,7 +122,7 @@ class ShardDesk:
             name, epoch, token = owner.previous
             shard = self.c.shards.get(name)
             if shard is not None and shard.alive and shard.epoch == epoch:
-                owner.shard, owner.token, owner.renewed = name, token, 0
+                owner.shard, owner.token, owner.kept_from = name, token, 0
 
     def feed(self, e: OpenFeed, now: float) -> None:
         if e.shard is not None:
@@ -147,7 +147,7 @@ class ShardDesk:
         """Take these partitions from their dead owner, and decide what state the model continues from."""
         for i in lost:
             model.owners[i].shard = None
-            model.owners[i].stay()
+            model.owners[i].withdraw_move()
         stored = model.ready or RESTORED in model.missing or (bool(model.lost) and not model.gate.sync)
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
@@ -156,9 +156,9 @@ class ShardDesk:
         elif model.ready and model.cut is not None:
             # sync at `applied`: every partition goes back to the newest clock that all have stored (semantics 4).
             self._new_timeline(model, {"cut": model.cut}, model.cut)
-        elif model.ready and model.switched:
-            self._new_timeline(model, "snapshot", model.beyond)
-            model.cut_wanted = model.opening = True
+        elif model.ready and model.lacks_first_cut:
+            self._new_timeline(model, "snapshot", model.next_phase_clock)
+            model.cut_wanted = model.awaits_opening_commit = True
         else:
             self._begin_anew(model)
         self.c.place_changed(model)
@@ -174,7 +174,7 @@ class ShardDesk:
         self.c.load_files(model)
         # Partitions of a journaled model still load what is stored of them, which must not be ahead of the new clock.
         committed = model.durable and model.gate.sync and model.gate.clock > 0
-        self._new_timeline(model, "init", model.beyond if committed else 0)
+        self._new_timeline(model, "init", model.next_phase_clock if committed else 0)
         self.c.save_model(model)
 
     def _new_timeline(self, model: Model, source: Any, clock: int) -> None:
@@ -222,7 +222,7 @@ class ShardDesk:
             model = self.c.owned(e.name, name, generation, index, token)
             if model is not None:
                 owner = model.owners[index]
-                owner.version, owner.durable_version, owner.renewed = version, durable, 0
+                owner.version, owner.durable_version, owner.kept_from = version, durable, 0
                 if owner.from_version is None:
                     owner.from_version, owner.previous = version, None
                     self.c.mark_dirty(model)
@@ -241,7 +241,7 @@ class ShardDesk:
                 if len(model.cut_seen) == len(model.owners):
                     model.cut, model.pending_cut = clock, None
                     model.cut_seen.clear()
-                    model.switched = model.cut_moved = False
+                    model.lacks_first_cut = model.cut_moved = False
                     self.c.save_clock(model)
                     self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
         self.moves.released(e.name, released)
@@ -259,7 +259,7 @@ class ShardDesk:
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
         reached = max(clock, model.began) if clock or durable else version
-        if model.gate.sync and model.durable and model.ready and not model.opening and reached < first:
+        if model.gate.sync and model.durable and model.ready and not model.awaits_opening_commit and reached < first:
             begin_sync(self.c, model)
 
     def _lost(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:

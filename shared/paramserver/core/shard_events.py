@@ -92,7 +92,7 @@ class ModelView(Struct, frozen=True):
     Such a partition is held, stored whole and reported by `ShardCore.released` with this number, which distinguishes
     the request from an earlier one that was withdrawn.
     """
-    renewed: Mapping[int, Token] = field(default_factory=dict)
+    kept_from: Mapping[int, Token] = field(default_factory=dict)
     """Partition -> token: a shard that holds it under this token or a higher one keeps its memory (emptied Redis)."""
     sources: Mapping[int, Source] = field(default_factory=dict)
     """Partition -> source, for those that have another one than `source`."""

@@ -299,11 +299,11 @@ class WorkerDesk:
         for _ in range(COMMITS_PER_EVENT):
             if model.durable and len(model.commits) >= COMMITS_KEPT:
                 break  # Some partition has not stored the oldest one, and would lack it after a failure.
-            if model.opening:
+            if model.awaits_opening_commit:
                 # Partitions apply nothing of this phase before this commit, so all of them must be served and in place.
                 if not model.may_cut:
                     break
-                model.opening = False
+                model.awaits_opening_commit = False
                 commit = gate.empty_commit(model.roster, model.timeline, model.revision)
             else:
                 due = not model.durable and now - model.last_cut_s >= limits.SNAPSHOT_INTERVAL_S
@@ -324,9 +324,9 @@ class WorkerDesk:
         if made:
             self._prune(model, now)
             self.c.save_clock(model)
-        elif model.rests(now):
+        elif model.needs_idle_cut(now):
             model.begin_cut(now)
-            model.resting = False
+            model.cut_now = False
             self.c.save_clock(model)
             self.c.model_changed(model)
 
