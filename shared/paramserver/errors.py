@@ -230,7 +230,7 @@ def as_problem(error: Exception) -> PsError:
 
 
 @contextmanager
-def looking() -> Iterator[None]:
+def validating() -> Iterator[None]:
     """Turn unexpected exceptions into `internal` errors, in code that only validates a request and changes nothing."""
     try:
         yield

@@ -103,7 +103,7 @@ def test_an_assignment_that_meets_a_bug_as_it_starts_leaves_its_line(monkeypatch
         (admission, "check_push", lambda d: d.submit({0: ones()})),
         (admission, "must_ask", lambda d: d.submit({0: ones()}, PushId("r/a", 1, 1))),
         (admission, "check_set", assign),
-        (Partition, "captured", capture),
+        (Partition, "capture_at", capture),
     ],
 )
 def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
@@ -121,7 +121,7 @@ def test_a_pull_that_meets_a_bug_is_over_whoever_wakes_it(monkeypatch: pytest.Mo
     driver = served()
     pull = driver.ask((0,), min_version=1, wait_s=10.0)
     with monkeypatch.context() as broken:
-        broken.setattr(pulls, "_look", fails)
+        broken.setattr(pulls, "_outcome_or_blocker", fails)
         assert driver.push({0: ones()}).version == 1
     told(driver, pull)
     assert driver.core.waiting == 0

@@ -23,7 +23,7 @@ from paramserver.errors import PsError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 
-from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, spec, view, wish
+from .partitions import LEVELS, ROSTER, WORKERS, complete, done, ones, released, request_release, spec, view
 
 KEY = PartitionKey(ModelKey("m", 1), 0)
 
@@ -143,7 +143,7 @@ def test_cuts_that_are_not_stored_when_sync_is_left_never_are(outcome: type) -> 
 
 
 def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothing() -> None:
-    """Parts of it may be among what is lost; wishes that come and go meanwhile change nothing about the next one."""
+    """Parts of it may be among what is lost; a release request withdrawn meanwhile changes nothing about the next."""
     driver = ShardDriver()
     driver.serve(spec(ack="journaled"))
     driver.advance(1.0)
@@ -154,8 +154,8 @@ def test_a_snapshot_that_was_on_its_way_when_redis_lost_things_counts_for_nothin
     driver.pending.clear()
 
     driver.send(JournalLost(KEY, 1))
-    wish(driver, 0)
-    wish(driver)
+    request_release(driver, 0)
+    request_release(driver)
     driver.send(SnapshotStored(KEY, 1, older.capture.version, older.urgent))
     assert waiting not in driver.replies
     (whole,) = (e for e in driver.pending if isinstance(e, StoreSnapshot))
@@ -172,7 +172,7 @@ def test_a_partition_that_is_handed_over_when_redis_is_emptied_is_stored_anew() 
     driver = ShardDriver()
     driver.serve(spec())
     driver.push({0: ones()}, PushId("w", 1, 0))
-    wish(driver, 0)
+    request_release(driver, 0)
     assert released(driver) == [(0, 1, 1, 1)]
     driver.eager = False
 

@@ -54,9 +54,9 @@ class Handover:
         p.source, model.partitions[index] = source, p
         return [LoadPartition(key, token, source, model.spec, model.layout)]
 
-    def hold(self, partition: Partition, wish: int) -> list[Operation]:
+    def hold(self, partition: Partition, release_number: int) -> list[Operation]:
         """Let the running operation finish and start no other; return the pushes and assignments that were queued."""
-        partition.held = wish
+        partition.held = release_number
         self._held[partition] = None
         self._shard.plan.forget(partition)
         partition.committing = _commits(partition)
@@ -115,7 +115,7 @@ def _commits(partition: Partition) -> bool:
 
 
 def released(models: Iterable[ServedModel]) -> Iterator[tuple[str, int, int, Token, int, int]]:
-    """Yield (model, generation, index, token, version, wish) of each partition that another shard may take now."""
+    """Yield (model, generation, index, token, version, release number) of each partition that may be taken over."""
     for model in models:
         for p in model.partitions.values():
             if p.released:

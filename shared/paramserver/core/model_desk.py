@@ -25,7 +25,7 @@ from paramserver.core.shard_desk import ShardDesk
 from paramserver.core.spec import ModelSpec
 from paramserver.core.timeline import begin_sync
 from paramserver.core.waiter import Waiter
-from paramserver.errors import PsError, looking, problem
+from paramserver.errors import PsError, problem, validating
 
 FILES_AGAIN_S: Final = 10.0
 """Delay before the files of a model that was complete are read again after an error."""
@@ -40,7 +40,7 @@ class ModelDesk:
         self.runs = runs
 
     def create(self, e: CreateModel, now: float) -> None:
-        with looking():
+        with validating():
             spec = ModelSpec.parse(e.spec)
         model = self.c.models.get(spec.name)
         if model is not None:
@@ -149,7 +149,7 @@ class ModelDesk:
 
     def patch(self, e: PatchModel, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
             more = slot_count(spec.optimizer) - slot_count(model.spec.optimizer)
@@ -318,7 +318,7 @@ class ModelDesk:
         model = self.c.model(e.model)
         if model.generation != e.generation:
             raise problem("model_replaced", f"model '{model.name}' was created anew")
-        with looking():
+        with validating():
             states = check_states(e.workers)
         self._keep(model, states, now)
         if model.gate.sync and model.ready and model.timeline == e.timeline:

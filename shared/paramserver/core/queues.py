@@ -56,7 +56,7 @@ class OperationQueues:
         """The next operation that is first in all its queues and not running."""
         while self._candidates:
             operation = self._candidates.popleft()
-            if operation.running or operation.over:
+            if operation.running or operation.ended:
                 continue
             if all([p.operations and p.operations[0] is operation for p in operation.partitions]):
                 return operation
@@ -64,7 +64,7 @@ class OperationQueues:
 
     def release(self, operation: Operation) -> None:
         """End an operation: those behind it move up."""
-        operation.over = True
+        operation.ended = True
         for partition in operation.partitions:
             if partition.operations and partition.operations[0] is operation:
                 partition.operations.popleft()

@@ -6,11 +6,11 @@ from typing import Protocol
 from paramserver import limits
 from paramserver.core import admission
 from paramserver.core import operation as running
-from paramserver.core.queues import OperationQueues
 from paramserver.core.operation import Operation
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
+from paramserver.core.queues import OperationQueues
 from paramserver.core.served_model import Parked, ServedModel
 from paramserver.core.set_operation import SetOperation
 from paramserver.core.shard_io import (
@@ -107,7 +107,7 @@ class RequestDesk:
         try:
             model = self._model(event.model, event.request)
             model.check(event.generation, None)
-            captured = model.owned(event.partition, self._shard.map_epoch).captured(event.cut)
+            captured = model.owned(event.partition, self._shard.map_epoch).capture_at(event.cut)
         except PsError as error:
             self._shard.reply(event.request, error)
         else:

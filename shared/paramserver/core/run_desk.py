@@ -11,7 +11,7 @@ from paramserver.core.models import Model
 from paramserver.core.runs import RESTARTS_MAX, Place, Run, StopRule, check_run, how_to_start
 from paramserver.core.scheduler_io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.series import check_metrics
-from paramserver.errors import looking, problem
+from paramserver.errors import problem, validating
 
 SAVE_TIME_S: Final = 15.0
 """Interval between stores of a run's running time: the most of it that a killed scheduler loses."""
@@ -34,7 +34,7 @@ class RunDesk:
         return found
 
     def create(self, e: CreateRun, now: float) -> None:
-        with looking():
+        with validating():
             check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
             stop = StopRule.check(e.stop)
         if e.name is not None and (not isinstance(e.name, str) or not MODEL_NAME.fullmatch(e.name)):
@@ -76,7 +76,7 @@ class RunDesk:
         run = self.find(e.run)
         if e.state is not None and e.state not in ("paused", "running", "stopped"):
             raise problem("invalid_field", "state: must be paused, running or stopped", where="state")
-        with looking():
+        with validating():
             if e.workers is not None:
                 check_run(run.entry, e.workers, {}, 0, 0)
             stop = StopRule.check(e.stop) if e.stop is not None else run.stop
@@ -191,7 +191,7 @@ class RunDesk:
 
     def heartbeat(self, e: PoolHeartbeat, now: float) -> None:
         member = current(self.c.members.get(e.member), e.epoch, f"pool member {e.member!r:.140}", "unknown_worker")
-        with looking():
+        with validating():
             metrics = check_metrics({} if e.metrics is None else e.metrics)
         member.heard_s = now
         member.metrics = metrics

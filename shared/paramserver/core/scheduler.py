@@ -91,8 +91,8 @@ class SchedulerCore:
     def handle(self, event: io.Event, now: float) -> list[io.Effect]:
         """Handle one event and return its effects, to be performed in order.
 
-        Refusals become replies, and so do unexpected exceptions while a request is only validated (`errors.looking`).
-        Any other exception leaves the state inconsistent, so this core must not be used any more.
+        Refusals become replies, and so do unexpected exceptions while a request is only validated
+        (`errors.validating`).  Any other exception leaves the state inconsistent: discard this core.
         """
         if now - self._now > PAUSE_S:
             self._c.extend_leases(now - self._now)

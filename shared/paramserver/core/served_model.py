@@ -59,8 +59,8 @@ class ServedModel:
 
     They stay in memory until it does: the new token may be a renewal of theirs, after Redis was emptied.
     """
-    asks_at: int = -1
-    """sync: the newest commit that asks workers to report their clock themselves (`CommitDecided.asks`); -1: none."""
+    needs_report_at: int = -1
+    """sync: the newest commit after which workers must report their clock themselves (`needs_report`); -1: none."""
     began: int = 0
     """sync: the clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
     cut_asked: int | None = None
@@ -127,7 +127,7 @@ class ServedModel:
             raise wrong_owner(self.key, index, map_epoch)
         return partition
 
-    def learn(self, spec: ModelSpec, revision: int) -> None:
+    def set_spec(self, spec: ModelSpec, revision: int) -> None:
         """Adopt the settings of a revision as the newest ones."""
         self.specs[revision] = self.spec = spec
         self.revision = revision
@@ -139,11 +139,11 @@ class ServedModel:
         newer = [r for r in self.specs if r >= revision]
         return (min(newer), self.specs[min(newer)]) if newer else None
 
-    def keep(self, commit: CommitDecided) -> None:
+    def record_commit(self, commit: CommitDecided) -> None:
         """Record a commit, in any order of arrival, and forget those that every partition here has applied."""
         self.clock = max(self.clock, commit.t + 1)
-        if commit.asks:
-            self.asks_at = max(self.asks_at, commit.t)
+        if commit.needs_report:
+            self.needs_report_at = max(self.needs_report_at, commit.t)
         self.commits[commit.t] = commit
         clocks = [p.clock for p in self.partitions.values() if p.state is not None]
         if len(clocks) == len(self.partitions):
@@ -153,23 +153,23 @@ class ServedModel:
         while len(self.commits) > limits.QUEUED_REQUESTS_MAX:
             del self.commits[min(self.commits)]
 
-    def stages(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
+    def has_staged(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
         """Whether all these partitions are here, have that clock open, and hold the worker's staged push for it."""
         held = (worker, epoch, clock)
         return all((p := self.partitions.get(i)) is not None and p.clock == clock and held in p.staged for i in indices)
 
-    def over(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
+    def may_continue(self, indices: Iterable[int], worker: str, epoch: int, clock: int) -> bool:
         """Whether the worker may go on to the next clock without asking the scheduler.
 
         It may if all these partitions are here, have the next clock open and hold nothing it staged for `clock` any
-        more, and if no commit from `clock` on asks workers to report themselves.
+        more, and if no commit from `clock` on needs their report.
         """
         held = (worker, epoch, clock)
-        return self.asks_at < clock and all(
+        return self.needs_report_at < clock and all(
             (p := self.partitions.get(i)) is not None and p.clock == clock + 1 and held not in p.staged for i in indices
         )
 
-    def hear(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
+    def set_roster(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
         """Replace the live roster."""
         left = {(w, epoch) for w, (epoch, _) in self.workers.items() if workers.get(w, (None,))[0] != epoch}
         staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.gone else set()

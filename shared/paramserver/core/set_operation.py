@@ -49,7 +49,7 @@ class SetOperation(Operation):
             state = p.assigned(part, result.state)
             if self.model.ready:
                 p.version = max(p.version, part.version - 1)
-                shard.flip(p, state, now)
+                shard.publish_version(p, state, now)
             else:
                 p.state = state  # no new version: the initial values are not complete yet
                 p.version = max(p.version, part.version)
@@ -59,7 +59,7 @@ class SetOperation(Operation):
             if p.level:
                 arrays = (part.data, *(part.slots or ()))
                 shard.durability.executed(p, "set", set_head(part, p.version, self.event.restore), arrays)
-        parts = tuple(p.stand() for p in self.partitions)
+        parts = tuple(p.part_version() for p in self.partitions)
         done = PushDone(
             self.model.key,
             self.model.timeline,

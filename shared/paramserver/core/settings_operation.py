@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
-from paramserver.core.operation import Operation, Shard, configured
+from paramserver.core.operation import Operation, Shard, record_settings_change
 from paramserver.core.shard_io import Task
 from paramserver.core.spec import ModelSpec
 
@@ -41,7 +41,7 @@ class SettingsOperation(Operation):
         fresh = p.adopt(self.spec, self.revision, self.live_workers)
         if enters:
             p.clock = self.clock
-        configured(shard, p, now, fresh=fresh, unstage=leaves)
+        record_settings_change(shard, p, now, fresh=fresh, unstage=leaves)
         if enters:
             shard.cut(p)
             shard.committed(self.model, p, now)

@@ -13,7 +13,7 @@ from paramserver.core.handover import Handover, released
 from paramserver.core.journal import drop_head
 from paramserver.core.loading import LoadDesk
 from paramserver.core.mean_operations import CommitOperation, FlushOperation
-from paramserver.core.operation import Operation, configured
+from paramserver.core.operation import Operation, record_settings_change
 from paramserver.core.partition import Partition
 from paramserver.core.pulls import PullDesk
 from paramserver.core.push_operation import PushOperation
@@ -66,9 +66,9 @@ _RETRY_S = 1.0
 class ShardCore:
     """The models and partitions that one shard serves.  Only `handle` changes them."""
 
-    def __init__(self, look: Callable[[PushPart], PushPart] | None = None) -> None:
-        """`look` returns a part with `crc` and `finite` set; needed if parts arrive without them."""
-        self._look = look
+    def __init__(self, check_content: Callable[[PushPart], PushPart] | None = None) -> None:
+        """`check_content` returns a part with `crc` and `finite` set; needed if parts arrive without them."""
+        self._check_content = check_content
         self.models: dict[str, ServedModel] = {}
         self.map_epoch = 0
         self.held_bytes = 0
@@ -119,7 +119,7 @@ class ShardCore:
         except Exception as error:
             self._requests.failed(event, error)
         self._run(now)
-        if self.durability.executes:
+        if self.durability.has_effects:
             self._effects += self.durability.effects()
         while (snapshot := self.plan.next(now)) is not None:
             self._effects.append(snapshot)
@@ -183,8 +183,8 @@ class ShardCore:
             return
         revision = model.revision
         model.clock = max(model.clock, view.clock)
-        model.hear(view.workers, view.live_workers)
-        model.learn(view.spec, view.revision)
+        model.set_roster(view.workers, view.live_workers)
+        model.set_spec(view.spec, view.revision)
         model.cut_asked, model.began = view.cut_asked, view.began
         begins, model.ready = view.ready and not model.ready, view.ready
         if not model.ready:
@@ -193,14 +193,14 @@ class ShardCore:
         self._own(model, view, now)
         for commit in view.commits:  # after `_own`: only commits that a partition here needs are kept
             if commit.timeline == model.timeline:
-                model.keep(commit)
+                model.record_commit(commit)
         for p in model.partitions.values():
             if view.revision > revision:
                 self._settle(model, p)
             elif p.spec.consistency.mode != "sync":
                 p.live_workers = view.live_workers
             if begins and p.state is not None:
-                self.plan.first(p)
+                self.plan.initialized(p)
             elif p.state is not None and p.by_cuts and p.clock == model.cut_asked and not self.plan.at_cut(p):
                 self.plan.cut(p)
             self._woken.append(p)
@@ -225,11 +225,11 @@ class ShardCore:
                 self._effects += self._handover.take_up(model, view, index, token, now)
         model.refused = {i: p for i, p in model.refused.items() if view.owned.get(i) == p.token}
         for p in model.partitions.values():
-            wish = view.release.get(p.index, 0)
-            if p.held and wish != p.held:
+            release_number = view.release.get(p.index, 0)
+            if p.held and release_number != p.held:
                 self._handover.unhold(model, p, now)
-            if wish and not p.held:
-                requests += self._handover.hold(p, wish)
+            if release_number and not p.held:
+                requests += self._handover.hold(p, release_number)
         for operation in requests:
             self._requests.submit(operation)
         if requests or model.parked:
@@ -255,7 +255,7 @@ class ShardCore:
     def _roll_back(self, model: ServedModel, view: ModelView) -> None:
         model.timeline, model.clock = view.timeline, view.clock
         model.commits.clear()
-        model.asks_at = -1
+        model.needs_report_at = -1
         for p in model.partitions.values():
             self.plan.forget(p)
             self._supersede(p)  # from now on, pulls of the old timeline are refused
@@ -272,30 +272,30 @@ class ShardCore:
             self._queues.add(settings)
 
     def _roster(self, event: RosterChanged, now: float) -> None:
-        model = self.served(event.model)
+        model = self.find_model(event.model)
         if model is None:
             return
-        model.hear(event.workers, event.live_workers)
+        model.set_roster(event.workers, event.live_workers)
         for p in model.partitions.values():
             if p.spec.consistency.mode != "sync":
                 p.live_workers = event.live_workers
             self._drop_ended(model, p)
 
     def _commit(self, event: CommitDecided, now: float) -> None:
-        model = self.served(event.model)
+        model = self.find_model(event.model)
         if model is None or event.timeline != model.timeline:
             return
-        model.keep(event)
+        model.record_commit(event)
         for p in model.partitions.values():
             self._advance(model, p, now)
 
     def _gone(self, event: ModelGone, now: float) -> None:
-        model = self.served(event.model)
+        model = self.find_model(event.model)
         if model is not None:
             del self.models[event.model.name]
             self._drop(model)
 
-    def served(self, key: ModelKey) -> ServedModel | None:
+    def find_model(self, key: ModelKey) -> ServedModel | None:
         """The model of that name and generation, for reading; None if this shard does not know it."""
         model = self.models.get(key.name)
         return model if model is not None and model.key == key else None
@@ -323,7 +323,7 @@ class ShardCore:
             # It is still on an older timeline: the commits it lacks and the gradients it has staged no longer count.
             self.held_bytes -= p.drop_staged()
             p.clock = model.began
-            configured(self, p, now, fresh=False, unstage=True)
+            record_settings_change(self, p, now, fresh=False, unstage=True)
         commit = model.commits.get(p.clock)
         if commit is not None and model.spec_of(commit.revision) is not None:
             p.committing = True
@@ -360,7 +360,7 @@ class ShardCore:
         self._drop_ended(model, partition)
 
     def find(self, key: PartitionKey, token: Token) -> tuple[ServedModel | None, Partition | None]:
-        model = self.served(key.model)
+        model = self.find_model(key.model)
         p = None if model is None else model.partitions.get(key.index)
         return model, p if p is not None and p.token == token else None
 
@@ -437,13 +437,13 @@ class ShardCore:
     def _perform(self, effect: Effect) -> None:
         self._effects.append(effect)
 
-    def look(self, part: PushPart) -> PushPart:
-        assert self._look is not None, "parts come with their checksums"
-        return self._look(part)
+    def check_content(self, part: PushPart) -> PushPart:
+        assert self._check_content is not None, "parts come with their checksums"
+        return self._check_content(part)
 
     def present(self, key: ModelKey, parts: Sequence[tuple[int, int]]) -> list[F32] | None:
         """Return the values of these (partition, version) if a pull now would return exactly those; else None."""
-        model = self.served(key)
+        model = self.find_model(key)
         held = [None if model is None else model.partitions.get(index) for index, _ in parts]
         out = [
             p.state.values
@@ -456,7 +456,7 @@ class ShardCore:
         if partition.state is not None:
             self.superseded.append(partition.state)
 
-    def flip(self, partition: Partition, state: PartitionState, now: float) -> None:
+    def publish_version(self, partition: Partition, state: PartitionState, now: float) -> None:
         self._supersede(partition)
         partition.state = state
         partition.version += 1
@@ -473,7 +473,7 @@ class ShardCore:
         key = partition.key  # the timer must not keep a lost partition's memory alive
 
         def due(now: float) -> None:
-            model = self.served(key.model)
+            model = self.find_model(key.model)
             p = None if model is None else model.partitions.get(key.index)
             if model is not None and p is not None and p.flush_at == at and not p.held:
                 self._queues.add(FlushOperation(model, [p]))
@@ -485,7 +485,7 @@ class ShardCore:
     def cut(self, partition: Partition) -> None:
         self.plan.cut(partition)
 
-    def remembers(self, partition: Partition, now: float) -> None:
+    def snapshot_due(self, partition: Partition, now: float) -> None:
         self.plan.changed(partition, now)
 
     def settings_changed(self, partition: Partition, now: float) -> None:

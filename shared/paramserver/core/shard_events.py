@@ -43,7 +43,7 @@ class CommitDecided(Struct, frozen=True):
     live_workers: int
     cut: bool
     """Whether every partition must store a cut right after this commit."""
-    asks: bool = False
+    needs_report: bool = False
     """Whether workers must report this clock to the scheduler themselves, because it has something to tell them."""
 
     @classmethod
@@ -185,7 +185,7 @@ class PushPart(Struct, frozen=True):
     """Relative to the partition, sorted and disjoint; None: the whole partition."""
     base: tuple[int, int] | None = None
     """(version, incarnation) the gradient was computed from."""
-    owned: bool = False
+    exclusive_buffer: bool = False
     """The memory of `data` holds nothing else and has no other user, so it may be reused once the push is applied."""
 
 
@@ -294,7 +294,7 @@ class TaskResult(Struct, frozen=True):
     state: PartitionState | None
     """None: a resulting value is not finite."""
     crc: int | None = None
-    """Checksum of the gradient, if the task has `look`."""
+    """Checksum of the gradient, if the task has `needs_check`."""
     bad_gradient: bool = False
     """The gradient itself is not finite."""
 

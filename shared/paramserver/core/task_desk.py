@@ -14,7 +14,7 @@ from paramserver.core.series import check_metrics
 from paramserver.core.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
 from paramserver.core.waiter import Waiter, not_a_member
 from paramserver.core.worker_desk import WorkerDesk
-from paramserver.errors import looking, problem
+from paramserver.errors import problem, validating
 
 DATASETS_MAX: Final = 256
 EVALUATIONS_MAX: Final = 8
@@ -30,7 +30,7 @@ class TaskDesk:
 
     def register(self, e: RegisterDataset, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             spec = DatasetSpec.check(e.dataset, e.size, e.task_size, e.ranges, e.uri, e.assignment, e.passes)
         old = model.datasets.get(spec.name)
         if old is not None and old.spec != spec:
@@ -97,7 +97,7 @@ class TaskDesk:
 
     def task_done(self, e: TaskDone, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             metrics = check_metrics(e.metrics)
             name, numbers = parse_task(e.task)
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)

@@ -20,7 +20,7 @@ from paramserver.core.scheduler_io import (
 )
 from paramserver.core.series import check_metrics
 from paramserver.core.waiter import Waiter, not_a_member
-from paramserver.errors import PsError, looking, problem
+from paramserver.errors import PsError, problem, validating
 
 COMMITS_PER_EVENT: Final = 64
 RANK_MAX: Final = 1 << 31
@@ -179,7 +179,7 @@ class WorkerDesk:
         worker = self.renew_lease(
             model, e.worker, e.epoch, now
         )  # It is alive, even if the rest of the event is invalid.
-        with looking():
+        with validating():
             metrics = check_metrics(e.metrics)
             check_document(e.state, "state")
         if e.clock is not None:
@@ -231,7 +231,7 @@ class WorkerDesk:
 
     def metrics(self, e: ReportMetrics, now: float) -> None:
         model = self.c.model(e.model)
-        with looking():
+        with validating():
             metrics = check_metrics(e.metrics)
         if e.clock is not None:
             _count(e.clock, "clock")
