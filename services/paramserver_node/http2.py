@@ -20,7 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.utils import is_ssl
 from uvicorn.server import ServerState
 
-from paramserver.limits import WAITED_BYTES
+from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.wire import http2 as wire
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Http2Error
@@ -122,7 +122,7 @@ class Connection(asyncio.BufferedProtocol):
             wire.MAX_HEADER_LIST_SIZE: HEADER_BYTES_MAX,
         }
         self.say(wire.settings(values))
-        self.say(wire.word(0, wire.WINDOW_UPDATE, CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES))
+        self.say(wire.u32_frame(0, wire.WINDOW_UPDATE, CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES))
         self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -167,7 +167,7 @@ class Connection(asyncio.BufferedProtocol):
         stream = self._streams.get(self._scanner.due_stream) if due >= DIRECT_BYTES_MIN else None
         if self._can_wait:
             worth = nbytes >= DIRECT_BYTES_MIN and stream is not None  # a slow client's bytes are read as they come
-            wanted = WAITED_BYTES if worth and due >= WAITED_BYTES else 1
+            wanted = RECEIVE_LOW_WATER_BYTES if worth and due >= RECEIVE_LOW_WATER_BYTES else 1
             if wanted != self._awaited and not self.transport.is_closing():
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 self._awaited = wanted
@@ -196,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
         """Process the next bytes from the client; `there`: they are of a body, and already in place."""
         try:
             if there:
-                ends = bool(self._scanner.passed(len(data)) & wire.END_STREAM)
+                ends = bool(self._scanner.consumed(len(data)) & wire.END_STREAM)
                 self._head_next = self._scanner.due == 0 and not ends
                 self._data(self._scanner.due_stream, data, len(data), ends, there=True)
             else:
@@ -219,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
             elif kind == wire.HEADERS:
                 if number % 2 == 0:
                     raise Http2Error(wire.PROTOCOL_ERROR, "a request on a stream that is not the client's")
-                self._heads(number, flags, bytearray(wire.block_in(flags, payload)))
+                self._heads(number, flags, bytearray(wire.header_fragment(flags, payload)))
             else:
                 self._control(kind, flags, number, payload)
 
@@ -247,7 +247,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def fetch(self, number: int, places: Pieces, size: int) -> bool:
         """Have a thread read the rest of a body, `size` bytes, into `places`; returns False if none can."""
-        at, asked = self._scanner.between(number), min(size, TRIP_BYTES_MAX)
+        at, asked = self._scanner.position(number), min(size, TRIP_BYTES_MAX)
         if at is None or self._lent.writes or self.transport.is_closing():
             return False
         then = partial(self._fetched, number, asked)
@@ -256,13 +256,13 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.pause_reading()
         if size > self._window:
             self._used -= size - self._window
-            self.say(wire.word(0, wire.WINDOW_UPDATE, size - self._window))
+            self.say(wire.u32_frame(0, wire.WINDOW_UPDATE, size - self._window))
             self._window = size
         return True
 
     def _fetched(self, number: int, asked: int, received: "Received") -> None:
         """Continue after a thread has read some of a body."""
-        self._scanner.skipped(number, received.due, received.flags, received.head)
+        self._scanner.resume_after(number, received.due, received.flags, received.head)
         self._awaited = 1
         self._window -= received.size
         stream = self._streams.get(number)
@@ -278,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
         if kind in (wire.SETTINGS, wire.PING, wire.GOAWAY) and number != 0:
             raise Http2Error(wire.PROTOCOL_ERROR, "what concerns the connection, on a stream")
         if kind == wire.WINDOW_UPDATE:
-            self._widen(number, wire.word_in(payload))
+            self._widen(number, wire.parse_u32(payload))
         elif kind == wire.CONTINUATION:
             assert self._block is not None
             begun, first_flags, block = self._block
@@ -288,7 +288,7 @@ class Connection(asyncio.BufferedProtocol):
             self._block = None
             self._heads(number, flags & wire.END_HEADERS | first_flags & wire.END_STREAM, block + payload)
         elif kind == wire.RST_STREAM:
-            wire.word_in(payload)
+            wire.parse_u32(payload)
             if number == 0 or number > self._newest:
                 raise Http2Error(wire.PROTOCOL_ERROR, "a stream that never was is cut")
             self._follies.one()
@@ -299,7 +299,7 @@ class Connection(asyncio.BufferedProtocol):
             self._greeted = True
             self._follies.one()
             if not flags & wire.ACK:
-                self._set(wire.settings_in(payload))
+                self._set(wire.parse_settings(payload))
                 self.say(wire.frame(wire.SETTINGS, wire.ACK, 0))
         elif kind == wire.PING:
             if len(payload) != 8:
@@ -336,7 +336,7 @@ class Connection(asyncio.BufferedProtocol):
         if asked is None or self._stopping or self._running >= STREAMS_MAX:
             self._follies.one()
             code = wire.PROTOCOL_ERROR if asked is None else wire.REFUSED_STREAM
-            self.say(wire.word(number, wire.RST_STREAM, code))
+            self.say(wire.u32_frame(number, wire.RST_STREAM, code))
             return
         stream = self._streams[number] = Stream(self, number, ends, asked)
         own = {"headers": list(asked.scope["headers"]), "state": dict(self._state), "extensions": {BODY: stream}}
@@ -477,7 +477,7 @@ class Connection(asyncio.BufferedProtocol):
         self._used += size
         if self._used >= max(1, self._window):  # at least half of what waiting bodies do not hold
             self._window += self._used
-            self.say(wire.word(0, wire.WINDOW_UPDATE, self._used))
+            self.say(wire.u32_frame(0, wire.WINDOW_UPDATE, self._used))
             self._used = 0
 
     def ended(self, number: int, *, answered: bool) -> None:

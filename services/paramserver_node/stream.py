@@ -138,7 +138,7 @@ class Stream:
         if self._due is not None and not self._cut:
             self._due -= size
             if self._due < 0 or (ends and self._due):
-                self._client.say(wire.word(self._number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
+                self._client.say(wire.u32_frame(self._number, wire.RST_STREAM, wire.PROTOCOL_ERROR))
                 self.cut()
         if self._cut:
             self._client.used(size)
@@ -187,7 +187,7 @@ class Stream:
 
     def _widen(self, size: int) -> None:
         self._window += size
-        self._say(wire.word(self._number, wire.WINDOW_UPDATE, size))
+        self._say(wire.u32_frame(self._number, wire.WINDOW_UPDATE, size))
 
     def _say(self, frame: bytes) -> None:
         self._client.spoke_s = self._client.loop.time()
@@ -334,11 +334,11 @@ class Stream:
         finally:
             if not self._cut:
                 if not self._answered:
-                    self._client.say(wire.word(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
+                    self._client.say(wire.u32_frame(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))
                     if not self._client.writable:
                         self._client.abort()  # it reads nothing, so it would not get the reset either
                 elif not self.body_ended:
-                    self._client.say(wire.word(self._number, wire.RST_STREAM, wire.NO_ERROR))
+                    self._client.say(wire.u32_frame(self._number, wire.RST_STREAM, wire.NO_ERROR))
                 self._drop()
             self._client.ended(self._number, answered=self._answered)
 

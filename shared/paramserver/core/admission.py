@@ -23,7 +23,7 @@ _NUMPY = {
     "float32": (np.float32,),
     "float64": (np.float64,),
 }
-_WHOLE = ("int8", "topk")
+_CODECS = ("int8", "topk")
 """Codecs that encode a whole partition.  The runtime checks that their bytes fit it; the kernels decode them."""
 
 
@@ -89,7 +89,7 @@ def _check_parts(parts: tuple[PushPart, ...] | tuple[AssignPart, ...], layout: L
         if part.partition in seen:
             raise problem("invalid_range", f"partition {part.partition} is named twice")
         seen.add(part.partition)
-        if isinstance(part, PushPart) and part.dtype in _WHOLE:
+        if isinstance(part, PushPart) and part.dtype in _CODECS:
             if part.ranges is not None:
                 raise problem(
                     "invalid_encoding", f"partition {part.partition}: {part.dtype} takes all of it, no ranges"

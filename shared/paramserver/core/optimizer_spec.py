@@ -55,13 +55,13 @@ _OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
 """The server-side optimizers with their hyperparameters; names and defaults are torch's (ftrl: the paper's)."""
 
 
-_OF_ALL: Final = ("schedule", "clip_value", "clip_norm", "linear_scaling")
+_COMMON_FIELDS: Final = ("schedule", "clip_value", "clip_norm", "linear_scaling")
 
 
 def kept_fields(name: str) -> tuple[str, ...]:
     """Fields kept when a model switches to optimizer `name`: the common ones, lr and weight_decay, if it has them."""
     own = _OPTIMIZERS.get(name, {})
-    return (*_OF_ALL, *(k for k in ("lr", "weight_decay") if k in own))
+    return (*_COMMON_FIELDS, *(k for k in ("lr", "weight_decay") if k in own))
 
 
 class OptimizerSpec(Struct, frozen=True):

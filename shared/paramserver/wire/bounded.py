@@ -129,12 +129,12 @@ def _no_constant(name: str) -> float:
     raise problem("non_finite", f"{name} is not a number that JSON or paramserver knows")
 
 
-def _settled(value: Any) -> Any:
+def _normalized(value: Any) -> Any:
     """Return the value with integers beyond 64 bits as floats; raises RequestError (`malformed`, `non_finite`)."""
     if isinstance(value, dict):
-        return {_settled(k): _settled(v) for k, v in value.items()}
+        return {_normalized(k): _normalized(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_settled(v) for v in value]
+        return [_normalized(v) for v in value]
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -167,4 +167,4 @@ def parse_json(buf: Buffer) -> Any:
         raise problem("malformed", f"the JSON body cannot be read: {e}") from None
     odd = b"\\u" in text and _HALF_PAIR.search(text)
     odd = odd or (len(text) <= limits.CONTROL_BODY_BYTES_MAX and _ODD_NUMBER.search(text))
-    return _settled(value) if odd else value
+    return _normalized(value) if odd else value

@@ -93,7 +93,7 @@ def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(key, value) for key, value in values.items()))
 
 
-def settings_in(payload: memoryview) -> dict[int, int]:
+def parse_settings(payload: memoryview) -> dict[int, int]:
     """Return the values in the payload of a SETTINGS frame; raises Http2Error."""
     if len(payload) % _SETTING.size:
         raise Http2Error(FRAME_SIZE_ERROR, "a setting that is not six bytes")
@@ -105,12 +105,12 @@ def settings_in(payload: memoryview) -> dict[int, int]:
     return values
 
 
-def word(stream: int, kind: int, value: int) -> bytes:
+def u32_frame(stream: int, kind: int, value: int) -> bytes:
     """Return a frame whose payload is one 32-bit number: WINDOW_UPDATE or RST_STREAM."""
     return frame(kind, 0, stream, _WORD.pack(value))
 
 
-def word_in(payload: memoryview) -> int:
+def parse_u32(payload: memoryview) -> int:
     """Return the number in the payload of such a frame; raises Http2Error."""
     if len(payload) != _WORD.size:
         raise Http2Error(FRAME_SIZE_ERROR, "a number that is not four bytes")
@@ -118,9 +118,9 @@ def word_in(payload: memoryview) -> int:
     return int(value)
 
 
-def word31_in(payload: memoryview) -> int:
-    """Like `word_in`, without the reserved top bit, which a receiver must ignore (RFC 9113, 6.8 and 6.9)."""
-    return word_in(payload) & WINDOW_MAX
+def parse_u31(payload: memoryview) -> int:
+    """Like `parse_u32`, without the reserved top bit, which a receiver must ignore (RFC 9113, 6.8 and 6.9)."""
+    return parse_u32(payload) & WINDOW_MAX
 
 
 def goaway(last_stream: int, code: int) -> bytes:
@@ -128,7 +128,7 @@ def goaway(last_stream: int, code: int) -> bytes:
     return frame(GOAWAY, 0, 0, _WORD.pack(last_stream) + _WORD.pack(code))
 
 
-def block_in(flags: int, payload: memoryview) -> bytes:
+def header_fragment(flags: int, payload: memoryview) -> bytes:
     """Return the header block fragment of a HEADERS frame, without padding and priority; raises Http2Error."""
     begin, end = 0, len(payload)
     if flags & PADDED:
@@ -158,12 +158,12 @@ class Scanner:
         """Whether the bytes due are the last of that stream."""
         return self.due > 0 and self.due_stream == stream and bool(self._flags & END_STREAM)
 
-    def passed(self, size: int) -> int:
+    def consumed(self, size: int) -> int:
         """Note that `size` of the bytes due were read without this scanner; return the flags of that piece."""
         self.due -= size
         return 0 if self.due else self._flags
 
-    def between(self, stream: int) -> tuple[int, int] | None:
+    def position(self, stream: int) -> tuple[int, int] | None:
         """Return (bytes due, flags) within a DATA frame of that stream, (0, 0) between frames, else None.
 
         None: within another stream's DATA frame, within padding, or after a part of another frame.
@@ -172,7 +172,7 @@ class Scanner:
             return None
         return (self.due, self._flags) if self.due else (0, 0)
 
-    def skipped(self, stream: int, due: int, flags: int, rest: bytes) -> None:
+    def resume_after(self, stream: int, due: int, flags: int, rest: bytes) -> None:
         """Go on after DATA of that stream was read without this scanner.
 
         `due` and `flags` are those of the last frame read; `rest` is the beginning of the next one.
@@ -254,7 +254,7 @@ def _text(data: bytes) -> bytes:
     return bytes(length) + data
 
 
-def plain(block: bytes, bytes_max: int) -> list[Header] | None:
+def decode_static(block: bytes, bytes_max: int) -> list[Header] | None:
     """Decode a block of the kind that `encoded` writes; None for others, and for long strings or blocks."""
     out: list[Header] = []
     at = size = 0
@@ -303,7 +303,7 @@ class HeaderDecoder(Generic[T]):
         """Return what `read` makes of the headers, an object that may be shared; raises Http2Error."""
         if block in self._known:
             return self._known[block]
-        if (own := plain(block, self._bytes_max)) is not None:
+        if (own := decode_static(block, self._bytes_max)) is not None:
             return self._remembered(block, own, self._read(own))
         table = self._hpack.header_table
         size, newest = table.maxsize, _newest(table)
