@@ -190,8 +190,8 @@ class Model:
     @property
     def version(self) -> int:
         """Lowest version the partitions reported; in sync at least the clock, which all have or are about to reach."""
-        heard = min((o.version for o in self.owners), default=0)
-        return max(self.gate.clock, heard) if self.gate.sync else heard
+        reported = min((o.version for o in self.owners), default=0)
+        return max(self.gate.clock, reported) if self.gate.sync else reported
 
     def partition(self, index: int) -> PartitionKey:
         return PartitionKey(self.key, index)
@@ -362,7 +362,7 @@ class Model:
         """Feed document of type `model`."""
         live = self.roster.live()
         kept = [c for _, c in self.commits]
-        told = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
+        upload = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
             "type": "model",
             "name": self.name,
@@ -378,7 +378,7 @@ class Model:
             "source": self.source,
             "cut": self.cut,
             "cut_asked": self.pending_cut,
-            "upload": told if self.missing else None,
+            "upload": upload if self.missing else None,
             "workers": {w.name: [w.epoch, w.rank] for w in live},
             "commits": [
                 c.document(self.name, self.generation) for c in (kept if all_commits else kept[-COMMITS_PUBLISHED:])

@@ -146,7 +146,7 @@ class MoveDesk:
 
     # --- reports by shards ---
 
-    def gone(self, shard: str) -> None:
+    def withdraw_moves_to(self, shard: str) -> None:
         """Withdraw the moves to a dead shard."""
         self._withdraw(m for m in self._moves() if m[1].target == shard)
 
@@ -168,9 +168,9 @@ class MoveDesk:
 
     def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Update the load, in bytes per second, of that shard's partitions; those not listed have none."""
-        told = {(name, generation, index): float(load) for name, generation, index, load in rows}
+        reported = {(name, generation, index): float(load) for name, generation, index, load in rows}
         for model in self.c.models.values():
             for i, owner in enumerate(model.owners):
                 if owner.shard == shard:
-                    new = told.get((model.name, model.generation, i), 0.0)
+                    new = reported.get((model.name, model.generation, i), 0.0)
                     owner.load = new if owner.load == 0.0 else owner.load + SMOOTHING * (new - owner.load)

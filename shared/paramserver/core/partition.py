@@ -205,21 +205,21 @@ class Partition:
         A worker's clocks are listed in order, so parts for a clock before its newest listed one are never listed; with
         `late: drop` no part for a clock up to `t` is.
         """
-        gone = {(c.worker, c.epoch, c.clock) for c in contributions}
-        newest = {(worker, epoch): clock for worker, epoch, clock in sorted(gone)}
-        gone |= {key for key in self.staged if key[2] < newest.get(key[:2], 0)}
+        dropped = {(c.worker, c.epoch, c.clock) for c in contributions}
+        newest = {(worker, epoch): clock for worker, epoch, clock in sorted(dropped)}
+        dropped |= {key for key in self.staged if key[2] < newest.get(key[:2], 0)}
         if self.spec.consistency.late == "drop":
-            gone |= {key for key in self.staged if key[2] <= t}
-        return self.drop(gone)
+            dropped |= {key for key in self.staged if key[2] <= t}
+        return self.drop(dropped)
 
-    def ended(self, live: dict[str, int], gone: Container[tuple[str, int]]) -> list[ContributionKey]:
+    def ended(self, live: dict[str, int], departed: Container[tuple[str, int]]) -> list[ContributionKey]:
         """Staged contributions of epochs that have ended, which no undecided commit will list.
 
-        For clocks not yet committed here, only those whose epoch has certainly ended: it has left the roster (`gone`),
-        or a higher one is there in its place. A worker that was never in the roster may have joined a moment ago.
+        For clocks not yet committed here, only those whose epoch has certainly ended: it is among those that left the
+        roster (`departed`), or a higher one has replaced it. A worker never in the roster may have joined a moment ago.
         """
         ended = [k for k in self.staged if live.get(k[0]) != k[1]]
-        return [k for k in ended if k[2] < self.clock or k[:2] in gone or live.get(k[0], 0) > k[1]]
+        return [k for k in ended if k[2] < self.clock or k[:2] in departed or live.get(k[0], 0) > k[1]]
 
     def drop(self, keys: Iterable[ContributionKey]) -> int:
         """Drop these contributions; returns the bytes released."""

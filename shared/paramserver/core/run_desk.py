@@ -149,7 +149,7 @@ class RunDesk:
             run.saved_s = now
             self.c.save_run(run)
 
-    def saw_metrics(self, model: Model, metrics: Mapping[str, float], now: float) -> None:
+    def check_stop_rule(self, model: Model, metrics: Mapping[str, float], now: float) -> None:
         """End the model's run if one of these metrics reaches its bound."""
         run = self.of_model(model)
         if run is None or run.state not in ("running", "paused"):
@@ -298,7 +298,7 @@ class RunDesk:
         for run in self.c.runs.values():
             if not run.active:
                 continue
-            said, given = run.reason, False
+            reason_before, given = run.reason, False
             for i, place in enumerate(run.places):
                 if place.member is not None or place.done:
                     continue
@@ -310,5 +310,5 @@ class RunDesk:
                 member.place, given = (run.id, i), True
                 self.c.save_member(member)
             self._settle(run, now, idle)
-            if given or run.reason != said:
+            if given or run.reason != reason_before:
                 self._save(run)

@@ -45,7 +45,7 @@ class ServedModel:
     ready: bool
     workers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """worker -> (epoch, rank) of the live roster."""
-    gone: set[tuple[str, int]] = field(default_factory=set)
+    departed: set[tuple[str, int]] = field(default_factory=set)
     """(worker, epoch) that left the roster while a partition here had staged gradients of theirs."""
     specs: dict[int, ModelSpec] = field(default_factory=dict)
     """Settings of the newest revisions; a commit names the revision it was decided under."""
@@ -172,8 +172,8 @@ class ServedModel:
     def set_roster(self, workers: Mapping[str, tuple[int, int]], live_workers: int) -> None:
         """Replace the live roster."""
         left = {(w, epoch) for w, (epoch, _) in self.workers.items() if workers.get(w, (None,))[0] != epoch}
-        staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.gone else set()
-        self.gone = (self.gone | left) & staged
+        staged = {slot[:2] for p in self.partitions.values() for slot in p.staged} if left or self.departed else set()
+        self.departed = (self.departed | left) & staged
         self.workers, self.live_workers = dict(workers), live_workers
 
     def live(self) -> dict[str, int]:

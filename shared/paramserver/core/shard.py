@@ -341,7 +341,7 @@ class ShardCore:
         # A commit that is already decided may still list them, even one not received yet.
         if not p.staged or p.clock < model.clock or p.committing or p.held:
             return
-        slots = p.ended(model.live(), model.gone)
+        slots = p.ended(model.live(), model.departed)
         if slots:
             self.held_bytes -= p.drop(slots)
             p.lsn += 1

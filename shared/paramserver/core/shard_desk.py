@@ -55,7 +55,7 @@ class ShardDesk:
         self.c.save_shard(shard)
         self.c.map_changed()
         # The older incarnation is dead: withdraw the moves to it and reassign its partitions.
-        self.moves.gone(e.name)
+        self.moves.withdraw_moves_to(e.name)
         self.replace(e.name)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
         self.c.answer(e.request, body, 201)
@@ -83,7 +83,7 @@ class ShardDesk:
             self.c.save_shard(shard)
             self.c.fence(shard.name, shard.epoch)
             self.c.map_changed()
-            self.moves.gone(shard.name)
+            self.moves.withdraw_moves_to(shard.name)
         for shard in shards:
             self.replace(shard.name)
 

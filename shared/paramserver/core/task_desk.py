@@ -40,11 +40,11 @@ class TaskDesk:
         if old is None and len(model.datasets) >= DATASETS_MAX:
             raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the bound")
         if old is None:
-            there = sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
-            if there + len(spec.ranges) > limits.TASKS_MAX:
+            existing = sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
+            if existing + len(spec.ranges) > limits.TASKS_MAX:
                 raise problem(
                     "too_many_requests",
-                    f"the datasets of all models have {there} ranges, {limits.TASKS_MAX} is the bound",
+                    f"the datasets of all models have {existing} ranges, {limits.TASKS_MAX} is the bound",
                     hint="choose a larger task_size, or delete models that are not needed",
                 )
             model.datasets[spec.name] = Dataset(spec)

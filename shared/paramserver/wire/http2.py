@@ -311,18 +311,18 @@ class HeaderDecoder(Generic[T]):
             headers: list[Header] = [(bytes(n), bytes(v)) for n, v in self._hpack.decode(block, raw=True)]
         except hpack.HPACKError as e:
             raise Http2Error(COMPRESSION_ERROR, f"headers that cannot be read: {e}") from None
-        said = self._read(headers)
+        result = self._read(headers)
         if table.maxsize == size and _newest(table) is newest:
-            return self._remembered(block, headers, said)
+            return self._remembered(block, headers, result)
         self._known.clear()
-        return said
+        return result
 
-    def _remembered(self, block: bytes, headers: Sequence[Header], said: T) -> T:
+    def _remembered(self, block: bytes, headers: Sequence[Header], result: T) -> T:
         if max(len(block), sum(len(n) + len(v) + 32 for n, v in headers)) <= _KNOWN_BYTES_MAX:
             if len(self._known) == _KNOWN_MAX:
                 self._known.clear()
-            self._known[block] = said
-        return said
+            self._known[block] = result
+        return result
 
 
 def _newest(table: Any) -> object:
