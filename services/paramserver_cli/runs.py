@@ -90,7 +90,7 @@ def evaluate(run: Run, url: Url = None) -> None:
     document = client.get_run(run)
     if document["state"] in ("finished", "failed", "stopped"):
         hint = "its workers are gone, and would have made it; psctl run list shows what runs"
-        raise problem("conflict", f"run '{run}' is {document['state']} already", hint=hint)
+        raise problem("conflict", f"run '{run}' has already ended ({document['state']})", hint=hint)
     model = document["model"]
     client.model(model).evaluate()
     typer.echo(f"asked for an evaluation of model {model}; psctl status shows the result")

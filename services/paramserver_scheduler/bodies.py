@@ -231,7 +231,7 @@ def check(kind: type[B], value: Any) -> B:
     if not isinstance(value, dict):
         raise problem("malformed", f"the body must be an object, not {type(value).__name__}")
     if len(value) > limits.FIELDS_MAX:
-        detail = f"the body has {len(value)} fields; at most {limits.FIELDS_MAX} are looked at"
+        detail = f"the body has {len(value)} fields; at most {limits.FIELDS_MAX} are allowed"
         raise problem("too_large", detail)
     try:
         return kind.model_validate(value)

@@ -96,7 +96,7 @@ def _check_plain(value: Any) -> None:
             try:
                 v.encode()
             except UnicodeEncodeError:
-                raise problem("malformed", "a string holds half of a surrogate pair") from None
+                raise problem("malformed", "a string contains a lone surrogate") from None
         elif not (v is None or isinstance(v, bool | float)):
             raise problem("malformed", f"a {type(v).__name__} has no place in this body")
 

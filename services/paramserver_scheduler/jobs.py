@@ -97,7 +97,7 @@ class Jobs:
     async def _restore(self, source: str, name: str, target: str, partitions: int | None) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
         if target in self._restored_now:
-            return problem("conflict", f"model '{target}' is being restored already")
+            return problem("conflict", f"model '{target}' is already being restored")
         self._restored_now.add(target)
         try:
             return await self._restored(source, name, target, partitions)
@@ -236,7 +236,7 @@ class Jobs:
         """Return the document of that creation of the model; raises PsError if it is gone or replaced."""
         document = self._runtime.core.read.model(model.name)
         if document["generation"] != model.generation:
-            raise problem("model_replaced", f"model '{model.name}' was created anew")
+            raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
         return document
 
     def _timeline(self, model: ModelKey) -> Callable[[], int]:

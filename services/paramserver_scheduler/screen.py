@@ -46,4 +46,4 @@ class Screen:
     def check_room(self) -> None:
         """Raise Unavailable (`too_many_requests`) if the maximum number of streams is open."""
         if self._readers >= limits.STATUS_STREAMS_MAX:
-            raise problem("too_many_requests", f"{self._readers} status streams are open, which is the bound")
+            raise problem("too_many_requests", f"{self._readers} status streams are open, which is the limit")

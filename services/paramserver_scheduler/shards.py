@@ -57,7 +57,7 @@ class ShardClient:
             _check(response)
             frame, offset = decode_header(response.content, StateFrame)
             if (frame.generation, frame.partition) != (model.generation, index):
-                raise problem("model_replaced", f"model '{model.name}' was created anew")
+                raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
             return frame, frame.read(memoryview(response.content)[offset:])
 
         return await _each(partitions, fetch)

@@ -324,9 +324,9 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
         jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
         first = asyncio.ensure_future(jobs.restore("m", "mine", "m", None))
         await begun.wait()
-        with pytest.raises(PsError, match="restored already"):
+        with pytest.raises(PsError, match="already being restored"):
             await jobs.restore("m", "mine", "m", None)
-        with pytest.raises(PsError, match="restored already"):
+        with pytest.raises(PsError, match="already being restored"):
             d.ask(lambda n: io.StartRestore(n, "m"))
         goes_on.set()
         assert (await first).status == 200

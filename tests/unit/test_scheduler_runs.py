@@ -162,7 +162,7 @@ def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
     assert w["clock"] == 5
     assert d.result(d.clock(w, 9))["state"] == "active"
     d.clock(w, 10)
-    assert state(d) == ("finished", "5 clocks are done")
+    assert state(d) == ("finished", "the limit of clocks was reached (5)")
     assert d.ask(lambda n: io.WorkerHeartbeat(n, "m", w["worker"], w["epoch"]))["state"] == "stop"
     assert beat(d, m)["state"] == "stop"
     assert done(d, m)["state"] == "finished"

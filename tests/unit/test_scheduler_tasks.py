@@ -103,9 +103,9 @@ def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"passes": 2}, "other passes"),
-        ({"uri": "s3://b", "assignment": "static"}, "other uri and assignment"),
-        ({"task_size": 5}, "other ranges"),
+        ({"passes": 2}, "passes"),
+        ({"uri": "s3://b", "assignment": "static"}, "uri and assignment"),
+        ({"task_size": 5}, "ranges"),
     ],
 )
 def test_a_dataset_that_comes_again_otherwise_is_told_what_differs(
@@ -113,5 +113,5 @@ def test_a_dataset_that_comes_again_otherwise_is_told_what_differs(
 ) -> None:
     """The refusal names each field that is not as it was registered, and no other."""
     given = {"size": 20, "task_size": 10, **fields}
-    with pytest.raises(ConflictError, match=f"is registered with {told} "):
+    with pytest.raises(ConflictError, match=f"is already registered with different {told} "):
         two[0].ask(lambda n: io.RegisterDataset(n, "m", "train", **given))

@@ -117,7 +117,7 @@ def _clock(line: bytes) -> ClockLine:
 def _needed_epoch(request: Request) -> int:
     epoch = epoch_of(request)
     if epoch is None:
-        raise problem("malformed", "query value 'epoch' is needed")
+        raise problem("malformed", "query value 'epoch' is required")
     return epoch
 
 

@@ -41,7 +41,7 @@ class CheckpointDesk:
         if e.name is not None and (e.name in model.checkpoints.records or any(w.name == e.name for w in pending)):
             raise problem("conflict", f"checkpoint '{e.name}' exists", hint="choose another name")
         if len(pending) >= PENDING_MAX:
-            raise problem("too_many_requests", f"{PENDING_MAX} checkpoints wait already")
+            raise problem("too_many_requests", f"{PENDING_MAX} checkpoints are already pending")
         pending.append(PendingCheckpoint(now, e.name, [e.request], clock=model.gate.clock))
         self.c.mark_dirty(model)
 

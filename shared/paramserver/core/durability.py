@@ -58,7 +58,7 @@ class Durability:
         if reason:
             raise problem("storage_unavailable", reason, hint="nothing was changed; send it again")
         if self.queued_bytes and self.queued_bytes + nbytes > limits.JOURNAL_QUEUE_BYTES_MAX:
-            raise problem("queue_full", f"{self.queued_bytes} bytes wait to be journaled by this shard")
+            raise problem("queue_full", f"the shard's journal queue is full ({self.queued_bytes} bytes)")
 
     def executed(self, p: Partition, kind: str, head: Mapping[str, Any], arrays: tuple[AnyArray, ...] = ()) -> None:
         """Queue the journal entry of the command just executed as `p.lsn`."""
@@ -129,7 +129,7 @@ class Durability:
     def _give_up(self, now: float) -> None:
         self._armed = False
         while self._by_deadline and (self._by_deadline[0].answered or self._by_deadline[0].until <= now):
-            reason = self.storage or "it takes Redis too long to make it durable"
+            reason = self.storage or "Redis did not make it durable in time"
             error = problem("storage_unavailable", reason, hint="the push is in doubt; send it again under the same id")
             self._refuse(self._by_deadline.popleft(), error)
         self._arm()

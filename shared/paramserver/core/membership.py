@@ -38,7 +38,7 @@ def current(holder: H | None, epoch: int, what: str, code: str) -> H:
     if holder.epoch != epoch or not holder.alive:
         raise problem(
             "fenced",
-            f"{what} of epoch {epoch} is no member any more",
+            f"{what} of epoch {epoch} is no longer a member",
             hint="join again for a new epoch",
             epoch=holder.epoch,
         )
@@ -185,7 +185,7 @@ class Roster:
         taken = {w.rank: w.name for w in self if w.alive and w.name != name}
         if wanted is not None:
             if wanted in taken:
-                raise problem("conflict", f"rank {wanted} belongs to worker '{taken[wanted]}'", hint="leave `rank` out")
+                raise problem("conflict", f"rank {wanted} belongs to worker '{taken[wanted]}'", hint="omit `rank`")
             return wanted
         old = self.workers.get(name)
         if old is not None and old.rank not in taken:
@@ -202,7 +202,7 @@ class Roster:
         if old is None and len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
             dead = min((w for w in self if not w.alive), key=lambda w: w.heard_s, default=None)
             if dead is None:
-                raise problem("too_many_requests", f"the model has {len(self.workers)} workers, which is the bound")
+                raise problem("too_many_requests", f"the model has {len(self.workers)} workers, which is the limit")
             self.floor = max(self.floor, dead.epoch)
             del self.workers[dead.name]
             forgotten.append(dead.name)

@@ -53,7 +53,7 @@ class ModelDesk:
                 hint="start one with 'paramserver-shard', or a whole cluster with 'psctl up'",
             )
         if len(self.c.models) >= limits.MODELS_MAX:
-            raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the bound")
+            raise problem("too_many_requests", f"the cluster has {limits.MODELS_MAX} models, which is the limit")
         self._check_memory(spec, 1 + slot_count(spec.optimizer))
         self.c.generations += 1
         self.c.save_cluster()
@@ -96,8 +96,8 @@ class ModelDesk:
         if needed > left:
             raise problem(
                 "not_enough_memory",
-                f"model '{spec.name}' with {spec.optimizer.name} needs {needed} bytes more, for what it holds and an"
-                f" update beside that; the shards have {left} free",
+                f"model '{spec.name}' with {spec.optimizer.name} needs {needed} more bytes (its state and the version"
+                f" being computed); the shards have {left} free",
                 hint="add shards, or raise their memory limits (memory_limit)",
                 needed_bytes=needed,
                 free_bytes=left,
@@ -159,7 +159,7 @@ class ModelDesk:
             if spec.consistency.mode == "sync" and model.ending_sync:
                 raise problem(
                     "loading",
-                    f"not all partitions of model '{model.name}' have left the synchronous phase before",
+                    f"some partitions of model '{model.name}' are still leaving the previous synchronous phase",
                     hint="send the same request again",
                 )
             model.spec = spec
@@ -225,7 +225,7 @@ class ModelDesk:
     def uploaded(self, e: ParameterUploaded, now: float) -> None:
         model = self.c.model(e.model)
         if e.token is not None and e.token != model.upload_token:
-            raise problem("upload_in_progress", f"another client uploads the values of model '{model.name}'")
+            raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
         if not any(p.name == e.name for p in model.spec.params):
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
         if model.missing:
@@ -234,7 +234,7 @@ class ModelDesk:
                 # More partitions were lost after the shard had chosen the ones to send these values to.
                 raise problem(
                     "initializing",
-                    f"more partitions of model '{model.name}' lack values of '{e.name}' by now",
+                    f"more partitions of model '{model.name}' have lost their values of '{e.name}' in the meantime",
                     hint="send the same request again",
                 )
             model.upload_until_s = now + limits.UPLOAD_TOKEN_S
@@ -277,7 +277,7 @@ class ModelDesk:
     def start_restore(self, e: StartRestore, now: float) -> None:
         model = self.c.model(e.model)
         if model.restoring:
-            raise problem("conflict", f"model '{model.name}' is being restored already")
+            raise problem("conflict", f"model '{model.name}' is already being restored")
         if model.checkpoints.reading_current:
             # A restore leaves the partitions' clocks as they are, so the clock could not tell which partitions the
             # checkpoint had read before it and which after.
@@ -317,7 +317,7 @@ class ModelDesk:
     def restored(self, e: ModelRestored, now: float) -> None:
         model = self.c.model(e.model)
         if model.generation != e.generation:
-            raise problem("model_replaced", f"model '{model.name}' was created anew")
+            raise problem("model_replaced", f"model '{model.name}' was deleted and created again")
         with validating():
             states = check_states(e.workers)
         self._keep(model, states, now)

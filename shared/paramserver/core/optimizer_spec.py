@@ -31,7 +31,7 @@ class ScheduleSpec(Struct, frozen=True):
             if name in ("step_size", "t_max"):
                 values[name] = r.integer(name, 1, 1)
                 if name not in r.data:
-                    r.fail(name, "is needed")
+                    r.fail(name, "is required")
             else:
                 values[name] = r.number(name, 1.0 if name == "gamma" else 0.0, 0.0)
         r.done()
@@ -105,7 +105,7 @@ class OptimizerSpec(Struct, frozen=True):
                         and all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in v)
                     )
 
-                b = r.take("betas", default, betas_ok, "two numbers of at least 0 and below 1")
+                b = r.take("betas", default, betas_ok, "two numbers in [0, 1)")
                 values[key] = (float(b[0]), float(b[1]))
             elif key == "centered":
                 values[key] = r.flag(key, default)

@@ -52,7 +52,7 @@ class PushOperation(Operation):
         mode = spec.consistency.mode
         for p in self.partitions:
             if p.spec is not spec and p.spec.consistency.mode != mode:
-                raise problem("loading", "the model's settings are just changing")
+                raise problem("loading", "the model's settings are being changed")
         admission.check_worker(event, mode, self.model.workers, self.answer)
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)
@@ -89,7 +89,7 @@ class PushOperation(Operation):
         if mode == "sync":
             if event.clock is None:
                 hint = "the iteration it belongs to, from 0"
-                raise problem("invalid_field", "clock: is needed in mode sync", hint=hint)
+                raise problem("invalid_field", "clock: is required in mode sync", hint=hint)
             _check_clock(event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
         nbytes = sum(part.data.nbytes for _, part in self._fresh)
         if shard.held_bytes + nbytes > limits.STAGED_BYTES_MAX:
@@ -214,8 +214,8 @@ def _check_lag(partition: Partition, base: tuple[int, int] | None) -> None:
     if lag > rule.lag_bound:
         raise problem(
             "too_stale",
-            f"the gradient's base lies {lag} versions back; at most {rule.lag_bound} are allowed",
-            hint="pull and compute it again",
+            f"the gradient is {lag} versions stale; at most {rule.lag_bound} are allowed",
+            hint="pull and recompute the gradient",
             lag=lag,
             version=partition.version,
         )

@@ -70,7 +70,7 @@ class Replay:
             raise self._broken(entry, f"entries {p.lsn + 1} to {entry.lsn - 1} are missing")
         step = self._steps.get(entry.kind)
         if step is None or (not self._known and entry.kind != "config"):
-            raise self._broken(entry, f"it is of kind '{entry.kind}', which cannot stand here")
+            raise self._broken(entry, f"unexpected kind '{entry.kind}'")
         try:
             step(entry)
         except CorruptState:
@@ -80,7 +80,8 @@ class Replay:
         p.lsn = entry.lsn
         self._bytes += entry.nbytes
         if p.version != entry.head.get("version"):
-            raise self._broken(entry, f"it leads to version {p.version}, not {entry.head.get('version')}")
+            recorded = entry.head.get("version")
+            raise self._broken(entry, f"replaying it gives version {p.version}, but it records {recorded}")
 
     def result(self) -> LoadedState:
         """The partition after the last entry."""
@@ -110,7 +111,7 @@ class Replay:
 
     def _publish(self, state: PartitionState | None) -> None:
         if state is None:
-            raise problem("corrupt_state", f"a value of partition {self._p.key} is not finite any more")
+            raise problem("corrupt_state", f"replay gives a non-finite value in partition {self._p.key}")
         self._p.state = state
         self._p.version += 1
 
@@ -176,7 +177,7 @@ class Replay:
         part = AssignPart(p.index, data, head["dtype"], True, _ranges(head), tuple(slots) or None, steps)
         state = self._compute(AssignTask(p.key, p.state, part)).state
         if state is None:
-            raise problem("corrupt_state", f"a value of partition {p.key} is not finite any more")
+            raise problem("corrupt_state", f"replay gives a non-finite value in partition {p.key}")
         p.state = p.assigned(part, state)
         least = head.get("least", 0)
         initial = max(p.version, least)  # while the model lacked initial values

@@ -81,7 +81,7 @@ class RunDesk:
                 check_run(run.entry, e.workers, {}, 0, 0)
             stop = StopRule.check(e.stop) if e.stop is not None else run.stop
         if run.ended and (e.state != run.state or e.workers is not None or e.stop is not None):
-            raise problem("conflict", f"run '{run.id}' is {run.state} already", hint="create a new run")
+            raise problem("conflict", f"run '{run.id}' has already ended ({run.state})", hint="create a new run")
         run.stop = stop
         if e.workers is not None:
             del run.places[e.workers :]
@@ -142,9 +142,9 @@ class RunDesk:
         run.count_time(now)
         clocks = model.gate.clock - run.from_clock
         if run.stop.clocks is not None and clocks >= run.stop.clocks:
-            self.end(run, "finished", f"{clocks} clocks are done", now)
+            self.end(run, "finished", f"the limit of clocks was reached ({clocks})", now)
         elif run.stop.minutes is not None and run.ran_s >= 60.0 * run.stop.minutes:
-            self.end(run, "finished", f"{run.stop.minutes:g} minutes are over", now)
+            self.end(run, "finished", f"the limit of {run.stop.minutes:g} minutes was reached", now)
         elif run.state == "running" and now - run.saved_s >= SAVE_TIME_S:
             run.saved_s = now
             self.c.save_run(run)
@@ -180,7 +180,7 @@ class RunDesk:
             name = None if f"pool-{self.c.member_count}" in self.c.members else f"pool-{self.c.member_count}"
         old = self.c.members.get(name)
         if old is None and len(self.c.members) >= MEMBERS_MAX:
-            raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the bound")
+            raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the limit")
         if old is not None:
             self.remove_member(old, now)
         member = Member(name, old.epoch + 1 if old else 1, now, allow=tuple(e.allow))
@@ -285,7 +285,7 @@ class RunDesk:
         place.restarts += 1
         if place.restarts > RESTARTS_MAX:
             text = error[-16_384:].encode(errors="replace").decode()
-            reason = f"worker {index} raised {place.restarts} times; the last time:\n{text}"
+            reason = f"worker {index} raised an exception {place.restarts} times; the last one:\n{text}"
             self.end(run, "failed", reason, now)
 
     def _finish_if_done(self, run: Run, now: float) -> None:

@@ -96,20 +96,20 @@ class ServedModel:
         """Raise `model_replaced` or `rolled_back` for an older generation or timeline, `loading` for a newer one."""
         if generation is not None and generation != self.key.generation:
             if generation > self.key.generation:
-                raise problem("loading", f"this shard has not heard of generation {generation} of the model yet")
+                raise problem("loading", f"this shard does not know generation {generation} of the model yet")
             raise problem(
                 "model_replaced",
-                f"model '{self.key.name}' was created anew",
+                f"model '{self.key.name}' was deleted and created again",
                 hint="fetch the model again",
                 generation=self.key.generation,
             )
         if timeline is not None and timeline != self.timeline:
             if timeline > self.timeline:
-                raise problem("loading", f"this shard has not heard of timeline {timeline} yet")
+                raise problem("loading", f"this shard does not know timeline {timeline} yet")
             raise problem(
                 "rolled_back",
                 f"the model went back to clock {self.clock}",
-                hint="drop pushes in doubt, take this clock and timeline, and pull",
+                hint="discard pushes in doubt, continue at this clock and timeline, and pull",
                 timeline=self.timeline,
                 clock=self.clock,
             )
@@ -121,7 +121,8 @@ class ServedModel:
         shard does not own it.
         """
         if not 0 <= index < self.spec.partitions:
-            raise problem("invalid_range", f"partition {index}: the model has {self.spec.partitions}")
+            detail = f"partition {index} does not exist: the model has {self.spec.partitions} partitions"
+            raise problem("invalid_range", detail)
         partition = self.partitions.get(index)
         if partition is None:
             raise wrong_owner(self.key, index, map_epoch)
@@ -186,7 +187,7 @@ def wrong_owner(model: ModelKey, index: int, map_epoch: int) -> PsError:
     return problem(
         "wrong_owner",
         f"partition {index} of model '{model.name}' is owned by another shard",
-        hint="fetch the map and send it there",
+        hint="fetch the map again and send the request to the owner",
         map_epoch=map_epoch,
         partition=index,
     )

@@ -27,7 +27,7 @@ class SetOperation(Operation):
             for p, part in zip(self.partitions, self.event.parts, strict=True):
                 assert p.state is not None
                 if part.slots is not None and len(part.slots) != len(p.state.slots):
-                    raise problem("loading", "the model's optimizer is just changing")
+                    raise problem("loading", "the model's optimizer is being changed")
                 tasks.append(AssignTask(p.key, p.state, part))
         except Exception as error:
             self.refuse(shard, as_problem(error))
@@ -78,4 +78,4 @@ class SetOperation(Operation):
 
 def precondition_failed(detail: str) -> PsError:
     """The error for a conditional assignment whose expected value is not the current one."""
-    return problem("precondition_failed", detail, hint="get the value, and its ETag, anew")
+    return problem("precondition_failed", detail, hint="fetch the value and its ETag again")

@@ -311,7 +311,8 @@ class ShardCore:
         other = self.models.get(model.key.name, model)
         if other is model:
             return problem("unknown_model", f"model '{model.key.name}' was deleted")
-        return problem("model_replaced", f"model '{model.key.name}' was created anew", generation=other.key.generation)
+        detail = f"model '{model.key.name}' was deleted and created again"
+        return problem("model_replaced", detail, generation=other.key.generation)
 
     # --- synchronous clocks
 

@@ -37,15 +37,15 @@ class ShardDesk:
             detail = f"addresses: must be like http://HOST:PORT, not {wrong or addresses[0]!r:.80}"
             raise problem("invalid_field", detail, where="addresses")
         if e.redis_term is not None and e.redis_term < self.c.term:  # a leader stores its term first
-            found = f"holds term {e.redis_term}" if e.redis_term else "holds none"
+            terms = f"their term is {self.c.term}, its Redis has {e.redis_term or 'none'}"
             raise problem(
                 "conflict",
-                f"the Redis of shard '{e.name}' is not the schedulers': they are in term {self.c.term}, it {found}",
+                f"shard '{e.name}' uses a different Redis than the schedulers: {terms}",
                 hint="give it the same PARAMSERVER_REDIS, down to the number of the database",
             )
         old = self.c.shards.get(e.name)
         if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
-            raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the bound")
+            raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the limit")
         epoch = 1 + (old.epoch if old else self.c.shard_floor)
         shard = Shard(e.name, epoch, now, addresses=addresses, version=str(e.version)[:64])
         self.c.shards[e.name] = shard
@@ -290,7 +290,9 @@ def _row(row: Any, lengths: tuple[int, ...], where: str) -> tuple[Any, ...]:
         or not isinstance(row[0], str)
         or not all([type(n) is int for n in row[1:]])
     ):
-        raise problem("invalid_field", f"{where}: each must be a list of {lengths[0]} values", where=where)
+        count = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]}"
+        detail = f"{where}: each must be a list of {count} values: a model name, then integers"
+        raise problem("invalid_field", detail, where=where)
     return tuple(row)
 
 

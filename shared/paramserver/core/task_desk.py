@@ -35,16 +35,16 @@ class TaskDesk:
         old = model.datasets.get(spec.name)
         if old is not None and old.spec != spec:
             others = " and ".join(f for f in DatasetSpec.__struct_fields__ if getattr(old.spec, f) != getattr(spec, f))
-            detail = f"dataset '{spec.name}' is registered with other {others}"
+            detail = f"dataset '{spec.name}' is already registered with different {others}"
             raise problem("conflict", detail, hint="choose another name")
         if old is None and len(model.datasets) >= DATASETS_MAX:
-            raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the bound")
+            raise problem("too_many_requests", f"the model has {DATASETS_MAX} datasets, which is the limit")
         if old is None:
             existing = sum(len(d.spec.ranges) for m in self.c.models.values() for d in m.datasets.values())
             if existing + len(spec.ranges) > limits.TASKS_MAX:
                 raise problem(
                     "too_many_requests",
-                    f"the datasets of all models have {existing} ranges, {limits.TASKS_MAX} is the bound",
+                    f"the datasets of all models have {existing} ranges; the limit is {limits.TASKS_MAX}",
                     hint="choose a larger task_size, or delete models that are not needed",
                 )
             model.datasets[spec.name] = Dataset(spec)
@@ -62,7 +62,7 @@ class TaskDesk:
             )
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
         if len(model.task_waiters) >= limits.WAITERS_MAX:
-            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         if e.holding is not None:
             self._free(model, worker, e.dataset, e.holding)
         model.task_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, dataset=e.dataset))

@@ -52,14 +52,14 @@ class Window:
         if seq <= self.highest - limits.WINDOW:
             raise problem(
                 "outside_window",
-                f"push {seq} lies {self.highest - seq} behind the highest one, {self.highest}",
+                f"push {seq} is {self.highest - seq} behind the highest seq, {self.highest}",
                 hint=f"keep at most {limits.WINDOW} pushes in doubt",
             )
         slot = seq & (len(self._seqs) - 1)
         if self._seqs[slot] != seq:
             return None
         if self._crcs[slot] != crc:
-            raise problem("id_reused", f"push {seq} was accepted with other content", hint="take a new seq")
+            raise problem("id_reused", f"push {seq} was already accepted with different content", hint="take a new seq")
         version = self._versions[slot]
         return EarlierAnswer(version, False) if version >= 0 else EarlierAnswer(~version, True)
 
@@ -127,7 +127,7 @@ class PushMemory:
             return window.check(push_id.seq, crc)
         if key is not None and (seen := self._keys.get(_digest(key))) is not None:
             if seen[0] != crc:
-                raise problem("id_reused", "that Idempotency-Key was accepted with other content")
+                raise problem("id_reused", "this Idempotency-Key was already used with different content")
             return EarlierAnswer(seen[1], False)
         return None
 

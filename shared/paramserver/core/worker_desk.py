@@ -223,8 +223,8 @@ class WorkerDesk:
         clock = self._grant(model, worker)
         return problem(
             "rolled_back",
-            f"model '{model.name}' went on from clock {clock}",
-            hint="drop what is in doubt, go on at this clock, and pull",
+            f"model '{model.name}' was rolled back; it continues at clock {clock}",
+            hint="discard pushes in doubt, continue at this clock, and pull",
             timeline=model.timeline,
             clock=clock,
         )
@@ -257,7 +257,7 @@ class WorkerDesk:
         worker = self.renew_lease(model, e.worker, e.epoch, now)
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:
-            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests wait already")
+            raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting, which is the limit")
         self._report(model, worker, e.clock, e.since)
         model.clock_waiters.append(Waiter(e.request, now + wait_s, worker.name, worker.epoch, e.clock))
         worker.open_polls += 1

@@ -96,12 +96,12 @@ def settings(values: dict[int, int]) -> bytes:
 def parse_settings(payload: memoryview) -> dict[int, int]:
     """Return the values in the payload of a SETTINGS frame; raises Http2Error."""
     if len(payload) % _SETTING.size:
-        raise Http2Error(FRAME_SIZE_ERROR, "a setting that is not six bytes")
+        raise Http2Error(FRAME_SIZE_ERROR, "SETTINGS length is not a multiple of 6")
     values = dict(_SETTING.iter_unpack(payload))
     if values.get(INITIAL_WINDOW_SIZE, 0) > WINDOW_MAX:
-        raise Http2Error(FLOW_CONTROL_ERROR, "a window that is too large")
+        raise Http2Error(FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE is too large")
     if not PAYLOAD_BYTES_MAX <= values.get(MAX_FRAME_SIZE, PAYLOAD_BYTES_MAX) < 1 << 24:
-        raise Http2Error(PROTOCOL_ERROR, "a size of frames that cannot be")
+        raise Http2Error(PROTOCOL_ERROR, "invalid SETTINGS_MAX_FRAME_SIZE")
     return values
 
 
@@ -113,7 +113,7 @@ def u32_frame(stream: int, kind: int, value: int) -> bytes:
 def parse_u32(payload: memoryview) -> int:
     """Return the number in the payload of such a frame; raises Http2Error."""
     if len(payload) != _WORD.size:
-        raise Http2Error(FRAME_SIZE_ERROR, "a number that is not four bytes")
+        raise Http2Error(FRAME_SIZE_ERROR, "the payload must be 4 bytes long")
     (value,) = _WORD.unpack(payload)
     return int(value)
 
@@ -136,7 +136,7 @@ def header_fragment(flags: int, payload: memoryview) -> bytes:
     if flags & WITH_PRIORITY:
         begin += 5
     if begin > end:
-        raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
+        raise Http2Error(PROTOCOL_ERROR, "padding exceeds the frame")
     return bytes(payload[begin:end])
 
 
@@ -205,7 +205,7 @@ class Scanner:
             high, low, kind, flags, stream = _HEAD.unpack_from(data, at)
             size, stream = high << 8 | low, stream & _STREAM_MASK
             if size > (self._data_bytes_max if kind == DATA else self._other_bytes_max):
-                raise Http2Error(FRAME_SIZE_ERROR, "a frame that is too long")
+                raise Http2Error(FRAME_SIZE_ERROR, "the frame is too long")
             if kind != DATA:
                 if end - at < HEAD_BYTES + size:
                     break
@@ -216,11 +216,11 @@ class Scanner:
             if flags & PADDED:
                 if size == 0 or end - at == HEAD_BYTES:
                     if size == 0:
-                        raise Http2Error(FRAME_SIZE_ERROR, "padding that is longer than its frame")
+                        raise Http2Error(FRAME_SIZE_ERROR, "padding exceeds the frame")
                     break  # the length of the padding has not arrived yet
                 padding = data[at + HEAD_BYTES] + 1
                 if padding > size:
-                    raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
+                    raise Http2Error(PROTOCOL_ERROR, "padding exceeds the frame")
             at += HEAD_BYTES + (padding > 0)
             self.due_stream, self._flags = stream, flags & END_STREAM
             self.due, self._padding = size - padding, max(0, padding - 1)
@@ -310,7 +310,7 @@ class HeaderDecoder(Generic[T]):
         try:
             headers: list[Header] = [(bytes(n), bytes(v)) for n, v in self._hpack.decode(block, raw=True)]
         except hpack.HPACKError as e:
-            raise Http2Error(COMPRESSION_ERROR, f"headers that cannot be read: {e}") from None
+            raise Http2Error(COMPRESSION_ERROR, f"the header block cannot be decoded: {e}") from None
         result = self._read(headers)
         if table.maxsize == size and _newest(table) is newest:
             return self._remembered(block, headers, result)
