@@ -1,11 +1,13 @@
 """What becomes of tasks whose worker lives on without working on them."""
 
+import json
 from typing import Any
 
 import pytest
 
 from paramserver import limits
 from paramserver.core import scheduler_io as io
+from paramserver.core.task_desk import EVALUATIONS_MAX
 from paramserver.errors import ConflictError, Unavailable
 
 from .scheduling import Driver
@@ -77,6 +79,20 @@ def test_an_evaluation_that_failed_is_made_again() -> None:
 
     assert lease(d, a, [first["id"]], "evaluate") is None
     assert lease(d, a, [], "evaluate") == first
+
+
+def test_at_most_eight_evaluations_are_kept() -> None:
+    """However many are requested and leased; the newest is among them."""
+    d = Driver()
+    d.model()
+    a = d.join("a")
+    for clock in range(1, 12):
+        d.clock(a, clock)
+        d.ask(lambda n: io.RequestEvaluation(n, "m"))
+        assert lease(d, a, None, "evaluate")["clock"] == clock
+        kept = json.loads(d.hash["clock:m"])["evaluations"]
+        assert len(kept) <= EVALUATIONS_MAX
+        assert kept[-1][0] == clock
 
 
 def test_the_ranges_of_all_datasets_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,8 @@ class TaskDesk:
         known = next((v for v in model.evaluations if v.clock == clock), None)
         if known is not None:
             return known
-        # The new one supersedes those that nobody has leased yet.
-        model.evaluations = [v for v in model.evaluations if v.leased is not None][-EVALUATIONS_MAX:]
+        # The new one supersedes those that nobody has leased yet, and the oldest if there would be too many.
+        model.evaluations = [v for v in model.evaluations if v.leased is not None][-(EVALUATIONS_MAX - 1) :]
         model.evaluations.append(Evaluation(clock))
         self.c.save_clock(model)
         self.c.mark_dirty(model)
