@@ -206,6 +206,18 @@ def test_stop_by_metric_and_by_minutes() -> None:
     assert d.core.read.run("run-2")["state"] == "finished"
 
 
+@pytest.mark.parametrize("stop", [{"name": "loss", "at_least": 1.0}, {"name": "loss", "at_most": 0.0}])
+def test_a_value_that_is_not_finite_ends_no_run(stop: dict[str, Any]) -> None:
+    """An infinite loss has reached nothing, and is in no series that could tell why the run ended."""
+    d = Driver()
+    d.model()
+    run(d, stop={"metric": stop})
+    member(d, "p")
+    for value in (float("inf"), float("-inf"), float("nan")):
+        assert d.ask(lambda n, v=value: io.ReportMetrics(n, "m", {"loss": v})) == {"accepted": 0}  # type: ignore[misc]
+        assert state(d)[0] == "running"
+
+
 def test_pause_and_resume() -> None:
     """Its workers hear `paused`; paused time does not count, and an ended run cannot be resumed."""
     d = Driver()

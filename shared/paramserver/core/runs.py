@@ -7,6 +7,7 @@ stopped.  Nothing here starts a process: pool members ask for work.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Final
 
 from msgspec import Struct
@@ -96,8 +97,8 @@ class StopRule(Struct, frozen=True):
         return out
 
     def met_by(self, name: str, value: float) -> str | None:
-        """Why this value of a metric ends the run; None if it does not."""
-        if name != self.metric:
+        """Why this value of a metric ends the run; None if it does not, as no value does that is not finite."""
+        if name != self.metric or not isfinite(value):
             return None
         if self.at_least is not None and value >= self.at_least:
             return f"{name} reached {value:g} (stop rule: at least {self.at_least:g})"
