@@ -149,6 +149,21 @@ def test_a_member_that_dies_frees_its_place_without_a_restart() -> None:
     assert d.core.read.run("run-1")["places"][0]["restarts"] == 0
 
 
+def test_a_member_that_was_forgotten_comes_back_under_a_higher_epoch() -> None:
+    """The last 256 dead ones are remembered; an old process of a forgotten one is fenced, by the next leader too."""
+    d = Driver()
+    forgotten = member(d, "old")
+    for name in ("old", *(f"p{i}" for i in range(256))):
+        m = forgotten if name == "old" else member(d, name)
+        d.ask(lambda n, m=m: io.LeavePool(n, m["member"], m["epoch"]))  # type: ignore[misc]
+    d.wait(1.0)
+    assert "member:old" not in d.hash
+    d.restart()
+    assert member(d, "old")["epoch"] > forgotten["epoch"]
+    with pytest.raises(FencedError):
+        beat(d, forgotten)
+
+
 def test_stop_by_clocks_counts_from_the_beginning_of_the_run() -> None:
     """Five clocks were done before; the worker is told to stop when five more are."""
     d = Driver()

@@ -32,6 +32,8 @@ class Cluster:
     shards: dict[str, Shard] = field(default_factory=dict)
     shard_floor: int = 0
     """Highest epoch of any shard whose name was forgotten."""
+    member_floor: int = 0
+    """Highest epoch of any pool member whose name was forgotten."""
     models: dict[str, Model] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
@@ -362,4 +364,5 @@ class Cluster:
             "run_count": self.run_count,
             "member_count": self.member_count,
             "shard_floor": self.shard_floor,
+            "member_floor": self.member_floor,
         }

@@ -183,7 +183,7 @@ class RunDesk:
             raise problem("too_many_requests", f"the pool has {MEMBERS_MAX} members, which is the limit")
         if old is not None:
             self.remove_member(old, now)
-        member = Member(name, old.epoch + 1 if old else 1, now, allow=tuple(e.allow))
+        member = Member(name, 1 + (old.epoch if old else self.c.member_floor), now, allow=tuple(e.allow))
         self.c.members[name] = member
         self.c.save_member(member)
         self.fill(now)
@@ -238,12 +238,17 @@ class RunDesk:
         self.c.save_member(member)
 
     def expire(self, now: float) -> None:
-        """Mark members whose lease has expired as dead; forget all dead ones but the 256 heard from last."""
+        """Mark members whose lease has expired as dead; forget all dead ones but the 256 heard from last.
+
+        `member_floor` bars reuse of the epochs of forgotten ones.
+        """
         gone = expired(self.c.members.values(), now)
         for member in gone:
             self.remove_member(member, now)
         dead = sorted((m for m in self.c.members.values() if not m.alive), key=lambda m: m.heard_s)
         for member in dead[: max(0, len(dead) - 256)]:
+            self.c.member_floor = max(self.c.member_floor, member.epoch)
+            self.c.save_cluster()
             del self.c.members[member.name]
             self.c.drop(f"member:{member.name}")
         if gone:
