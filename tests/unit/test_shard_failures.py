@@ -9,7 +9,7 @@ import pytest
 from paramserver.core import admission, pulls, set_operation
 from paramserver.core.partition import Partition
 from paramserver.core.push_operation import PushOperation
-from paramserver.core.shard_io import AssignPart, CaptureReceived, PushDone, SetReceived
+from paramserver.core.shard_io import AssignPart, CaptureReceived, PullDone, PushDone, SetReceived
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InternalError
 from paramserver.testing.shard_driver import ShardDriver
@@ -113,6 +113,20 @@ def test_a_request_that_meets_a_bug_as_it_is_looked_at_is_over(
     driver = served()
     monkeypatch.setattr(where, name, fails)
     told(driver, request_of(driver))
+    assert driver.core.waiting == 0
+
+
+def test_a_request_that_was_answered_before_the_bug_gets_no_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets exactly one."""
+    driver = served()
+    take = pulls.PullDesk.take
+
+    def answers_and_fails(*args: Any) -> Any:
+        take(*args)
+        fails()
+
+    monkeypatch.setattr(pulls.PullDesk, "take", answers_and_fails)
+    assert isinstance(driver.outcome(driver.ask((0,))), PullDone)
     assert driver.core.waiting == 0
 
 

@@ -118,22 +118,24 @@ class RequestDesk:
             self.open.discard(event.request)
 
     def failed(self, event: Event, error: Exception) -> None:
-        """Answer a request whose handling raised an unexpected exception; re-raise it for any other event.
+        """Answer a request whose handling raised an unexpected exception, unless it has been answered before.
 
-        A request changes nothing before it is queued, so the shard can go on.
+        A request changes nothing before it is queued, so the shard can go on.  For other events, raise it again.
         """
         if not isinstance(event, PushReceived | PullReceived | SetReceived | CaptureReceived):
             raise error
         self._pulls.withdraw(event.request)
-        self._shard.reply(event.request, as_problem(error))
+        if event.request in self.open:
+            self._shard.reply(event.request, as_problem(error))
 
     def _model(self, name: str, request: Request) -> ServedModel:
-        if len(self.open) >= limits.QUEUED_REQUESTS_MAX:
-            raise problem("queue_full", f"{len(self.open)} requests are waiting in this shard")
+        waiting = len(self.open)
+        self.open.add(request)
+        if waiting >= limits.QUEUED_REQUESTS_MAX:
+            raise problem("queue_full", f"{waiting} requests are waiting in this shard")
         model = self._shard.models.get(name)
         if model is None:
             raise problem("unknown_model", f"there is no model '{name}'")
-        self.open.add(request)
         return model
 
     # --- queuing
